@@ -1,0 +1,1 @@
+"""Federated optimisation that does not drift."""
