@@ -1,1 +1,49 @@
-"""Federated optimisation that does not drift."""
+"""Federated optimisation that does not drift: SCAFFOLD and its family, written once, right everywhere.
+
+>>> import fedscaffold as fs
+>>> problem = fs.problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, seed=0)
+>>> run = fs.simulate(fs.scaffold(), problem, rounds=20, local_steps=10, lr=0.1, cohort=0.2, seed=0)
+>>> run.vector.shape, run.rounds
+((20,), 20)
+
+Nothing heavy is imported until it is used: JAX loads with the first problem.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fedscaffold.algorithms import ALGORITHMS, Algorithm, fedavg, fedprox, scaffold, sgd
+from fedscaffold.checks import InputError
+
+if TYPE_CHECKING:
+    from fedscaffold import data, problems
+    from fedscaffold.problems import Problem
+    from fedscaffold.simulation import Run, simulate
+
+__version__ = "0.1.0"
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "InputError",
+    "Problem",
+    "Run",
+    "data",
+    "fedavg",
+    "fedprox",
+    "problems",
+    "scaffold",
+    "sgd",
+    "simulate",
+]
+
+_LATER = {"Problem": "problems", "Run": "simulation", "simulate": "simulation"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("conformance", "data", "problems", "report", "simulation"):
+        return importlib.import_module(f"fedscaffold.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(f"fedscaffold.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'fedscaffold' has no attribute {name!r}")

@@ -1,0 +1,230 @@
+"""WHAT is minimised: f(x) = sum p_i f_i(x), f_i the mean loss over the records of client i.
+
+A problem is a loss on a model and a batch of records, a model to start from, and every client's records. The records
+of all clients lie one after the other in flat arrays, with `offsets` telling where each client begins: clients may
+hold any number of records and nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedscaffold.checks import InputError
+from fedscaffold.problems.layout import Layout
+
+__all__ = ["Facts", "Functions", "Problem", "weights_of"]
+
+Tree: TypeAlias = Any
+Floats: TypeAlias = NDArray[np.float64]
+
+
+class Functions(NamedTuple):
+    """The problem's mathematics, apart from its data: what a compiled program depends on."""
+
+    loss: Callable[[Tree, Tree], Any]
+    """(params, batch) -> mean loss over the records of the batch."""
+    accuracy: Callable[[Tree, Tree], Any] | None = None
+    """(params, batch) -> share of the batch's records predicted right."""
+    gradient: Callable[[Tree, Tree], Tree] | None = None
+    """(params, batch) -> what the clients descend along; the gradient of the loss unless given."""
+
+
+class Facts(NamedTuple):
+    """What is known of a problem in closed form; None where it is not."""
+
+    mu: float | None = None
+    """Strong convexity: the smallest eigenvalue of any client's Hessian."""
+    smoothness: float | None = None
+    """L: the largest eigenvalue of any client's Hessian."""
+    optimum: Callable[[Floats], Floats] | None = None
+    """(weights) -> the minimiser of sum p_i f_i."""
+    client_losses: Callable[[Floats], Floats] | None = None
+    """(x) -> the N exact client losses at x."""
+    client_gradients: Callable[[Floats], Floats] | None = None
+    """(x) -> the N exact client gradients at x, one a row."""
+    noise_covariance: Callable[[Floats, int | None], Floats] | None = None
+    """(x, batch_size) -> covariance of the stochastic gradient at x, one (d, d) per client."""
+
+
+class Problem:
+    """A federated problem: a loss, a starting model, and every client's records.
+
+    `loss(params, batch)` is the mean loss over the batch's records, for any JAX pytree `params`; `clients` is a list
+    with one tree of arrays per client (an array, a tuple `(x, y)`, a dict ...), all leaves of one client having the
+    same number of rows. `test` is a batch kept apart for `accuracy(params, batch)`.
+
+    >>> import numpy as np
+    >>> import fedscaffold as fs
+    >>> def loss(params, batch):
+    ...     return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+    >>> rng = np.random.default_rng(0)
+    >>> clients = [{"x": rng.normal(size=(n, 3)), "y": rng.normal(size=n)} for n in (5, 8)]
+    >>> problem = fs.Problem(loss, {"w": np.zeros(3)}, clients)
+    >>> problem.num_clients, problem.dim, problem.counts.tolist()
+    (2, 3, [5, 8])
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Tree, Tree], Any],
+        params: Tree,
+        clients: Sequence[Tree],
+        *,
+        test: Tree | None = None,
+        accuracy: Callable[[Tree, Tree], Any] | None = None,
+        gradient: Callable[[Tree, Tree], Tree] | None = None,
+        noise: ArrayLike | None = None,
+        facts: Facts | None = None,
+        name: str = "problem",
+    ) -> None:
+        if len(clients) == 0:
+            raise InputError("clients must hold at least one client, got an empty list")
+        self.functions = Functions(loss, accuracy, gradient)
+        self.params = jax.tree.map(np.asarray, params)
+        self.layout = Layout.of(self.params)
+        _refuse_non_finite("params", self.params)
+        counts = np.array([_rows(i, client) for i, client in enumerate(clients)], np.int64)
+        self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts)])
+        self.records = _joined(clients)
+        _refuse_non_finite("the clients' data", self.records)
+        self.test = None if test is None else jax.tree.map(np.asarray, test)
+        _refuse_non_finite("the test data", self.test)
+        self.noise = None if noise is None else _noise_factor(noise, len(clients), self.dim)
+        self.facts = facts or Facts()
+        self.name = name
+        self._device: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"Problem({self.name}, {self.num_clients} clients, {self.offsets[-1]} records, d = {self.dim})"
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self.offsets) - 1
+
+    @property
+    def dim(self) -> int:
+        """d, the number of coordinates of the model."""
+        return self.layout.size
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Number of records of each client."""
+        return np.diff(self.offsets)
+
+    @property
+    def mu(self) -> float | None:
+        """Strong convexity of the clients' losses, where known."""
+        return self.facts.mu
+
+    @property
+    def smoothness(self) -> float | None:
+        """L of the clients' losses, where known."""
+        return self.facts.smoothness
+
+    def optimum(self, weights: str | ArrayLike = "equal") -> Floats:
+        """Return the minimiser of sum p_i f_i as a flat vector.
+
+        >>> import fedscaffold as fs
+        >>> fs.problems.quadratic(hessians=[[[1.0]], [[3.0]]], linear=[[1.0], [-2.0]]).optimum()
+        array([-0.25])
+        """
+        if self.facts.optimum is None:
+            raise InputError(f"the optimum of {self.name} is not known in closed form; watch 'loss' or 'grad_norm' instead")
+        return self.facts.optimum(weights_of(self, weights))
+
+    def ideal_controls(self, weights: str | ArrayLike = "equal") -> Floats:
+        """Return the c_i at which SCAFFOLD rests: every client's gradient at the optimum, one a row."""
+        optimum = self.optimum(weights)
+        assert self.facts.client_gradients is not None, "a problem that knows its optimum knows its gradients"
+        return self.facts.client_gradients(optimum)
+
+    def optimal_loss(self, weights: str | ArrayLike = "equal") -> float:
+        """Return f(x*)."""
+        optimum = self.optimum(weights)
+        assert self.facts.client_losses is not None, "a problem that knows its optimum knows its losses"
+        return float(weights_of(self, weights) @ self.facts.client_losses(optimum))
+
+    def on_device(self, dtype: str) -> tuple[Tree, Tree]:
+        """Records and test data as device arrays of the given float type, sent there once."""
+        if dtype not in self._device:
+            cast = lambda a: a.astype(dtype) if np.issubdtype(a.dtype, np.floating) else a  # noqa: E731
+            self._device[dtype] = jax.device_put(jax.tree.map(cast, (self.records, self.test)))
+        device: tuple[Tree, Tree] = self._device[dtype]
+        return device
+
+
+def weights_of(problem: Problem, weights: str | ArrayLike) -> Floats:
+    """Return the clients' weights p_i, summing to 1: "equal", "records", or N numbers of the user's.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(num_clients=4, dim=2, seed=0)
+    >>> weights_of(problem, [1, 1, 2, 0])
+    array([0.25, 0.25, 0.5 , 0.  ])
+    """
+    if isinstance(weights, str):
+        if weights not in ("equal", "records"):
+            raise InputError(f"weights must be 'equal', 'records' or one number per client, got {weights!r}")
+        shares = np.ones(problem.num_clients) if weights == "equal" else problem.counts.astype(np.float64)
+    else:
+        shares = np.asarray(weights, np.float64)
+        if shares.shape != (problem.num_clients,):
+            raise InputError(
+                f"weights must be one number for each of the {problem.num_clients} clients, got shape {shares.shape}"
+            )
+        if not np.isfinite(shares).all() or (shares < 0).any() or shares.sum() <= 0:
+            raise InputError("weights must be finite, not negative, and not all zero")
+    return shares / shares.sum()
+
+
+def _rows(i: int, client: Tree) -> int:
+    leaves = jax.tree.leaves(client)
+    if not leaves or any(np.ndim(leaf) == 0 for leaf in leaves):
+        raise InputError(f"client {i} must hold arrays with one row per record, got {type(client).__name__} without rows")
+    rows = {len(leaf) for leaf in leaves}
+    if len(rows) > 1:
+        raise InputError(f"the arrays of client {i} must have one row per record each, got lengths {sorted(rows)}")
+    if rows == {0}:
+        raise InputError(f"client {i} holds no records; every client needs at least one")
+    return rows.pop()
+
+
+def _joined(clients: Sequence[Tree]) -> Tree:
+    try:
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *clients)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"the clients' arrays must all have the same structure and row shape: {reason}") from None
+
+
+def _refuse_non_finite(what: str, tree: Tree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if np.issubdtype(leaf.dtype, np.floating) and not np.isfinite(leaf).all():
+            bad = int((~np.isfinite(leaf)).sum())
+            where = jax.tree_util.keystr(path)
+            raise InputError(f"{what} must be finite, got {bad} NaN or infinite values{' in ' + where if where else ''}")
+
+
+def _noise_factor(noise: ArrayLike, num_clients: int, dim: int) -> Floats:
+    """Square root of the noise covariance: a number, one (1, d, d) matrix, or one (d, d) matrix per client."""
+    covariance = np.asarray(noise, np.float64)
+    if not np.isfinite(covariance).all():
+        raise InputError("noise must be finite")
+    if covariance.ndim == 0:
+        if covariance < 0:
+            raise InputError(f"noise is a variance and must be a number of at least 0, got {float(covariance)}")
+        return np.sqrt(covariance)
+    if covariance.shape not in ((dim, dim), (num_clients, dim, dim)):
+        raise InputError(
+            f"noise must be a variance, one ({dim}, {dim}) covariance, or ({num_clients}, {dim}, {dim}), "
+            f"got shape {covariance.shape}"
+        )
+    values, vectors = np.linalg.eigh(np.atleast_3d(covariance.T).T)
+    if (values < -1e-10 * np.abs(values).max()).any():
+        raise InputError("noise must be a covariance: symmetric without negative eigenvalues")
+    return (vectors * np.sqrt(np.maximum(values, 0))[:, None, :]) @ np.swapaxes(vectors, 1, 2)

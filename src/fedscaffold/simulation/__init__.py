@@ -1,0 +1,6 @@
+"""HOW a federation is simulated: one compiled program for all rounds, clients in cache-sized blocks."""
+
+from fedscaffold.simulation.metrics import METRICS
+from fedscaffold.simulation.run import Run, simulate
+
+__all__ = ["METRICS", "Run", "simulate"]

@@ -1,0 +1,114 @@
+"""The engine: compile once, then feed the program a few rounds' draws at a time.
+
+Between two stretches of rounds the host draws the next cohorts and batches, keeps the metrics, shows progress and sees
+whether the run is over. How rounds are grouped into stretches changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.simulation.rounds import rounds as program
+from fedscaffold.simulation.setup import Ready
+from fedscaffold.simulation.spec import Draws, Settings, State
+
+__all__ = ["Outcome", "Seconds", "drive"]
+
+DRAW_BYTES = 1 << 25  # memory for the draws of one stretch of rounds
+MOST_ROUNDS = 64  # rounds in a stretch: more gain nothing
+STRETCH_SECONDS = 0.5  # how often the host looks up
+
+
+class Seconds(NamedTuple):
+    """Where the time went."""
+
+    compile: float
+    """Tracing and compiling, or finding the program in the cache."""
+    wall: float
+    """All rounds."""
+    cpu: float
+    """All rounds, over all threads."""
+
+
+class Outcome(NamedTuple):
+    """The state after the last round, metrics by round, and the time it took; runs of a sweep on the leading axis."""
+
+    state: State
+    table: NDArray[Any]
+    seconds: Seconds
+
+
+def drive(
+    ready: Ready, settings: Settings, seeds: list[int], rounds: int, every: int, group: int | None, tell: Callable[[int], None]
+) -> Outcome:
+    """Run all rounds. `group` is None for a single run, else how many runs of a sweep are run at once."""
+    room = int(np.clip(DRAW_BYTES // _draw_bytes(ready), 1, MOST_ROUNDS))
+    draw = partial(_draws, ready, seeds, room, group)
+    began = time.perf_counter()
+    state = jax.device_put(_spread(ready.start, seeds, group))
+    federation = jax.device_put(ready.federation)
+    arguments = (federation, settings, state, draw(0, 0), np.int32(0), np.int32(every))
+    run = _compiled(ready.spec, group, *_signature(arguments))
+    compiled = time.perf_counter()
+    cpu = time.process_time()
+    table: list[NDArray[Any]] = []
+    done, number = 0, 1
+    while done < rounds:
+        number = min(number, rounds - done, room)
+        start = time.perf_counter()
+        state, rows = run(federation, settings, state, draw(done, number), np.int32(number), np.int32(every))
+        table.append(np.asarray(rows)[..., :number, :])
+        done += number
+        tell(done)
+        if np.all(state.done):
+            break
+        number = max(1, int(number * STRETCH_SECONDS / max(time.perf_counter() - start, 1e-6)))
+    jax.block_until_ready(state)
+    seconds = Seconds(compiled - began, time.perf_counter() - compiled, time.process_time() - cpu)
+    return Outcome(jax.tree.map(np.asarray, state), np.concatenate(table, axis=-2), seconds)
+
+
+def _draw_bytes(ready: Ready) -> int:
+    drawer = ready.drawer
+    rows = 0 if drawer.batch is None else int(drawer.steps.max()) * int(drawer.batch.max()) * (8 if drawer.ragged else 4)
+    return drawer.slots * (8 + rows)
+
+
+def _draws(ready: Ready, seeds: list[int], room: int, group: int | None, start: int, number: int) -> Draws:
+    if group is None:
+        return ready.drawer.draw(seeds[0], start, number, room)
+    each = {seed: ready.drawer.draw(seed, start, number, room) for seed in set(seeds)}
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *(each[seed] for seed in seeds))
+
+
+def _spread(start: State, seeds: list[int], group: int | None) -> State:
+    """One copy of the starting state for each run of a sweep."""
+    if group is None:
+        return start
+    return jax.tree.map(lambda a: np.broadcast_to(a, (len(seeds), *np.shape(a))), start)
+
+
+def _signature(arguments: Any) -> tuple[Any, Any]:
+    """Shapes and types of the arguments, hashable: what the program is compiled for besides its spec."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return tuple(jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in leaves), structure
+
+
+@lru_cache(maxsize=64)
+def _compiled(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
+    """Compile the program for one spec and one set of shapes; the state is updated in place."""
+    arguments = jax.tree.unflatten(structure, leaves)
+
+    def swept(federation: Any, settings: Any, state: Any, draws: Any, number: Any, every: Any) -> Any:
+        one = lambda run: program(spec, federation, *run, number, every)  # noqa: E731
+        return jax.lax.map(one, (settings, state, draws), batch_size=group)
+
+    function = partial(program, spec) if group is None else swept
+    return jax.jit(function, donate_argnums=2).lower(*arguments).compile()

@@ -1,0 +1,159 @@
+"""One client's round: K local steps from x, leaf by leaf, flat again at the end.
+
+The records of a client are rows `first .. first + count` of the flat record arrays. A batch is a set of rows; where
+batches differ in size they are padded with rows of weight zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedscaffold.algorithms import travelled
+from fedscaffold.simulation.spec import Array, Federation, Settings, Spec
+
+__all__ = ["Reply", "Work", "gradient", "local_round", "record_values"]
+
+Leaves = list[Any]
+
+
+class Work(NamedTuple):
+    """One client's part in a round."""
+
+    client: Array
+    steps: Array
+    key: Array
+    """Random key of its gradient noise."""
+    rows: Array | None
+    row_weights: Array | None
+
+
+class Reply(NamedTuple):
+    """What one client hands back; None for what need not be sent."""
+
+    d: Array | None
+    """Its mean direction (the direction at x for option I)."""
+    move: Array | None
+    """x - y."""
+    c_i: Array | None
+    """What it remembers."""
+
+
+def local_round(
+    spec: Spec, federation: Federation, settings: Settings, x: Array, c: Array, c_i: Array, work: Work, most: Array
+) -> Reply:
+    """Run one client for its steps of the round; `most` is the largest number of steps among its block."""
+    start = spec.layout.leaves(x)
+    shifts = _shifts(spec, c, c_i)
+    noise = _noise(spec, federation, work, x.dtype)
+    batch = _batches(spec, federation, work)
+    advance = _stepper(spec, settings)
+    collect = spec.sends_direction and not spec.constant_step and not spec.algorithm.at_x
+
+    def direction(y: Leaves, k: Array | int, batch: tuple[Any, Array | None]) -> Leaves:
+        g = gradient(spec, y, *batch)
+        if noise is not None:
+            g = [leaf + n for leaf, n in zip(g, spec.layout.leaves(noise[k]), strict=True)]
+        return [spec.algorithm.direction(*leaf) for leaf in zip(g, y, start, shifts, strict=True)]
+
+    def step(k: Array, carry: tuple[Leaves, Any, Any]) -> tuple[Leaves, Any, Any]:
+        y, total, memory = carry
+        d = direction(y, k, batch(k))
+        new, memory = advance(k, y, d, memory)
+        after = new, [t + leaf for t, leaf in zip(total, d, strict=True)] if collect else None, memory
+        return jax.tree.map(lambda a, b: jnp.where(k < work.steps, a, b), after, carry) if spec.unequal else after
+
+    memory = None if spec.optimizer is None else spec.optimizer.init(start)
+    total = [jnp.zeros_like(leaf) for leaf in start] if collect else None
+    y, total, _ = jax.lax.fori_loop(0, most, step, (start, total, memory))
+    move = x - _flat(y)
+    if not spec.sends_direction:
+        return Reply(None, move, None)
+    if spec.algorithm.at_x:
+        d = _flat(direction(start, spec.max_steps, _whole(spec, federation, work.client)))
+    elif collect:
+        d = _flat(total) / work.steps.astype(x.dtype)
+    else:
+        d = travelled(x, _flat(y), work.steps.astype(x.dtype), settings.lr)
+    assert spec.algorithm.remember is not None
+    return Reply(d, move if spec.sends_move else None, spec.algorithm.remember(c, c_i, d))
+
+
+def record_values(function: Callable[[Any, Any], Array], params: Any, batch: Any) -> Array:
+    """Value of a mean-over-records function on every record apart: that of batches of one."""
+    return jax.vmap(function, in_axes=(None, 0))(params, jax.tree.map(lambda a: a[:, None], batch))
+
+
+def gradient(spec: Spec, y: Leaves, batch: Any, weights: Array | None) -> Leaves:
+    """Mean gradient over the batch's records, or their weighted sum where the batch is ragged."""
+    params = spec.layout.tree(y)
+    loss, given = spec.functions.loss, spec.functions.gradient
+    if weights is None:
+        return jax.tree.leaves((given or jax.grad(loss))(params, batch))
+    if given is None:
+        return jax.tree.leaves(jax.grad(lambda p: weights @ record_values(loss, p, batch))(params))
+    return [jnp.tensordot(weights, leaf, 1) for leaf in jax.tree.leaves(record_values(given, params, batch))]
+
+
+def _shifts(spec: Spec, c: Array, c_i: Array) -> list[Any]:
+    """c - c_i, once a round."""
+    if spec.algorithm.shift is None:
+        return [None] * len(spec.layout.shapes)
+    return spec.layout.leaves(spec.algorithm.shift(c, c_i))
+
+
+def _stepper(spec: Spec, settings: Settings) -> Callable[[Array, Leaves, Leaves, Any], tuple[Leaves, Any]]:
+    """The local optimiser: (k, y, d, memory) -> y, memory."""
+
+    def sgd(k: Array, y: Leaves, d: Leaves, memory: Any) -> tuple[Leaves, Any]:
+        lr = settings.lr[k] if spec.scheduled else settings.lr
+        return [leaf - lr * along for leaf, along in zip(y, d, strict=True)], memory
+
+    def optax(k: Array, y: Leaves, d: Leaves, memory: Any) -> tuple[Leaves, Any]:
+        updates, memory = spec.optimizer.update(d, memory, y)
+        return [leaf + update for leaf, update in zip(y, updates, strict=True)], memory
+
+    return sgd if spec.optimizer is None else optax
+
+
+def _batches(spec: Spec, federation: Federation, work: Work) -> Callable[[Array], tuple[Any, Array | None]]:
+    """(k) -> the batch of local step k and its record weights; a full batch is read once a round."""
+    if spec.full_batch:
+        whole = _whole(spec, federation, work.client)
+        return lambda k: whole
+    assert work.rows is not None
+
+    def drawn(k: Array) -> tuple[Any, Array | None]:
+        return _rows(federation, work.rows[k]), None if work.row_weights is None else work.row_weights[k]  # type: ignore[index]
+
+    return drawn
+
+
+def _whole(spec: Spec, federation: Federation, client: Array) -> tuple[Any, Array | None]:
+    """All records of a client, padded to the largest client where clients differ."""
+    first, count = federation.first[client], federation.count[client]
+    place = jnp.arange(spec.max_rows)
+    batch = _rows(federation, first + jnp.minimum(place, count - 1))
+    if not spec.ragged_clients:
+        return batch, None
+    return batch, jnp.where(place < count, 1 / count, 0).astype(federation.weights.dtype)
+
+
+def _rows(federation: Federation, rows: Array) -> Any:
+    return jax.tree.map(lambda a: a.at[rows].get(mode="promise_in_bounds"), federation.records)
+
+
+def _noise(spec: Spec, federation: Federation, work: Work, dtype: Any) -> Array | None:
+    """Gaussian gradient noise of all local steps at once, and one more for the gradient at x."""
+    if federation.noise is None:
+        return None
+    z = jax.random.normal(work.key, (spec.max_steps + 1, spec.layout.size), dtype)
+    factor = federation.noise
+    return z * factor if factor.ndim == 0 else z @ factor[work.client if len(factor) > 1 else 0]
+
+
+def _flat(leaves: Leaves) -> Array:
+    return jnp.concatenate([leaf.ravel() for leaf in leaves])

@@ -1,0 +1,114 @@
+"""Metrics by round, chosen by name.
+
+    loss            f(x) = sum p_i f_i(x), over all clients' records
+    accuracy        share of records predicted right, on the test data where there is some, else on all records
+    grad_norm       |sum p_i grad f_i(x)|
+    gap             f(x) - f(x*), where the optimum x* is known
+    distance        |x - x*|
+    drift           root mean square distance of the cohort's local models from their mean, at the round's end
+    control_error   root mean square distance of the c_i from the ideal grad f_i(x*)
+    residual        |c - sum p_i c_i|, the health gauge: always on; anything above rounding is a permanent bias
+    bytes_up, bytes_down    what the cohort sent and received in the round: always on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedscaffold.simulation.local import gradient, record_values
+from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
+
+__all__ = ["ALWAYS", "METRICS", "evaluate", "rises"]
+
+METRICS = ("loss", "accuracy", "grad_norm", "gap", "distance", "drift", "control_error")
+ALWAYS = ("residual", "bytes_up", "bytes_down")
+_SWEEP_BYTES = 1 << 22  # records evaluated at once: enough to keep matrix products busy, little enough to forget
+
+
+def rises(metric: str) -> bool:
+    """Whether more of the metric is better."""
+    return metric == "accuracy"
+
+
+def evaluate(
+    spec: Spec, federation: Federation, settings: Settings, state: State, drift: Array, every: Array
+) -> tuple[Array, Array]:
+    """Return one row of metrics and whether the run is over; rounds that are not due have NaN."""
+    names = spec.metrics
+    due = state.round % every == 0
+    unknown = jnp.full(len(names), jnp.nan, state.x.dtype)
+    measured = jax.lax.cond(due, lambda: _row(spec, federation, state), lambda: unknown) if names != ("residual",) else unknown
+    cheap = {"drift": drift, "residual": _residual(state)}
+    row = jnp.stack([cheap.get(name, measured[j]) for j, name in enumerate(names)])
+    broken = ~jnp.isfinite(state.x).all() | (due & ~jnp.isfinite(row).all())
+    if spec.stop is None:
+        return row, broken
+    value = row[names.index(spec.stop)]
+    reached = value >= settings.target if rises(spec.stop) else value <= settings.target
+    return row, broken | reached
+
+
+def _residual(state: State) -> Array:
+    if state.c is None:
+        return jnp.zeros((), state.x.dtype)
+    return jnp.linalg.norm(state.c - state.mean)
+
+
+def _row(spec: Spec, federation: Federation, state: State) -> Array:
+    leaves = spec.layout.leaves(state.x)
+    params = spec.layout.tree(leaves)
+    everything = (federation.records, federation.record_weights)
+
+    def loss() -> Array:
+        return _over(*everything, lambda batch, w: w @ record_values(spec.functions.loss, params, batch))
+
+    def accuracy() -> Array:
+        assert spec.functions.accuracy is not None
+        right = spec.functions.accuracy
+        if federation.test is None:
+            return _over(*everything, lambda batch, w: w @ record_values(right, params, batch))
+        size = len(jax.tree.leaves(federation.test)[0])
+        even = jnp.full(size, 1 / size, state.x.dtype)
+        return _over(federation.test, even, lambda batch, w: w @ record_values(right, params, batch))
+
+    def grad_norm() -> Array:
+        total = _over(*everything, lambda batch, w: gradient(spec, leaves, batch, w))
+        return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in total))
+
+    measures: dict[str, Callable[[], Array]] = {
+        "loss": loss,
+        "accuracy": accuracy,
+        "grad_norm": grad_norm,
+        "gap": lambda: loss() - federation.optimal_loss,
+        "distance": lambda: jnp.linalg.norm(state.x - federation.optimum),
+        "control_error": lambda: _control_error(federation, state),
+    }
+    nothing = jnp.zeros((), state.x.dtype)
+    return jnp.stack([measures[name]() if name in measures else nothing for name in spec.metrics])
+
+
+def _control_error(federation: Federation, state: State) -> Array:
+    held = jnp.zeros_like(federation.controls) if state.c_i is None else state.c_i
+    return jnp.sqrt(federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1))
+
+
+def _over(records: Any, weights: Array, measure: Callable[[Any, Array], Any]) -> Any:
+    """Sum `measure(batch, weights)` over all records, a stretch of them at a time; the last stretch may overlap."""
+    total = len(weights)
+    row_bytes = sum(a.dtype.itemsize * a.size // total for a in jax.tree.leaves(records))
+    stretch = max(1, min(total, _SWEEP_BYTES // max(1, row_bytes)))
+
+    def part(start: Array | int, fresh: Array | int) -> Any:
+        cut = lambda a: jax.lax.dynamic_slice_in_dim(a, start, stretch)  # noqa: E731
+        again = jnp.arange(stretch) < fresh
+        return measure(jax.tree.map(cut, records), jnp.where(again, 0, cut(weights)))
+
+    def add(i: Array, sums: Any) -> Any:
+        start = jnp.minimum(i * stretch, total - stretch)
+        return jax.tree.map(jnp.add, sums, part(start, i * stretch - start))
+
+    return jax.lax.fori_loop(1, -(-total // stretch), add, part(0, 0))

@@ -1,0 +1,198 @@
+"""`simulate`: run a federated algorithm on a problem, and what comes out of it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedscaffold import checks
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.problems.problem import Problem
+from fedscaffold.simulation.engine import Seconds, drive
+from fedscaffold.simulation.metrics import rises
+from fedscaffold.simulation.setup import Ready, Request, prepare
+from fedscaffold.simulation.spec import Settings, State
+
+__all__ = ["Clients", "Run", "Server", "simulate"]
+
+
+class Server(NamedTuple):
+    """What the server keeps between rounds."""
+
+    x: NDArray[Any]
+    c: NDArray[Any] | None
+
+
+class Clients(NamedTuple):
+    """What the clients keep between rounds, one row each."""
+
+    c_i: NDArray[Any] | None
+
+
+class Run(NamedTuple):
+    """What came out of a run; all fields are always there."""
+
+    x: Any
+    """The model, in the user's own structure."""
+    vector: NDArray[Any]
+    """The model as a flat vector."""
+    server: Server
+    clients: Clients
+    history: dict[str, NDArray[Any]]
+    """Columns by round: `round`, the metrics asked for, `residual`, `bytes_up`, `bytes_down`."""
+    rounds: int
+    """Rounds run."""
+    reached_at: int | None
+    """The round at which `stop_at` was reached."""
+    diverged_at: int | None
+    """The first round with a value that is not finite."""
+    advice: str | None
+    """What to do about a divergence."""
+    residual: float
+    """|c - sum p_i c_i| at the end, from all the c_i."""
+    seconds: Seconds
+    digest: str
+    """Fingerprint of the model's bits: equal digests, equal models."""
+
+
+def simulate(
+    algorithm: Algorithm,
+    problem: Problem,
+    *,
+    rounds: int,
+    local_steps: int | Sequence[int] | NDArray[Any] | None = None,
+    local_epochs: int | None = None,
+    lr: float | Callable[[int], float] | None = None,
+    cohort: float | int = 1.0,
+    cohorts: Sequence[Sequence[int]] | None = None,
+    batch_size: float | int | None = None,
+    draw: str = "auto",
+    weights: str | ArrayLike = "equal",
+    local_optimizer: Any = None,
+    x0: Any = None,
+    seed: int = 0,
+    stop_at: str | tuple[str, float] | Mapping[str, float] | None = None,
+    metrics: Sequence[str] | None = None,
+    evaluate_every: int = 1,
+    precision: str = "float32",
+    block: int | None = None,
+    progress: bool | None = None,
+) -> Run:
+    """Simulate a federation: `rounds` rounds of `algorithm` on `problem`.
+
+    Args:
+        algorithm: what is computed, such as `fs.scaffold()`.
+        problem: what is minimised.
+        rounds: communication rounds at most.
+        local_steps: steps a client takes in a round: one number, or one for each client.
+        local_epochs: instead of steps, passes over the client's own records, in a fresh order each.
+        lr: local step size, or a schedule over the local steps of a round (k -> step size).
+        cohort: who takes part in a round, drawn uniformly without replacement: a share (float) or a number (int).
+        cohorts: instead, the user's own list of client indices for each round; sizes may differ.
+        batch_size: records in a batch: a number (int), a share of the client's own (float), or None for all.
+        draw: "replacement", "shuffle" (epoch by epoch), or "auto": shuffled for epochs, replaced for steps.
+        weights: the p_i of the objective sum p_i f_i: "equal", "records", or one number for each client.
+        local_optimizer: an optax transformation with its own step size, given instead of `lr`; fresh every round.
+        x0: starting model, in the problem's structure or flat; the problem's own unless given.
+        seed: of cohorts, batches and gradient noise. Same seed and settings, same bits.
+        stop_at: end the run once a metric reaches a target: ("accuracy", 0.9).
+        metrics: columns to measure, see `fedscaffold.simulation.metrics`; measured every `evaluate_every` rounds.
+        evaluate_every: rounds between two measurements; rounds between hold NaN.
+        precision: "float32" or "float64".
+        block: clients run at once; by default as many as fit the cache.
+        progress: show a line with the time left; by default on a terminal only.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, seed=0)
+    >>> run = fs.simulate(fs.scaffold(), problem, rounds=200, local_steps=5, lr=0.5, cohort=0.4, precision="float64")
+    >>> bool(run.history["distance"][-1] < 1e-8), run.diverged_at
+    (True, None)
+    """
+    request = Request(
+        algorithm, problem, rounds, local_steps, local_epochs, lr, cohort, cohorts, batch_size, draw, weights,
+        local_optimizer, x0, stop_at, metrics, precision, block,
+    )  # fmt: skip
+    seed = checks.whole("seed", seed, at_least=0, at_most=2**63 - 1)
+    every = checks.whole("evaluate_every", evaluate_every)
+    with jax.enable_x64(precision == "float64"):
+        ready = prepare(request)
+        settings = Settings(ready.lr, noise_key(ready, seed), np.array(ready.target, precision))
+        outcome = drive(ready, settings, [seed], rounds, every, None, progress_line(progress, rounds))
+    return finished(request, ready, outcome.state, outcome.table, outcome.seconds)
+
+
+def noise_key(ready: Ready, seed: int) -> NDArray[np.uint32]:
+    """The raw random key of the gradient noise: the seed's two halves."""
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+
+
+def finished(request: Request, ready: Ready, state: State, table: NDArray[Any], seconds: Seconds) -> Run:
+    """Gather a run's outcome, cut off at the round where it ended."""
+    done = int(state.round)
+    history = {"round": np.arange(1, done + 1)}
+    history |= {name: table[:done, j] for j, name in enumerate(ready.spec.metrics)}
+    history |= _bytes(request, ready, done)
+    ended = bool(state.done)
+    last = history[ready.spec.stop][-1] if ready.spec.stop else np.nan
+    reached = ended and bool(last >= ready.target if rises(ready.spec.stop or "") else last <= ready.target)
+    diverged = done if ended and not reached else None
+    p = ready.federation.weights
+    residual = 0.0 if state.c is None else float(np.linalg.norm(state.c - p @ state.c_i))
+    return Run(
+        ready.spec.layout.unflatten(state.x),
+        state.x,
+        Server(state.x, state.c),
+        Clients(state.c_i),
+        history,
+        done,
+        done if reached else None,
+        diverged,
+        None if diverged is None else _advice(request, ready, diverged),
+        residual,
+        seconds,
+        hashlib.sha256(np.ascontiguousarray(state.x).tobytes()).hexdigest()[:16],
+    )
+
+
+def _bytes(request: Request, ready: Ready, done: int) -> dict[str, NDArray[np.int64]]:
+    """What the cohorts sent and received, as vectors of the run's precision."""
+    drawer = ready.drawer
+    heard = [len(c) for c in drawer.schedule[:done]] if drawer.schedule is not None else [drawer.size] * done
+    vector = request.problem.dim * np.dtype(request.precision).itemsize
+    messages = vector * np.array(heard, np.int64)
+    return {"bytes_up": ready.spec.vectors_up * messages, "bytes_down": ready.spec.vectors_down * messages}
+
+
+def _advice(request: Request, ready: Ready, at: int) -> str:
+    what = f"diverged at round {at}"
+    smoothness = request.problem.smoothness
+    if request.local_optimizer is not None or callable(request.lr):
+        return f"{what}: take smaller local steps"
+    if smoothness is None:
+        return f"{what} with lr {request.lr:g}: try a tenth of it, or fewer local steps"
+    limit = 2 / smoothness
+    if float(ready.lr.max()) >= limit:
+        return f"{what}: lr {request.lr:g} is above 2/L = {limit:.3g}, where even one client alone diverges; try {1 / smoothness:.3g}"
+    return f"{what}: lr {request.lr:g} is below 2/L = {limit:.3g}; take fewer local steps or a smaller server_lr"
+
+
+def progress_line(wanted: bool | None, rounds: int) -> Callable[[int], None]:
+    """Return what shows how far the run is, and the time left; nothing unless on a terminal or asked for."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        return lambda done: None
+    began = time.perf_counter()
+
+    def tell(done: int) -> None:
+        left = (time.perf_counter() - began) * (rounds - done) / done
+        end = "\n" if done == rounds else ""
+        sys.stderr.write(f"\rround {done}/{rounds}, about {left:.0f} s left \x1b[K{end}")
+        sys.stderr.flush()
+
+    return tell

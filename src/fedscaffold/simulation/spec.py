@@ -1,0 +1,122 @@
+"""The parts of a simulated federation: what the compiled program depends on, what it is given, what it keeps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.problems.layout import Layout
+from fedscaffold.problems.problem import Functions
+
+__all__ = ["Draws", "Federation", "Settings", "Spec", "State"]
+
+Array: TypeAlias = Any  # jax.Array inside the program, numpy.ndarray outside
+
+
+class Spec(NamedTuple):
+    """Everything a program is compiled for, apart from shapes. Equal specs share one compiled program."""
+
+    algorithm: Algorithm
+    functions: Functions
+    layout: Layout
+    metrics: tuple[str, ...]
+    block: int
+    """How many clients are run at once: as many as fit the cache."""
+    max_steps: int
+    """K, the largest number of local steps of any client."""
+    max_rows: int
+    """The largest number of records of any client."""
+    optimizer: Any = None
+    """An optax transformation, or None for SGD."""
+    scheduled: bool = False
+    """SGD has a step size of its own for every local step."""
+    unequal: bool = False
+    """Clients differ in their numbers of local steps."""
+    full_batch: bool = False
+    ragged_clients: bool = False
+    """Clients differ in their numbers of records, so full batches carry record weights."""
+    stop: str | None = None
+    """The metric that ends the run, if any."""
+
+    @property
+    def constant_step(self) -> bool:
+        """Whether (x - y) / (K lr) is the mean direction."""
+        return self.optimizer is None and not self.scheduled
+
+    @property
+    def sends_direction(self) -> bool:
+        """Whether clients send d_i: only where the server keeps a control variate."""
+        return self.algorithm.remember is not None
+
+    @property
+    def sends_move(self) -> bool:
+        """Whether clients send x - y: not where it is K lr d_i for all of them."""
+        return not (self.sends_direction and self.constant_step and not self.unequal and not self.algorithm.at_x)
+
+    @property
+    def vectors_up(self) -> int:
+        """How many vectors a client sends."""
+        return self.sends_direction + self.sends_move
+
+    @property
+    def vectors_down(self) -> int:
+        """How many vectors a client receives: x, and c where there is one."""
+        return 1 + self.sends_direction
+
+
+class Federation(NamedTuple):
+    """What stays the same all run long."""
+
+    records: Any
+    """All clients' records, one after the other."""
+    first: Array
+    """(N,) where each client's records begin."""
+    count: Array
+    """(N,) how many they are."""
+    weights: Array
+    """(N,) the p_i."""
+    test: Any
+    noise: Array | None
+    optimum: Array | None
+    controls: Array | None
+    """(N, d) the ideal control variates, where a metric compares with them."""
+    optimal_loss: Array | None
+    record_weights: Array | None
+    """(records,) p_i / n_i, where a metric is a mean over all records."""
+
+
+class Settings(NamedTuple):
+    """What may differ between the runs of one sweep without compiling anew."""
+
+    lr: Array
+    """() or (K,): the step size, or one for every local step."""
+    key: Array
+    """Random key of the gradient noise."""
+    target: Array
+    """The value of the stop metric that ends the run."""
+
+
+class State(NamedTuple):
+    """What the next round needs."""
+
+    x: Array
+    c: Array | None
+    c_i: Array | None
+    """(N, d) the clients' control variates."""
+    mean: Array | None
+    """sum p_i c_i, kept up from the changes stored in c_i: the gauge compares it with c."""
+    round: Array
+    done: Array
+
+
+class Draws(NamedTuple):
+    """The random choices of a few rounds, made on the host: who takes part, on which records."""
+
+    cohort: Array
+    """(R, S) client indices; N marks a ghost that fills up the last block."""
+    steps: Array
+    """(R, S) numbers of local steps."""
+    rows: Array | None
+    """(R, S, K, B) record indices; None for full batches."""
+    row_weights: Array | None
+    """(R, S, K, B) record weights where batches are ragged."""
