@@ -20,7 +20,7 @@ from fedscaffold.checks import InputError
 if TYPE_CHECKING:
     from fedscaffold import data, problems
     from fedscaffold.problems import Problem
-    from fedscaffold.simulation import Run, simulate
+    from fedscaffold.simulation import Run, Sweep, simulate, sweep
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "InputError",
     "Problem",
     "Run",
+    "Sweep",
     "data",
     "fedavg",
     "fedprox",
@@ -36,9 +37,10 @@ __all__ = [
     "scaffold",
     "sgd",
     "simulate",
+    "sweep",
 ]
 
-_LATER = {"Problem": "problems", "Run": "simulation", "simulate": "simulation"}
+_LATER = {"Problem": "problems"} | dict.fromkeys(("Run", "Sweep", "simulate", "sweep"), "simulation")
 
 
 def __getattr__(name: str) -> Any:

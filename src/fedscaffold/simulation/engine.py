@@ -108,7 +108,7 @@ def _compiled(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
 
     def swept(federation: Any, settings: Any, state: Any, draws: Any, number: Any, every: Any) -> Any:
         one = lambda run: program(spec, federation, *run, number, every)  # noqa: E731
-        return jax.lax.map(one, (settings, state, draws), batch_size=group)
+        return jax.lax.map(one, (settings, state, draws), batch_size=None if group == 1 else group)
 
     function = partial(program, spec) if group is None else swept
     return jax.jit(function, donate_argnums=2).lower(*arguments).compile()

@@ -72,45 +72,53 @@ def _round(
 def _cohort(
     spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, key: Array
 ) -> tuple[Array | None, Sums]:
-    """Run the cohort block by block; returns the new table of c_i and the weighted sums."""
-    size = draw.cohort.shape[0]
-    blocks = jax.tree.map(lambda a: a.reshape(size // spec.block, spec.block, *a.shape[1:]), draw)
+    """Run the cohort block by block; returns the new table of c_i and the weighted sums.
 
-    def block(carry: tuple[Array | None, Sums], draw: Draws) -> tuple[tuple[Array | None, Sums], None]:
-        c_i, sums = carry
-        replies, old, p = _block(spec, federation, settings, state, c_i, draw, key)
-        new = Sums(p.sum(), *(_weighted(p, a) for a in _summed(replies, old)), _spread(spec, p, replies))
-        if c_i is not None:
-            c_i = c_i.at[draw.cohort].set(replies.c_i, mode="drop", unique_indices=True, indices_are_sorted=True)
-        return (c_i, jax.tree.map(jnp.add, sums, new)), None
-
-    empty = jnp.zeros_like(state.x)
-    nothing = Sums(
-        jnp.zeros((), state.x.dtype),
-        empty if spec.sends_direction else None,
-        empty if spec.sends_move else None,
-        empty if spec.sends_direction else None,
-        jnp.zeros((), state.x.dtype),
-    )
-    (c_i, sums), _ = jax.lax.scan(block, (state.c_i, nothing), blocks)
-    return c_i, sums
-
-
-def _block(
-    spec: Spec, federation: Federation, settings: Settings, state: State, table: Array | None, draw: Draws, key: Array
-) -> tuple[Reply, Array | None, Array]:
-    """Run one block of clients at once; returns their replies, the c_i they had, and their weights (0 for ghosts)."""
-    real = draw.cohort < len(federation.first)
+    The cohort's rows are read from the table once and written once, so that XLA updates the table in place: a round
+    costs in proportion to its cohort, not to N.
+    """
     client = jnp.minimum(draw.cohort, len(federation.first) - 1)
-    p = jnp.where(real, federation.weights[client], 0)
-    old = None if table is None else table[client]
-    keys = jax.vmap(partial(jax.random.fold_in, key))(client) if federation.noise is not None else client
-    work = Work(client, draw.steps, keys, draw.rows, draw.row_weights)
-    most = jnp.max(draw.steps)
-    replies = jax.vmap(
-        lambda c_i, work: local_round(spec, federation, settings, state.x, state.c, c_i, work, most)
-    )(old, work)
-    return replies, old, p
+    p = jnp.where(draw.cohort < len(federation.first), federation.weights[client], 0)
+    old = state.c_i if state.c_i is None or spec.everyone else state.c_i.at[client].get(mode="promise_in_bounds")
+    keys = None if federation.noise is None else jax.vmap(partial(jax.random.fold_in, key))(client)
+    cohort = (Work(client, draw.steps, keys, draw.rows, draw.row_weights), p, old)
+
+    def block(sums: Sums, part: tuple[Work, Array, Array | None]) -> tuple[Sums, Array | None]:
+        work, p, old = part
+        most = jnp.max(work.steps)
+        client = partial(local_round, spec, federation, settings, state.x, state.c)
+        replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, most)
+        new = Sums(p.sum(), *(_weighted(p, a) for a in _summed(replies, old)), _spread(spec, p, replies))
+        return jax.tree.map(jnp.add, sums, new), replies.c_i
+
+    cut = lambda a: a.reshape(-1, spec.block, *a.shape[1:])  # noqa: E731
+    sums, new = jax.lax.scan(block, _nothing(spec, state.x), jax.tree.map(cut, cohort))
+    if state.c_i is None:
+        return None, sums
+    return _stored(spec, state.c_i, draw.cohort, new.reshape(len(client), -1)), sums
+
+
+def _stored(spec: Spec, table: Array, cohort: Array, new: Array) -> Array:
+    """Write the cohort's rows, ghosts (at the end) left out.
+
+    Row by row, because XLA does that in place while a scatter copies the table; but under vmap the rows would become
+    scatters themselves, so there one scatter for all of them is best.
+    """
+    if spec.everyone:
+        return new
+    if spec.side_by_side:
+        return table.at[cohort].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+    def put(s: Array, table: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(table, new[s], cohort[s], axis=0)
+
+    return jax.lax.fori_loop(0, jnp.sum(cohort < len(table)), put, table)
+
+
+def _nothing(spec: Spec, x: Array) -> Sums:
+    zero, empty = jnp.zeros((), x.dtype), jnp.zeros_like(x)
+    heard = empty if spec.sends_direction else None
+    return Sums(zero, heard, empty if spec.sends_move else None, heard, zero)
 
 
 def _summed(replies: Reply, old: Array | None) -> tuple[Array | None, Array | None, Array | None]:

@@ -123,12 +123,12 @@ def simulate(
     every = checks.whole("evaluate_every", evaluate_every)
     with jax.enable_x64(precision == "float64"):
         ready = prepare(request)
-        settings = Settings(ready.lr, noise_key(ready, seed), np.array(ready.target, precision))
+        settings = Settings(ready.lr, noise_key(seed), np.array(ready.target, precision))
         outcome = drive(ready, settings, [seed], rounds, every, None, progress_line(progress, rounds))
     return finished(request, ready, outcome.state, outcome.table, outcome.seconds)
 
 
-def noise_key(ready: Ready, seed: int) -> NDArray[np.uint32]:
+def noise_key(seed: int) -> NDArray[np.uint32]:
     """The raw random key of the gradient noise: the seed's two halves."""
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 

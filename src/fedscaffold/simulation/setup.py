@@ -57,6 +57,8 @@ class Ready(NamedTuple):
     start: State
     lr: NDArray[Any]
     target: float
+    fitting: int
+    """How many runs of a sweep fit the cache side by side."""
 
 
 def prepare(request: Request) -> Ready:
@@ -71,7 +73,8 @@ def prepare(request: Request) -> Ready:
     batch, shuffle = _batch(request)
     steps = _steps(request, batch)
     size = _cohort_size(request)
-    block = _block(request, size, steps, batch)
+    touched = _footprint(request, steps, batch)
+    block = _block(request, size, touched)
     slots = -(-size // block) * block
     drawer = Drawer(
         problem.num_clients, size, slots, request.cohorts, problem.offsets[:-1], problem.counts, steps, batch, shuffle
@@ -91,9 +94,11 @@ def prepare(request: Request) -> Ready:
         unequal=bool((steps != steps[0]).any()),
         full_batch=batch is None,
         ragged_clients=bool((problem.counts != problem.counts[0]).any()),
+        everyone=request.cohorts is None and slots == problem.num_clients,
         stop=stop,
     )
-    return Ready(spec, _federation(request, spec), drawer, _start(request), _lr(request, steps), target)
+    fitting = max(1, CACHE // (block * touched))
+    return Ready(spec, _federation(request, spec), drawer, _start(request), _lr(request, steps), target, fitting)
 
 
 def _steps(request: Request, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -160,19 +165,29 @@ def _schedule_size(cohorts: Sequence[Sequence[int]], rounds: int, n: int) -> int
     return max(1, *(len(cohort) for cohort in cohorts))
 
 
-def _block(request: Request, size: int, steps: NDArray[np.int64], batch: NDArray[np.int64] | None) -> int:
-    """Clients run at once: what they touch fits the cache, in blocks as even as they come."""
+def _block(request: Request, size: int, footprint: int) -> int:
+    """Clients run at once: as many as fit the cache, and a divisor of the cohort where one is near.
+
+    Else blocks as even as they come, the last one filled up with ghosts (at most one for each block).
+    """
     if request.block is not None:
         return checks.whole("block", request.block, at_most=size)
+    fitting = min(size, max(1, CACHE // footprint))
+    divisors = [b for b in range(max(1, fitting // 2), min(size, 2 * fitting) + 1) if size % b == 0]
+    if divisors:
+        return min(divisors, key=lambda b: abs(math.log(b / fitting)))
+    return math.ceil(size / math.ceil(size / fitting))
+
+
+def _footprint(request: Request, steps: NDArray[np.int64], batch: NDArray[np.int64] | None) -> int:
+    """Bytes that one client touches at every local step: model, gradient, shift and start; its batch; its draws."""
     problem = request.problem
     records = max(1, int(problem.offsets[-1]))
     row = sum(a.nbytes for a in jax.tree.leaves(problem.records)) // records
     rows = int(problem.counts.max() if batch is None else batch.max())
     model = 4 * problem.dim * np.dtype(request.precision).itemsize
     drawn = 0 if batch is None else 4 * int(steps.max()) * rows
-    fitting = max(1, CACHE // (model + rows * row + drawn))
-    blocks = math.ceil(size / fitting)
-    return math.ceil(size / blocks)
+    return model + rows * row + drawn
 
 
 def _lr(request: Request, steps: NDArray[np.int64]) -> NDArray[Any]:

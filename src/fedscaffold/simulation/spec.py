@@ -35,6 +35,10 @@ class Spec(NamedTuple):
     full_batch: bool = False
     ragged_clients: bool = False
     """Clients differ in their numbers of records, so full batches carry record weights."""
+    everyone: bool = False
+    """All clients take part in every round, in order: the table of c_i is replaced as a whole."""
+    side_by_side: bool = False
+    """Several runs of a sweep are run at once, under vmap."""
     stop: str | None = None
     """The metric that ends the run, if any."""
 

@@ -1,0 +1,126 @@
+"""A study: the runs that belong together, as they are kept in a folder and shown on a page.
+
+One folder holds `study.json` (table, command, versions, who holds which labels), `config.toml` (resolved),
+`metrics.jsonl` (one line for every round of every run) and `report.html`. A single run is a study of one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.checks import InputError
+
+__all__ = ["Curve", "Study", "read", "versions", "write"]
+
+PACKAGES = ("fedscaffold", "numpy", "jax", "jaxlib", "optax", "scikit-learn", "scipy")
+
+
+class Curve(NamedTuple):
+    """One run of a study."""
+
+    algorithm: str
+    seed: int
+    lr: float | None
+    columns: dict[str, NDArray[Any]]
+    """By round: `round`, the metrics, `residual`, `bytes_up`, `bytes_down`."""
+    diverged_at: int | None
+    reached_at: int | None
+    """The first round that meets the study's target."""
+    advice: str | None
+    residual: float
+    """|c - sum p_i c_i| at the end."""
+    scale: float
+    """Root mean square norm of the c_i: what the residual is to be compared with."""
+    digest: str
+
+
+class Study(NamedTuple):
+    """Runs that belong together, and everything to tell where they came from."""
+
+    title: str
+    problem: str
+    """One sentence: data, split, model."""
+    target: tuple[str, float] | None
+    curves: list[Curve]
+    rows: list[dict[str, Any]]
+    """The table: one row for each algorithm."""
+    label_counts: NDArray[np.int64] | None
+    """(N, classes) who holds what."""
+    precision: str
+    config: str
+    """The resolved configuration, as TOML."""
+    command: str
+    versions: dict[str, str]
+    seconds: dict[str, float]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on.
+
+    >>> sorted(versions())[0]
+    'fedscaffold'
+    """
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**found, "python": platform.python_version(), "machine": platform.machine()}
+
+
+def write(study: Study, folder: Path) -> None:
+    """Keep a study in a folder: config.toml, metrics.jsonl, study.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(study.config, encoding="utf-8")
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as lines:
+        for index, curve in enumerate(study.curves):
+            names = list(curve.columns)
+            for values in zip(*(column.tolist() for column in curve.columns.values()), strict=True):
+                lines.write(json.dumps({"run": index, **dict(zip(names, map(_plain, values), strict=True))}) + "\n")
+    about = study._asdict() | {
+        "curves": [{k: _plain(v) for k, v in curve._asdict().items() if k != "columns"} for curve in study.curves],
+        "label_counts": None if study.label_counts is None else study.label_counts.tolist(),
+    }
+    del about["config"]
+    (folder / "study.json").write_text(json.dumps(about, indent=1, default=_plain), encoding="utf-8")
+
+
+def read(folder: Path) -> Study:
+    """Read back what `write` kept; a folder that holds no study is refused in one line."""
+    try:
+        about = json.loads((folder / "study.json").read_text(encoding="utf-8"))
+        config = (folder / "config.toml").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder} holds no run: {Path(str(error.filename)).name} is missing") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{folder} holds a damaged run: {error}") from None
+    columns: list[dict[str, list[Any]]] = [{} for _ in about["curves"]]
+    for line in lines:
+        for name, value in line.items():
+            if name != "run":
+                columns[line["run"]].setdefault(name, []).append(math.nan if value is None else value)
+    about["curves"] = [
+        Curve(columns={name: np.array(values) for name, values in held.items()}, **curve)
+        for curve, held in zip(about["curves"], columns, strict=True)
+    ]
+    counts = about["label_counts"]
+    about["label_counts"] = None if counts is None else np.array(counts, np.int64)
+    about["target"] = None if about["target"] is None else tuple(about["target"])
+    return Study(config=config, **about)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no NumPy numbers."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
