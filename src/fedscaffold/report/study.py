@@ -80,47 +80,63 @@ def versions() -> dict[str, str]:
 def write(study: Study, folder: Path) -> None:
     """Keep a study in a folder: config.toml, metrics.jsonl, study.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(study.config, encoding="utf-8")
+    (folder / "config.toml").write_text(study.config, encoding="utf-8", newline="")
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as lines:
         for index, curve in enumerate(study.curves):
-            names = list(curve.columns)
+            names = ["run", *curve.columns]
             for values in zip(*(column.tolist() for column in curve.columns.values()), strict=True):
-                lines.write(json.dumps({"run": index, **dict(zip(names, map(_plain, values), strict=True))}) + "\n")
+                held = zip(names, [index, *map(_plain, values)], strict=True)
+                lines.write(json.dumps(dict(held), allow_nan=False) + "\n")
     about = study._asdict() | {
-        "curves": [{k: _plain(v) for k, v in curve._asdict().items() if k != "columns"} for curve in study.curves],
+        "curves": [_without_rounds(curve) for curve in study.curves],
+        "rows": [{key: _plain(value) for key, value in row.items()} for row in study.rows],
         "label_counts": None if study.label_counts is None else study.label_counts.tolist(),
     }
     del about["config"]
-    (folder / "study.json").write_text(json.dumps(about, indent=1, default=_plain), encoding="utf-8")
+    text = json.dumps(about, indent=1, default=_plain, allow_nan=False)
+    (folder / "study.json").write_text(text, encoding="utf-8")
 
 
 def read(folder: Path) -> Study:
     """Read back what `write` kept; a folder that holds no study is refused in one line."""
     try:
         about = json.loads((folder / "study.json").read_text(encoding="utf-8"))
-        config = (folder / "config.toml").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        with (folder / "config.toml").open(encoding="utf-8", newline="") as text:
+            config = text.read()
+        lines = list(map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()))
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{folder} holds no run: {Path(str(error.filename)).name} is missing") from None
+        missing = Path(str(error.filename)).name
+        raise FileNotFoundError(f"{folder} holds no run: {missing} is missing") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{folder} holds a damaged run: {error}") from None
-    columns: list[dict[str, list[Any]]] = [{} for _ in about["curves"]]
+    by_run: list[list[dict[str, Any]]] = [[] for _ in about["curves"]]
     for line in lines:
-        for name, value in line.items():
-            if name != "run":
-                columns[line["run"]].setdefault(name, []).append(math.nan if value is None else value)
-    about["curves"] = [
-        Curve(columns={name: np.array(values) for name, values in held.items()}, **curve)
-        for curve, held in zip(about["curves"], columns, strict=True)
-    ]
+        by_run[line["run"]].append(line)
+    about["curves"] = [_with_rounds(*pair) for pair in zip(about["curves"], by_run, strict=True)]
     counts = about["label_counts"]
     about["label_counts"] = None if counts is None else np.array(counts, np.int64)
     about["target"] = None if about["target"] is None else tuple(about["target"])
     return Study(config=config, **about)
 
 
+def _without_rounds(curve: Curve) -> dict[str, Any]:
+    """A run as study.json keeps it: the columns by type only, their values being in metrics.jsonl."""
+    types = {name: column.dtype.name for name, column in curve.columns.items()}
+    return {key: _plain(value) for key, value in curve._asdict().items()} | {"columns": types}
+
+
+def _with_rounds(curve: dict[str, Any], lines: list[dict[str, Any]]) -> Curve:
+    """The opposite of `_without_rounds`; a float32 stays one, so that it meets the targets it met before."""
+    columns = {
+        name: np.array([math.nan if line[name] is None else line[name] for line in lines], kind)
+        for name, kind in curve["columns"].items()
+    }
+    unknown = {name: math.nan for name in ("residual", "scale") if curve[name] is None}
+    return Curve(**(curve | unknown | {"columns": columns}))
+
+
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no NumPy numbers."""
+    """JSON has no NaN, no infinity (both become null, and NaN when read) and no NumPy numbers."""
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

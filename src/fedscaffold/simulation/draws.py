@@ -8,7 +8,7 @@ a record and nothing that grows with N.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ class Drawer(NamedTuple):
     """(N,) records in a batch of each client; None for full batches."""
     shuffle: bool
     """Go through all records in a fresh order each epoch, instead of drawing each with replacement."""
+    precision: str = "float64"
+    """Float type of the record weights."""
 
     @property
     def ragged(self) -> bool:
@@ -66,7 +68,7 @@ class Drawer(NamedTuple):
         rows = weights = None
         if self.batch is not None:
             rows = np.zeros((*shape, most, int(self.batch.max())), np.int32)
-            weights = np.zeros(rows.shape, np.float32) if self.ragged else None
+            weights = np.zeros(rows.shape, self.precision) if self.ragged else None
         for r in range(number):
             chosen = self.cohort(seed, start + r)
             cohort[r, : len(chosen)] = chosen
@@ -78,7 +80,7 @@ class Drawer(NamedTuple):
         return Draws(cohort, steps, rows, weights)
 
     def _replaced(
-        self, stream: np.random.Generator, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[np.float32] | None
+        self, stream: np.random.Generator, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
     ) -> None:
         """Each record drawn apart: a 32-bit number scaled to the client's count (bias below count / 2^32)."""
         assert self.batch is not None
@@ -90,7 +92,7 @@ class Drawer(NamedTuple):
             weights[: len(chosen)] = np.where(np.arange(rows.shape[-1]) < size, 1 / size, 0)
 
     def _shuffled(
-        self, stream: np.random.Generator, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[np.float32] | None
+        self, stream: np.random.Generator, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
     ) -> None:
         """Each client's records in fresh orders, cut into batches; the last batch of an epoch may be short."""
         assert self.batch is not None

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.simulation.rounds import rounds as program
+from fedscaffold.simulation.rounds import rounds as all_rounds
 from fedscaffold.simulation.setup import Ready
 from fedscaffold.simulation.spec import Draws, Settings, State
 
-__all__ = ["Outcome", "Seconds", "drive"]
+__all__ = ["Engine", "Outcome", "Seconds", "drive", "start"]
 
 DRAW_BYTES = 1 << 25  # memory for the draws of one stretch of rounds
 MOST_ROUNDS = 64  # rounds in a stretch: more gain nothing
@@ -45,31 +45,58 @@ class Outcome(NamedTuple):
     seconds: Seconds
 
 
-def drive(
-    ready: Ready, settings: Settings, seeds: list[int], rounds: int, every: int, group: int | None, tell: Callable[[int], None]
-) -> Outcome:
-    """Run all rounds. `group` is None for a single run, else how many runs of a sweep are run at once."""
+class Engine(NamedTuple):
+    """A compiled program and what it is fed: `advance` runs the next rounds."""
+
+    program: Any
+    federation: Any
+    settings: Settings
+    draw: Callable[[int, int], Draws]
+    """(start, number) -> the draws of these rounds."""
+    room: int
+    """Most rounds in one call."""
+    every: int
+
+    def advance(self, state: State, done: int, number: int) -> tuple[State, NDArray[Any]]:
+        """Run rounds done + 1 .. done + number; returns the new state (the old one is used up) and their metrics."""
+        draws = self.draw(done, number)
+        state, rows = self.program(self.federation, self.settings, state, draws, np.int32(number), np.int32(self.every))
+        return state, np.asarray(rows)[..., :number, :]
+
+
+def start(ready: Ready, settings: Settings, seeds: list[int], every: int, group: int | None) -> tuple[Engine, State]:
+    """Compile the program, or find it compiled, and lay out the first state.
+
+    `group` is None for a single run, else how many runs of a sweep are run at once.
+    """
     room = int(np.clip(DRAW_BYTES // _draw_bytes(ready), 1, MOST_ROUNDS))
     draw = partial(_draws, ready, seeds, room, group)
-    began = time.perf_counter()
     state = jax.device_put(_spread(ready.start, seeds, group))
     federation = jax.device_put(ready.federation)
     arguments = (federation, settings, state, draw(0, 0), np.int32(0), np.int32(every))
-    run = _compiled(ready.spec, group, *_signature(arguments))
-    compiled = time.perf_counter()
-    cpu = time.process_time()
+    program = _compiled(ready.spec, group, *_signature(arguments))
+    return Engine(program, federation, settings, draw, room, every), state
+
+
+def drive(
+    ready: Ready, settings: Settings, seeds: list[int], rounds: int, every: int, group: int | None, tell: Callable[[int], None]
+) -> Outcome:
+    """Run all rounds, in stretches of about half a second."""
+    began = time.perf_counter()
+    engine, state = start(ready, settings, seeds, every, group)
+    compiled, cpu = time.perf_counter(), time.process_time()
     table: list[NDArray[Any]] = []
     done, number = 0, 1
     while done < rounds:
-        number = min(number, rounds - done, room)
-        start = time.perf_counter()
-        state, rows = run(federation, settings, state, draw(done, number), np.int32(number), np.int32(every))
-        table.append(np.asarray(rows)[..., :number, :])
+        number = min(number, rounds - done, engine.room)
+        at = time.perf_counter()
+        state, rows = engine.advance(state, done, number)
+        table.append(rows)
         done += number
         tell(done)
         if np.all(state.done):
             break
-        number = max(1, int(number * STRETCH_SECONDS / max(time.perf_counter() - start, 1e-6)))
+        number = max(1, int(number * STRETCH_SECONDS / max(time.perf_counter() - at, 1e-6)))
     jax.block_until_ready(state)
     seconds = Seconds(compiled - began, time.perf_counter() - compiled, time.process_time() - cpu)
     return Outcome(jax.tree.map(np.asarray, state), np.concatenate(table, axis=-2), seconds)
@@ -107,8 +134,8 @@ def _compiled(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
     arguments = jax.tree.unflatten(structure, leaves)
 
     def swept(federation: Any, settings: Any, state: Any, draws: Any, number: Any, every: Any) -> Any:
-        one = lambda run: program(spec, federation, *run, number, every)  # noqa: E731
+        one = lambda run: all_rounds(spec, federation, *run, number, every)  # noqa: E731
         return jax.lax.map(one, (settings, state, draws), batch_size=None if group == 1 else group)
 
-    function = partial(program, spec) if group is None else swept
+    function = partial(all_rounds, spec) if group is None else swept
     return jax.jit(function, donate_argnums=2).lower(*arguments).compile()

@@ -139,7 +139,7 @@ def _whole(spec: Spec, federation: Federation, client: Array) -> tuple[Any, Arra
     batch = _rows(federation, first + jnp.minimum(place, count - 1))
     if not spec.ragged_clients:
         return batch, None
-    return batch, jnp.where(place < count, 1 / count, 0).astype(federation.weights.dtype)
+    return batch, jnp.where(place < count, 1 / count.astype(federation.weights.dtype), 0)
 
 
 def _rows(federation: Federation, rows: Array) -> Any:

@@ -13,16 +13,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fedscaffold import checks
+from fedscaffold.checks import InputError
+from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.local import gradient, record_values
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
 
-__all__ = ["ALWAYS", "METRICS", "evaluate", "rises"]
+__all__ = ["ALWAYS", "METRICS", "evaluate", "met", "rises", "target_of", "usual"]
 
 METRICS = ("loss", "accuracy", "grad_norm", "gap", "distance", "drift", "control_error")
 ALWAYS = ("residual", "bytes_up", "bytes_down")
@@ -32,6 +35,35 @@ _SWEEP_BYTES = 1 << 22  # records evaluated at once: enough to keep matrix produ
 def rises(metric: str) -> bool:
     """Whether more of the metric is better."""
     return metric == "accuracy"
+
+
+def met(metric: str, value: Any, target: Any) -> Any:
+    """Whether a value of the metric meets the target; NaN does not."""
+    return value >= target if rises(metric) else value <= target
+
+
+def usual(problem: Problem) -> tuple[str, ...]:
+    """The metrics that are measured unless others are asked for."""
+    accuracy = problem.functions.accuracy is not None
+    return ("loss", *(["accuracy"] if accuracy else []), *(["distance"] if problem.facts.optimum is not None else []))
+
+
+def target_of(text: str | tuple[str, float] | Mapping[str, float]) -> tuple[str, float]:
+    """A metric and the value to reach, from "accuracy:0.9", ("accuracy", 0.9) or {"accuracy": 0.9}.
+
+    >>> target_of("accuracy:0.9")
+    ('accuracy', 0.9)
+    """
+    if isinstance(text, str):
+        parts: Any = text.split(":")
+    else:
+        parts = next(iter(text.items())) if isinstance(text, Mapping) and len(text) == 1 else text
+    try:
+        name, value = parts
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"a target is a metric and a value, such as accuracy:0.9, got {text!r}") from None
+    return checks.choice("metric", name, METRICS), checks.number("the target", number)
 
 
 def evaluate(
@@ -47,9 +79,7 @@ def evaluate(
     broken = ~jnp.isfinite(state.x).all() | (due & ~jnp.isfinite(row).all())
     if spec.stop is None:
         return row, broken
-    value = row[names.index(spec.stop)]
-    reached = value >= settings.target if rises(spec.stop) else value <= settings.target
-    return row, broken | reached
+    return row, broken | met(spec.stop, row[names.index(spec.stop)], settings.target)
 
 
 def _residual(state: State) -> Array:

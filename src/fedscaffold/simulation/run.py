@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.problems.problem import Problem
+from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.simulation.engine import Seconds, drive
-from fedscaffold.simulation.metrics import rises
+from fedscaffold.simulation.metrics import met
 from fedscaffold.simulation.setup import Ready, Request, prepare
 from fedscaffold.simulation.spec import Settings, State
 
@@ -140,11 +140,11 @@ def finished(request: Request, ready: Ready, state: State, table: NDArray[Any], 
     history |= {name: table[:done, j] for j, name in enumerate(ready.spec.metrics)}
     history |= _bytes(request, ready, done)
     ended = bool(state.done)
-    last = history[ready.spec.stop][-1] if ready.spec.stop else np.nan
-    reached = ended and bool(last >= ready.target if rises(ready.spec.stop or "") else last <= ready.target)
+    stop = ready.spec.stop
+    reached = ended and stop is not None and bool(met(stop, history[stop][-1], ready.target))
     diverged = done if ended and not reached else None
-    p = ready.federation.weights
-    residual = 0.0 if state.c is None else float(np.linalg.norm(state.c - p @ state.c_i))
+    p = weights_of(request.problem, request.weights)
+    residual = 0.0 if state.c is None else float(np.linalg.norm(state.c - p @ state.c_i.astype(np.float64)))
     return Run(
         ready.spec.layout.unflatten(state.x),
         state.x,

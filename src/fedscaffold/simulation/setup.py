@@ -16,12 +16,13 @@ from fedscaffold.checks import InputError
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.simulation.draws import Drawer
-from fedscaffold.simulation.metrics import ALWAYS, METRICS
+from fedscaffold.simulation.metrics import ALWAYS, METRICS, target_of, usual
 from fedscaffold.simulation.spec import Federation, Spec, State
 
 __all__ = ["Ready", "Request", "prepare"]
 
 CACHE = 1 << 19  # bytes that a block of clients may touch at every step: half of a core's second-level cache
+MOST_CLIENTS = 256  # in a block: sums over clients are sums of block sums, which keeps their rounding errors small
 NEEDS_RECORDS = {"loss", "gap", "grad_norm", "accuracy"}
 NEEDS_OPTIMUM = {"gap", "distance", "control_error"}
 
@@ -77,9 +78,18 @@ def prepare(request: Request) -> Ready:
     block = _block(request, size, touched)
     slots = -(-size // block) * block
     drawer = Drawer(
-        problem.num_clients, size, slots, request.cohorts, problem.offsets[:-1], problem.counts, steps, batch, shuffle
+        problem.num_clients,
+        size,
+        slots,
+        request.cohorts,
+        problem.offsets[:-1],
+        problem.counts,
+        steps,
+        batch,
+        shuffle,
+        request.precision,
     )
-    stop, target = _stop(request)
+    stop, target = (None, math.nan) if request.stop_at is None else target_of(request.stop_at)
     metrics = _metrics(request, stop)
     spec = Spec(
         algorithm,
@@ -172,7 +182,7 @@ def _block(request: Request, size: int, footprint: int) -> int:
     """
     if request.block is not None:
         return checks.whole("block", request.block, at_most=size)
-    fitting = min(size, max(1, CACHE // footprint))
+    fitting = min(size, MOST_CLIENTS, max(1, CACHE // footprint))
     divisors = [b for b in range(max(1, fitting // 2), min(size, 2 * fitting) + 1) if size % b == 0]
     if divisors:
         return min(divisors, key=lambda b: abs(math.log(b / fitting)))
@@ -206,31 +216,10 @@ def _lr(request: Request, steps: NDArray[np.int64]) -> NDArray[Any]:
     return np.array(checks.number("lr", request.lr, above=0), request.precision)
 
 
-def _stop(request: Request) -> tuple[str | None, float]:
-    stop = request.stop_at
-    if stop is None:
-        return None, math.nan
-    if isinstance(stop, str):
-        name, _, value = stop.partition(":")
-    elif isinstance(stop, Mapping) and len(stop) == 1:
-        name, value = next(iter(stop.items()))  # type: ignore[assignment]
-    elif isinstance(stop, tuple) and len(stop) == 2:
-        name, value = stop  # type: ignore[assignment]
-    else:
-        raise InputError(f"stop_at must be a metric and its target, such as ('accuracy', 0.9), got {stop!r}")
-    checks.choice("metric in stop_at", name, METRICS)
-    try:
-        return name, checks.number("the target of stop_at", float(value))
-    except (TypeError, ValueError):
-        raise InputError(f"stop_at must be a metric and its target, such as ('accuracy', 0.9), got {stop!r}") from None
-
-
 def _metrics(request: Request, stop: str | None) -> tuple[str, ...]:
     """Names of the measured columns, in a fixed order."""
     problem = request.problem
-    known = problem.facts.optimum is not None
-    usual = ["loss"] + (["accuracy"] if problem.functions.accuracy else []) + (["distance"] if known else [])
-    asked = set(usual if request.metrics is None else request.metrics) - set(ALWAYS)
+    asked = set(usual(problem) if request.metrics is None else request.metrics) - set(ALWAYS)
     asked |= {stop} if stop is not None else set()
     for name in asked:
         checks.choice("metric", name, METRICS)

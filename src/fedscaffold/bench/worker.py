@@ -1,0 +1,81 @@
+"""One contestant on one work load, in a process of its own: `python -m fedscaffold.bench.worker '{...}'`.
+
+A process of its own, because threads are chosen before JAX or torch starts, and so that no contestant warms another's
+caches. Prints one JSON line: CPU and wall seconds of every repetition, compile seconds apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from fedscaffold.bench.workloads import L2, WORKLOADS, Workload
+
+__all__ = ["main"]
+
+
+def main(task: dict[str, Any]) -> dict[str, Any]:
+    """Run a task: work load by name, contestant, repetitions, and what differs from the work load as it stands."""
+    clients = task.get("clients")
+    make = WORKLOADS[task["workload"].lower()]
+    workload = make() if clients is None else make(clients)
+    workload = workload._replace(**task.get("replace", {}))
+    if task["contestant"] == "ours":
+        return _ours(workload, task["repeat"])
+    return _torch(workload, task["contestant"], task["repeat"], task["threads"])
+
+
+def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
+    from fedscaffold import problems, simulate
+    from fedscaffold.algorithms import scaffold
+    from fedscaffold.experiments.federation import step_flops
+    from fedscaffold.experiments.machine import settle
+
+    if workload.model == "mlp":
+        problem = problems.mlp(workload.clients, workload.hidden, classes=workload.classes)
+    elif workload.model == "softmax":
+        problem = problems.softmax(workload.clients, classes=workload.classes)
+    else:
+        problem = problems.logistic(workload.clients, l2=L2)
+    settle(step_flops(problem, workload.batch_size))
+    runs = [
+        simulate(
+            scaffold(),
+            problem,
+            rounds=workload.rounds,
+            local_steps=workload.local_steps,
+            lr=workload.lr,
+            cohort=workload.cohort,
+            batch_size=workload.batch_size,
+            metrics=(),
+            seed=seed,
+            progress=False,
+        )
+        for seed in range(repeat + 1)
+    ]
+    warm = runs[1:]  # the first run compiles and touches the data for the first time
+    return {
+        "cpu": [run.seconds.cpu for run in warm],
+        "wall": [run.seconds.wall for run in warm],
+        "compile": runs[0].seconds.compile,
+        "residual": max(run.residual for run in runs),
+    }
+
+
+def _torch(workload: Workload, contestant: str, repeat: int, threads: int) -> dict[str, Any]:
+    from fedscaffold.bench import torch_loops
+
+    loop = getattr(torch_loops, contestant)
+    runs = [loop(workload, workload.rounds, seed, threads) for seed in range(repeat + 1)]
+    warm = runs[1:] if repeat > 1 else runs
+    return {
+        "cpu": [run.cpu_seconds for run in warm],
+        "wall": [run.wall_seconds for run in warm],
+        "compile": 0.0,
+        "residual": max(run.residual for run in runs),
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))) + "\n")

@@ -1,0 +1,243 @@
+"""The verbs, their options and examples; what they do is in the rooms they call."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedscaffold.checks import InputError
+
+if TYPE_CHECKING:
+    from fedscaffold.experiments.config import Config
+    from fedscaffold.experiments.federation import Built
+    from fedscaffold.report import Study
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="fedscaffold",
+    help="Federated optimisation that does not drift: SCAFFOLD and its family.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="The data sets and who holds what.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+DataDir = Annotated[str | None, typer.Option("--data", help="Folder with the data files (or FEDSCAFFOLD_DATA).")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
+
+
+@app.command(epilog="Example: fedscaffold demo --out runs/demo")
+def demo(out: Out = Path("runs/demo"), as_json: Json = False) -> None:
+    """Compare SGD, FedAvg, FedProx and SCAFFOLD on digits split by label among 20 clients."""
+    from fedscaffold.experiments.config import parse
+
+    config = parse(
+        "rounds = 60\n[problem]\ndataset = 'digits'\nsplit = 'similarity:0'\nclients = 20\nmodel = 'softmax'\n"
+        "[local]\nepochs = 5\nbatch_size = 0.2\nlr = 'tuned'\n[cohort]\nsize = 0.2"
+    )
+    _compare(config, "sgd,fedavg,fedprox,scaffold", 3, "accuracy:0.9", out, as_json)
+
+
+@app.command(epilog="Example: fedscaffold run config.toml --set local.lr=0.2 --set algorithm.name=fedavg")
+def run(
+    path: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")],
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Override a key: a.b=c.")] = None,
+    data: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Run one configuration; its folder gets the resolved config, metrics and a report."""
+    from fedscaffold.experiments.config import load
+
+    config = load(path, [*(sets or []), *_data_override(data)])
+    built = _built(config)
+    from fedscaffold.experiments import compare as room
+
+    study = room.run(config, built, _command())
+    page = room.keep(study, Path(config.output.dir))
+    curve = study.curves[0]
+    last = {name: _value(column[-1]) for name, column in curve.columns.items()}
+    answer = {
+        "rounds": int(curve.columns["round"][-1]),
+        "reached_at": curve.reached_at,
+        "diverged_at": curve.diverged_at,
+        "advice": curve.advice,
+        "lr": curve.lr,
+        "last": last,
+        "residual": curve.residual,
+        "digest": curve.digest,
+        "seconds": study.seconds,
+        "folder": config.output.dir,
+        "report": str(page),
+    }
+    words = [f"{study.problem}: {curve.algorithm}, {answer['rounds']} rounds"]
+    words += [f"  {name} = {value:.6g}" for name, value in last.items() if isinstance(value, float)]
+    words += [f"  {curve.advice}"] if curve.advice else []
+    _say(answer, [*words, f"report: {page}"], as_json)
+
+
+@app.command(
+    epilog="Example: fedscaffold compare --dataset digits --split similarity:0 --model softmax --clients 20 --cohort 0.2 "
+    "--algorithms scaffold,fedavg --rounds 200 --local-epochs 5 --batch-size 0.2 --lr tuned --target accuracy:0.9 --seeds 3"
+)
+def compare(
+    dataset: Annotated[str, typer.Option(help="Data set, or quadratic, synthetic-linear, synthetic-logistic.")] = "digits",
+    split: Annotated[str, typer.Option(help="similarity:S, dirichlet:A, shards:K, iid or natural.")] = "similarity:0",
+    model: Annotated[str, typer.Option(help="softmax, mlp:WIDTH, logistic or linear.")] = "softmax",
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
+    cohort: Annotated[str, typer.Option(help="Share (0.2, 1.0) or number (5) of clients in a round.")] = "1.0",
+    algorithms: Annotated[str, typer.Option(help="Names, with commas between.")] = "scaffold,fedavg",
+    rounds: Annotated[int, typer.Option(help="Rounds at most.")] = 100,
+    local_epochs: Annotated[int | None, typer.Option(help="Passes over the client's records in a round.")] = None,
+    local_steps: Annotated[int | None, typer.Option(help="Instead: steps in a round.")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="Share (0.2) or number (32) of records; all by default.")] = None,
+    lr: Annotated[str, typer.Option(help="Local step size, or 'tuned'.")] = "0.1",
+    target: Annotated[str | None, typer.Option(help="Metric and value: accuracy:0.9.")] = None,
+    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
+    weights: Annotated[str, typer.Option(help="equal or records.")] = "equal",
+    precision: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Override any config key: a.b=c.")] = None,
+    data: DataDir = None,
+    out: Out = Path("runs/compare"),
+    as_json: Json = False,
+) -> None:
+    """Compare algorithms over seeds: rounds and bytes to a target, with spread; table, CSV, LaTeX and a page."""
+    from fedscaffold.experiments.config import parse
+
+    if (local_epochs is None) == (local_steps is None):
+        raise InputError("give either --local-epochs or --local-steps")
+    given: list[tuple[str, Any]] = [
+        ("problem.dataset", dataset), ("problem.split", split), ("problem.model", model), ("problem.clients", clients),
+        ("cohort.size", cohort), ("rounds", rounds), ("local.epochs", local_epochs), ("local.steps", local_steps),
+        ("local.batch_size", batch_size), ("local.lr", lr), ("weights", weights), ("precision", precision),
+    ]  # fmt: skip
+    overrides = [f"{key}={value}" for key, value in given if value is not None]
+    config = parse("", [*overrides, *_data_override(data), *(sets or [])], source="compare")
+    _compare(config, algorithms, seeds, target, out, as_json)
+
+
+@data_app.command("list", epilog="Example: fedscaffold data list")
+def data_list(as_json: Json = False) -> None:
+    """Name the data sets and the ways to split them."""
+    from fedscaffold import data
+
+    answer = {"datasets": sorted(data.DATASETS), "splits": dict(data.SPLITS)}
+    lines = ["data sets: " + ", ".join(answer["datasets"]), "splits: " + ", ".join(data.SPLITS.values())]
+    _say(answer, lines, as_json)
+
+
+@data_app.command("show", epilog="Example: fedscaffold data show --dataset digits --split dirichlet:0.1 --clients 10")
+def data_show(
+    dataset: Annotated[str, typer.Option(help="Data set.")] = "digits",
+    split: Annotated[str, typer.Option(help="similarity:S, dirichlet:A, shards:K, iid or natural.")] = "similarity:0",
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
+    data: DataDir = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also draw it: a .html, .png, .svg or .pdf file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print and draw who holds what."""
+    from fedscaffold.cli.show import show
+
+    answer, lines = show(dataset, split, clients, seed, None if data is None else Path(data), out)
+    _say(answer, lines, as_json)
+
+
+@app.command(epilog="Example: fedscaffold conform --target mypackage.adapter:run")
+def conform(
+    target: Annotated[str | None, typer.Option(help="module:name of an adapter; our own SCAFFOLD by default.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Run the identities every SCAFFOLD must satisfy, on ours or on anybody's."""
+    from fedscaffold.cli.conform import judged
+
+    answer, lines, failed = judged(target)
+    _say(answer, lines, as_json)
+    return 1 if failed else 0
+
+
+@app.command(epilog="Example: fedscaffold bench --only W1 --json")
+def bench(
+    only: Annotated[str | None, typer.Option(help="Work loads, with commas between: W1,W2,W3,W4.")] = None,
+    growth: Annotated[bool, typer.Option(help="Also measure how cost grows with N, cohort and K.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Measure the simulator beside two PyTorch loops, in one run."""
+    from fedscaffold.bench import measure
+
+    answer = measure.everything(only, growth, lambda line: None if as_json else typer.echo(line, err=True))
+    _say(answer, measure.lines(answer), as_json)
+
+
+@app.command(epilog="Example: fedscaffold report runs/first")
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run or a comparison.")],
+    as_json: Json = False,
+) -> None:
+    """Make report.html anew from a run's folder."""
+    from fedscaffold.report import page, read
+
+    path = folder / "report.html"
+    path.write_text(page(read(folder)), encoding="utf-8")
+    _say({"report": str(path)}, [f"report: {path}"], as_json)
+
+
+def _compare(config: Config, names: str, seeds: int, target: str | None, out: Path, as_json: bool) -> None:
+    from fedscaffold import checks
+    from fedscaffold.algorithms import ALGORITHMS
+
+    chosen = [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
+    checks.whole("seeds", seeds)
+    built = _built(config)
+    from fedscaffold.experiments import compare as room
+    from fedscaffold.report import tables
+
+    study = room.compare(config, built, chosen, seeds, target, _command(), lambda line: _progress(line, as_json))
+    page = room.keep(study, out)
+    answer = {"rows": study.rows, "target": study.target, "seconds": study.seconds, "folder": str(out), "report": str(page)}
+    _say(answer, [study.problem, "", tables.terminal(study.rows), "", *_warnings(study), f"report: {page}"], as_json)
+
+
+def _warnings(study: Study) -> list[str]:
+    return [f"{c.algorithm}, seed {c.seed}: {c.advice}" for c in study.curves if c.advice]
+
+
+def _built(config: Config) -> Built:
+    """Build a configuration's problem, and set JAX up for the size of its local steps before it starts."""
+    from fedscaffold.experiments.machine import settle
+    from fedscaffold.experiments.federation import build, step_flops
+
+    built = build(config.problem)
+    settle(step_flops(built.problem, config.local.batch_size))
+    return built
+
+
+def _data_override(data: str | None) -> list[str]:
+    return [] if data is None else [f"problem.data={json.dumps(data)}"]
+
+
+def _command() -> str:
+    return shlex.join(["fedscaffold", *sys.argv[1:]])
+
+
+def _progress(line: str, as_json: bool) -> None:
+    if not as_json and sys.stderr.isatty():
+        typer.echo(line, err=True)
+
+
+def _value(number: Any) -> Any:
+    value = number.item()
+    return None if value != value else value
+
+
+def _say(answer: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    """Print the answer: for programs as one JSON object, for people as lines."""
+    typer.echo(json.dumps(answer, allow_nan=False, default=str) if as_json else "\n".join(lines))

@@ -1,0 +1,144 @@
+"""The algorithms on plain arrays, one client after the other: the slowest engine and the easiest to read.
+
+It holds no formula of its own: all arithmetic of a method comes from `fedscaffold.algorithms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedscaffold.algorithms import Algorithm, scaffold, travelled
+from fedscaffold.algorithms.base import Vector
+from fedscaffold.conformance.case import Case, Trace
+
+__all__ = ["ours", "run"]
+
+
+class State(NamedTuple):
+    """All that a federation must save to go on as if nothing had happened."""
+
+    round: int
+    x: Vector
+    c: Vector
+    c_i: tuple[Vector, ...]
+
+
+class Reply(NamedTuple):
+    """What client i sends, and the memory it keeps once it knows that it was heard."""
+
+    i: int
+    move: Vector
+    d: Vector
+    c_i: Vector
+
+
+def run(algorithm: Algorithm, case: Case, asarray: Callable[[Any], Any] = np.asarray) -> Trace:
+    """Run an algorithm on a case; `asarray` chooses the array library (`torch.asarray`, say).
+
+    The server step and the option belong to the algorithm: those of the case are not looked at.
+
+    >>> from fedscaffold.conformance import federation
+    >>> case = federation([[[1.0]]], [[1.0]], [0.0], rounds=2, steps=1, lr=0.5)
+    >>> run(scaffold(), case).x.ravel().tolist()
+    [0.0, 0.5, 0.75]
+    """
+    zero = None if algorithm.remember is None else asarray(np.zeros_like(case.x0))
+    states = [State(0, asarray(case.x0), zero, (zero,) * case.num_clients)]
+    while states[-1].round < case.rounds:
+        states.append(advance(algorithm, case, states[-1], asarray))
+        if states[-1].round == case.restart:
+            states[-1] = restored(saved(states[-1]), asarray)
+    return traced(case, states)
+
+
+def ours(case: Case) -> Trace:
+    """Our own SCAFFOLD as a target of the suite.
+
+    >>> from fedscaffold.conformance import federation
+    >>> case = federation([[[1.0]]], [[1.0]], [0.0], rounds=1, steps=1, lr=0.5)
+    >>> ours(case._replace(server_lr=0.5)).x.ravel().tolist()
+    [0.0, 0.25]
+    """
+    return run(scaffold(option=case.option, server_lr=case.server_lr), case)
+
+
+def advance(algorithm: Algorithm, case: Case, state: State, asarray: Callable[[Any], Any]) -> State:
+    """Play one round."""
+    r = state.round
+    # The whole cohort trains; a client whose reply is lost has trained in vain and keeps the memory it had.
+    replies = [train(algorithm, case, state, i, asarray) for i in case.cohorts[r]]
+    replies = [reply for reply in replies if reply.i in case.heard(r)]
+    if not replies:
+        return state._replace(round=r + 1)
+    p = case.weights.tolist()
+    heard = sum(p[reply.i] for reply in replies)
+    move = sum(p[reply.i] * reply.move for reply in replies) / heard
+    d = sum(p[reply.i] * reply.d for reply in replies) / heard
+    x, c = algorithm.server(state.x, state.c, move, d, heard)
+    if case.frozen:
+        return state._replace(round=r + 1, x=x)
+    c_i = list(state.c_i)
+    for reply in replies:
+        c_i[reply.i] = reply.c_i
+    return State(r + 1, x, c, tuple(c_i))
+
+
+def train(algorithm: Algorithm, case: Case, state: State, i: int, asarray: Callable[[Any], Any]) -> Reply:
+    """Client i's part of a round."""
+    x, c, c_i = state.x, state.c, state.c_i[i]
+    shift = None if algorithm.shift is None else algorithm.shift(c, c_i)
+
+    def direction(y: Vector) -> Vector:
+        return algorithm.direction(asarray(case.gradient(i, y)), y, x, shift)
+
+    lrs = case.lr[: 1 if algorithm.one_step else case.local_steps[i]]
+    y, m, total = x, 0.0, 0.0
+    for lr in lrs:
+        d = direction(y)
+        m = case.momentum * m + d
+        y = y - lr * m
+        total = total + d
+    if algorithm.at_x:
+        d = direction(x)
+    elif case.momentum == 0 and len(set(lrs)) == 1:
+        d = travelled(x, y, len(lrs), lrs[0])
+    else:
+        d = total / len(lrs)
+    kept = None if algorithm.remember is None else algorithm.remember(c, c_i, d)
+    return Reply(i, x - y, d, kept)
+
+
+def saved(state: State) -> dict[str, Any]:
+    """What goes to disk: copies, so that nothing of the state thrown away can leak into the one restored."""
+
+    def written(value: Vector) -> Any:
+        return None if value is None else np.asarray(value).copy()
+
+    x, c, c_i = written(state.x), written(state.c), [written(one) for one in state.c_i]
+    return {"round": state.round, "x": x, "c": c, "c_i": c_i}
+
+
+def restored(file: dict[str, Any], asarray: Callable[[Any], Any]) -> State:
+    """The state in a new process."""
+
+    def read(value: Any) -> Any:
+        return None if value is None else asarray(value)
+
+    return State(file["round"], read(file["x"]), read(file["c"]), tuple(read(one) for one in file["c_i"]))
+
+
+def traced(case: Case, states: list[State]) -> Trace:
+    """The states as NumPy arrays, with zeros for the memory of a method that has none."""
+    zero = np.zeros_like(case.x0)
+
+    def array(value: Vector) -> Any:
+        return zero if value is None else np.asarray(value)
+
+    return Trace(
+        np.stack([array(state.x) for state in states]),
+        np.stack([array(state.c) for state in states]),
+        np.stack([[array(one) for one in state.c_i] for state in states]),
+    )

@@ -1,0 +1,1 @@
+"""Experiments: configurations, comparisons, and later the papers' figures and tables, one file each."""

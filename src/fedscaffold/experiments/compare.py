@@ -1,0 +1,208 @@
+"""Run a configuration, or compare algorithms on it over seeds, with given or tuned step sizes.
+
+Tuning looks at the training loss only: of a grid of step sizes, the one with the lowest loss averaged over rounds and
+seeds (a run that diverges counts as infinite). All step sizes and seeds of an algorithm are one compiled program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedscaffold import algorithms
+from fedscaffold.experiments.config import Config, Local, to_toml
+from fedscaffold.experiments.federation import Built, build
+from fedscaffold.report import Curve, Study, tables, versions, write
+from fedscaffold.simulation import Run, Sweep, simulate, sweep
+from fedscaffold.simulation.metrics import met, target_of, usual
+
+__all__ = ["GRID", "compare", "keep", "run"]
+
+GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+def run(config: Config, built: Built, command: str, progress: bool | None = None) -> Study:
+    """Run one configuration on the problem built for it.
+
+    >>> from fedscaffold.experiments.config import parse
+    >>> config = parse("rounds = 3\\n[local]\\nsteps = 2\\n[problem]\\ndataset = 'quadratic'")
+    >>> run(config, build(config.problem), "fedscaffold run").curves[0].columns["round"]
+    array([1, 2, 3])
+    """
+    algorithm = algorithms.make(config.algorithm.name, **config.algorithm.parameters)
+    if config.local.lr == "tuned":
+        found = _swept(config, built, algorithm, [config.seed], progress)
+        done, lr = _best(found)[0], found.lr[_best_index(found)]
+        seconds = found.seconds
+    else:
+        local = _local(config.local)
+        done = simulate(algorithm, built.problem, seed=config.seed, progress=progress, **local, **_shared(config))
+        lr, seconds = config.local.lr, done.seconds
+    target = None if config.stop_at is None else target_of(config.stop_at)
+    curves = [_curve(algorithm.name, config.seed, lr, done, target)]
+    return _study(config, built, "Run of " + algorithm.name, curves, command, seconds._asdict(), target)
+
+
+def compare(
+    config: Config,
+    built: Built,
+    names: Sequence[str],
+    seeds: int,
+    target: str | None,
+    command: str,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Study:
+    """Run several algorithms on one problem over several seeds; rounds and bytes to the target, with spread.
+
+    >>> from fedscaffold.experiments.config import parse
+    >>> config = parse("rounds = 20\\n[local]\\nsteps = 5\\n[problem]\\ndataset = 'quadratic'\\nmu = 0.1")
+    >>> study = compare(config, build(config.problem), ["scaffold", "fedavg"], 2, "distance:0.5", "fedscaffold compare")
+    >>> [row["algorithm"] for row in study.rows]
+    ['scaffold', 'fedavg']
+    """
+    aim = None if target is None else target_of(target)
+    wanted = {*(usual(built.problem) if config.metrics is None else config.metrics), *([aim[0]] if aim else [])}
+    config = config.model_copy(update={"metrics": sorted(wanted)})
+    curves: list[Curve] = []
+    seconds: dict[str, float] = {}
+    for name in names:
+        own = config.algorithm.parameters if name == config.algorithm.name else {}
+        algorithm = algorithms.make(name, **own)
+        found = _swept(config, built, algorithm, range(config.seed, config.seed + seeds), None)
+        best = _best_index(found)
+        curves += [
+            _curve(name, seed, found.lr[best], done, aim)
+            for seed, done in zip(found.seeds, found.runs[best], strict=True)
+        ]
+        seconds[name] = found.seconds.compile + found.seconds.wall
+        tell(f"{name}: {len(found.lr)} step sizes x {seeds} seeds, {seconds[name]:.1f} s")
+    title = "Comparison of " + ", ".join(names)
+    return _study(config, built, title, curves, command, seconds, aim)
+
+
+def keep(study: Study, folder: Path) -> Path:
+    """Write a study's folder: its data, its table as CSV and LaTeX, and its page; returns the page's path."""
+    from fedscaffold.report import page
+
+    write(study, folder)
+    (folder / "table.csv").write_text(tables.csv(study.rows), encoding="utf-8")
+    (folder / "table.tex").write_text(tables.latex(study.rows), encoding="utf-8")
+    path = folder / "report.html"
+    path.write_text(page(study), encoding="utf-8")
+    return path
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    """The arguments of `simulate` that a configuration gives, but for the local optimiser and the seed."""
+    return {
+        "rounds": config.rounds,
+        "local_steps": config.local.steps,
+        "local_epochs": config.local.epochs,
+        "batch_size": config.local.batch_size,
+        "draw": config.local.draw,
+        "cohort": config.cohort.size,
+        "weights": config.weights,
+        "stop_at": config.stop_at,
+        "metrics": config.metrics,
+        "evaluate_every": config.evaluate_every,
+        "precision": config.precision,
+        "block": config.block,
+    }
+
+
+def _local(local: Local) -> dict[str, Any]:
+    """The step size, or the optimiser that brings it."""
+    if local.optimizer == "sgd":
+        return {"lr": local.lr}
+    import optax
+
+    if local.optimizer == "adam":
+        return {"local_optimizer": optax.adam(local.lr)}
+    return {"local_optimizer": optax.sgd(local.lr, momentum=local.momentum)}
+
+
+def _swept(config: Config, built: Built, algorithm: Any, seeds: Sequence[int], progress: bool | None) -> Sweep:
+    """All step sizes and seeds of one algorithm, measured by the training loss at least."""
+    grid: Sequence[float] = GRID if config.local.lr == "tuned" else (config.local.lr,)
+    shared = _shared(config)
+    if config.metrics is not None and config.local.lr == "tuned":
+        shared["metrics"] = sorted({*config.metrics, "loss"})
+    if config.local.optimizer == "sgd":
+        return sweep(algorithm, built.problem, lr=grid, seeds=list(seeds), progress=progress, **shared)
+    runs = [
+        [simulate(algorithm, built.problem, seed=seed, progress=progress, **_local(config.local.model_copy(update={"lr": lr})), **shared)
+         for seed in seeds]
+        for lr in grid
+    ]  # fmt: skip
+    return Sweep(tuple(grid), tuple(seeds), runs, runs[0][0].seconds)
+
+
+def _best_index(found: Sweep) -> int:
+    """Which step size has the lowest training loss, averaged over rounds and seeds."""
+    if len(found.lr) == 1:
+        return 0
+
+    def score(runs: list[Run]) -> float:
+        if any(run.diverged_at is not None for run in runs):
+            return math.inf
+        return float(np.mean([np.nanmean(run.history["loss"]) for run in runs]))
+
+    return int(np.argmin([score(runs) for runs in found.runs]))
+
+
+def _best(found: Sweep) -> list[Run]:
+    return found.runs[_best_index(found)]
+
+
+def _curve(name: str, seed: int, lr: float, done: Run, target: tuple[str, float] | None) -> Curve:
+    c_i = done.clients.c_i
+    scale = 0.0 if c_i is None else float(np.sqrt(np.mean(np.sum(np.square(c_i, dtype=np.float64), axis=1))))
+    return Curve(
+        name,
+        seed,
+        lr,
+        done.history,
+        done.diverged_at,
+        _first(done, target),
+        done.advice,
+        done.residual,
+        scale,
+        done.digest,
+    )
+
+
+def _first(done: Run, target: tuple[str, float] | None) -> int | None:
+    """The first round that meets the target."""
+    if target is None or target[0] not in done.history:
+        return None
+    values = done.history[target[0]]
+    found = np.flatnonzero(met(target[0], values, target[1]))
+    return int(done.history["round"][found[0]]) if len(found) else None
+
+
+def _study(
+    config: Config,
+    built: Built,
+    title: str,
+    curves: list[Curve],
+    command: str,
+    seconds: dict[str, float],
+    target: tuple[str, float] | None,
+) -> Study:
+    return Study(
+        title,
+        built.sentence,
+        target,
+        curves,
+        tables.rows(curves, target, config.rounds),
+        built.label_counts,
+        config.precision,
+        to_toml(config),
+        command,
+        versions(),
+        seconds,
+    )

@@ -1,0 +1,26 @@
+"""How the command line sets JAX up, before JAX starts: threads by the size of the work, and a cache of programs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["settle"]
+
+SMALL = 3e7  # floating-point operations in a local step below which a second thread costs more than it brings
+
+
+def settle(step_flops: float) -> None:
+    """Choose JAX's threads for steps of this many operations, and keep compiled programs in the user's cache folder.
+
+    The user's own PJRT_NPROC and JAX_COMPILATION_CACHE_DIR win. To be called before JAX runs anything.
+    """
+    if step_flops < SMALL:
+        os.environ.setdefault("PJRT_NPROC", "1")
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "fedscaffold" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
