@@ -206,9 +206,7 @@ MUTANTS: dict[str, Adapter] = {
     "the correction has the wrong sign": mutant(correct=lambda g, v: g + v.c_i - v.c),
     "the correction lacks c": mutant(correct=lambda g, v: g - v.c_i),
     "the correction lacks c_i": mutant(correct=lambda g, v: g + v.c),
-    "the correction is added to loss-scaled gradients": mutant(
-        correct=lambda g, v: (1024 * g - v.c_i + v.c) / 1024
-    ),
+    "the correction is added to loss-scaled gradients": mutant(correct=lambda g, v: (1024 * g - v.c_i + v.c) / 1024),
     "a client's weight is in the correction only": mutant(
         correct=lambda g, v: g - v.c_i + v.c / (v.case.num_clients * v.weight),
         renew=travelling(lambda v: sum(v.lr)),
@@ -223,9 +221,7 @@ MUTANTS: dict[str, Adapter] = {
     "K counted in samples": mutant(renew=travelling(lambda v: sum(v.lr) * SAMPLES_IN_A_STEP)),
     "the first lr of a schedule": mutant(renew=travelling(lambda v: v.steps * v.lr[0])),
     "the last lr of a schedule": mutant(renew=travelling(lambda v: v.steps * v.lr[-1])),
-    "the nominal K for slow clients": mutant(
-        renew=travelling(lambda v: sum(v.lr) / v.steps * max(v.case.local_steps))
-    ),
+    "the nominal K for slow clients": mutant(renew=travelling(lambda v: sum(v.lr) / v.steps * max(v.case.local_steps))),
     "the nominal K for slow clients, in the change only": mutant(change=nominal),
     # Momentum: FL-bench, Fed-BioMed, FL4Health, FLGo, fluke; Flower, NVFlare, FedML, SubstraFL, NIID-Bench;
     # the example of NVFlare.
@@ -264,9 +260,7 @@ MUTANTS: dict[str, Adapter] = {
     "c from the server's own move": mutant(
         control=lambda m: m.c + m.share * (m.case.server_lr * (m.c + m.change) - m.c)
     ),
-    "the server step on the model's weights": mutant(
-        model=lambda m: m.case.server_lr * m.mean([v.y for v in m.heard])
-    ),
+    "the server step on the model's weights": mutant(model=lambda m: m.case.server_lr * m.mean([v.y for v in m.heard])),
     "x divided by the cohort, not by who was heard": mutant(
         model=lambda m: m.x + m.case.server_lr * m.move * m.share / m.configured
     ),

@@ -121,18 +121,14 @@ def test_the_reference_gradient_is_the_slope_of_the_loss():
         module = torch_loops.module(workload, SEED).double()
         arrays = [p.detach().numpy().copy() for p in module.parameters()]
         away = [rng.standard_normal(a.shape) for a in arrays]
-        slope = sum(
-            np.sum(g * a) for g, a in zip(gradients(workload, arrays, x.astype(float), y), away, strict=True)
-        )
+        slope = sum(np.sum(g * a) for g, a in zip(gradients(workload, arrays, x.astype(float), y), away, strict=True))
         labels = torch.from_numpy(y).to(torch.float64 if model == "logistic" else torch.int64)
         ends = []
         for step in (1e-6, -1e-6):
             with torch.no_grad():
                 for p, a, d in zip(module.parameters(), arrays, away, strict=True):
                     p.copy_(torch.from_numpy(a + step * d))
-                ends.append(
-                    float(torch_loops.mean_loss(module, torch.from_numpy(x).double(), labels, workload))
-                )
+                ends.append(float(torch_loops.mean_loss(module, torch.from_numpy(x).double(), labels, workload)))
         assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-8)
 
 

@@ -55,9 +55,7 @@ def test_every_mistake_is_caught(name):
 
 def test_no_verdict_hangs_on_the_last_digits():
     judged = [(name, verdict) for name in EVERY_MUTANT for verdict in verdicts(name)]
-    measured = [
-        (name, verdict) for name, verdict in judged if verdict.violation is not None and verdict.tolerance
-    ]
+    measured = [(name, verdict) for name, verdict in judged if verdict.violation is not None and verdict.tolerance]
     assert not [one for one in measured if 0.99 < one[1].violation / one[1].tolerance < 1.01]
 
 
@@ -67,11 +65,7 @@ def test_every_row_catches_a_mistake():
 
 
 def test_rows_are_named_and_stated_once():
-    assert (
-        len({identity.name for identity in IDENTITIES})
-        == len({i.statement for i in IDENTITIES})
-        == len(IDENTITIES)
-    )
+    assert len({identity.name for identity in IDENTITIES}) == len({i.statement for i in IDENTITIES}) == len(IDENTITIES)
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
@@ -131,9 +125,7 @@ def test_nothing_stops_the_suite(adapter, note):
 
 
 def test_numbers_too_large_to_compare_are_a_failure():
-    verdict = conform(
-        lambda case: ours(case)._replace(c_i=np.full((case.rounds + 1, 4, 3), 1e308)), [IDENTITIES[0]]
-    )[0]
+    verdict = conform(lambda case: ours(case)._replace(c_i=np.full((case.rounds + 1, 4, 3), 1e308)), [IDENTITIES[0]])[0]
     assert verdict.outcome == "fails"
 
 
@@ -173,9 +165,7 @@ def test_targets_are_found_in_the_current_folder(tmp_path, monkeypatch):
 
 
 def test_the_room_needs_numpy_only():
-    code = (
-        "import sys, fedscaffold.conformance; print(sorted({'jax', 'torch', 'scipy'} & sys.modules.keys()))"
-    )
+    code = "import sys, fedscaffold.conformance; print(sorted({'jax', 'torch', 'scipy'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -224,9 +214,7 @@ def filled(page: str) -> str:
 def test_the_tables_of_the_page_are_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     print(generated()["mistakes"])
-    assert page == filled(page), (
-        "the tables have changed: run `python tests/test_conformance.py`, look, and commit"
-    )
+    assert page == filled(page), "the tables have changed: run `python tests/test_conformance.py`, look, and commit"
 
 
 if __name__ == "__main__":

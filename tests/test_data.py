@@ -237,9 +237,7 @@ def test_similarity_mixes_in_proportion(percent: int) -> None:
     labels = np.repeat(np.arange(10), 1000)
     parts = split(f"similarity:{percent}", labels, 10, seed=1)
     counts = np.array([np.bincount(labels[part], minlength=10) for part in parts])
-    far = (
-        np.abs(np.subtract.outer(np.arange(10), np.arange(10))) > 1
-    )  # by chance alone: a tenth of 10 * percent
+    far = np.abs(np.subtract.outer(np.arange(10), np.arange(10))) > 1  # by chance alone: a tenth of 10 * percent
     assert np.abs(counts[far] - percent).max() <= 5 * np.sqrt(0.9 * percent)
 
 

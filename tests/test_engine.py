@@ -80,7 +80,9 @@ def test_engine_is_the_paper_under_sampling_weights_momentum_unequal_steps_and_s
     assert run.residual < 1e-12 * max(1, np.abs(expected[2]).max())
 
 
-@pytest.mark.parametrize(("algorithm", "mu"), [(fs.fedavg(server_lr=0.5), 0.0), (fs.fedprox(mu=0.8, server_lr=0.5), 0.8)])
+@pytest.mark.parametrize(
+    ("algorithm", "mu"), [(fs.fedavg(server_lr=0.5), 0.0), (fs.fedprox(mu=0.8, server_lr=0.5), 0.8)]
+)
 def test_fedavg_and_fedprox_are_the_reference(algorithm, mu):
     a, b, x0 = quadratic(3)
     cohorts = [[0, 2], [1, 2, 3], [5], [0, 1, 2, 3, 4, 5]]
@@ -150,13 +152,13 @@ def test_batches_are_what_the_draws_say(local):
 
     def gradient(i, w, r, k):
         if draws.rows is None:
-            rows, share = np.arange(drawer.first[i], drawer.first[i] + drawer.count[i]), None
+            rows, share = np.arange(drawer.first[i], drawer.first[i] + drawer.counts[i]), None
         else:
             slot = draws.cohort[r].tolist().index(i)
             rows = draws.rows[r, slot, k]
             share = None if draws.row_weights is None else draws.row_weights[r, slot, k]
             used = rows if share is None else rows[share > 0]
-            assert ((used >= drawer.first[i]) & (used < drawer.first[i] + drawer.count[i])).all()
+            assert ((used >= drawer.first[i]) & (used < drawer.first[i] + drawer.counts[i])).all()
         share = np.full(len(rows), 1 / len(rows)) if share is None else share
         return x[rows].T @ (share * (x[rows] @ w - y[rows]))
 
@@ -276,7 +278,14 @@ def test_adam_inside_still_finds_the_optimum_of_equal_clients_memory():
     a, b, x0 = quadratic(5)
     problem = fs.problems.quadratic(hessians=a, linear=b)
     run = fs.simulate(
-        fs.scaffold(), problem, rounds=30, local_steps=4, local_optimizer=optax.adam(1e-3), cohort=3, x0=x0, precision="float64"
+        fs.scaffold(),
+        problem,
+        rounds=30,
+        local_steps=4,
+        local_optimizer=optax.adam(1e-3),
+        cohort=3,
+        x0=x0,
+        precision="float64",
     )
     assert run.residual < 1e-13 * np.abs(run.clients.c_i).max()
     assert (run.history["bytes_up"] == 2 * 3 * D * 8).all()
@@ -299,7 +308,9 @@ def test_metrics_are_what_they_say():
     assert last["grad_norm"] == pytest.approx(np.linalg.norm(p @ (a @ x - b)), abs=1e-13)
     ideal = a @ best - b
     assert last["control_error"] == pytest.approx(np.sqrt(p @ ((run.clients.c_i - ideal) ** 2).sum(1)), abs=1e-13)
-    first = fs.simulate(fs.fedavg(), problem, rounds=1, local_steps=4, lr=0.1, weights=p, x0=x0, precision="float64", metrics=["drift"])
+    first = fs.simulate(
+        fs.fedavg(), problem, rounds=1, local_steps=4, lr=0.1, weights=p, x0=x0, precision="float64", metrics=["drift"]
+    )
     y = np.tile(x0, (N, 1))
     for _ in range(4):
         y -= 0.1 * (np.einsum("nij,nj->ni", a, y) - b)
@@ -312,9 +323,17 @@ def test_evaluation_covers_all_records_once_in_many_stretches(monkeypatch):
     monkeypatch.setattr(metrics, "_SWEEP_BYTES", 100)
     clients = records(3, sizes=(5, 9, 3, 12, 1))
     test = (np.concatenate([x for x, _ in clients])[:7], np.arange(7) % 2)
-    problem = fs.Problem(least_squares, np.ones(3), clients, test=test, accuracy=lambda w, b: jnp.mean((b[0] @ w > 0) == b[1]))
+    problem = fs.Problem(
+        least_squares, np.ones(3), clients, test=test, accuracy=lambda w, b: jnp.mean((b[0] @ w > 0) == b[1])
+    )
     run = fs.simulate(
-        fs.fedavg(), problem, rounds=1, local_steps=1, lr=0.1, metrics=("loss", "grad_norm", "accuracy"), precision="float64"
+        fs.fedavg(),
+        problem,
+        rounds=1,
+        local_steps=1,
+        lr=0.1,
+        metrics=("loss", "grad_norm", "accuracy"),
+        precision="float64",
     )
     w = run.vector
     losses = [0.5 * np.mean((x @ w - y) ** 2) for x, y in clients]
@@ -379,7 +398,9 @@ def test_pytrees_come_back_in_their_own_structure():
 def test_large_populations_keep_the_residual_small():
     rng = np.random.default_rng(0)
     clients = [(rng.normal(size=(1, 3)), rng.normal(size=1)) for _ in range(5000)]
-    run = fs.simulate(fs.scaffold(), fs.Problem(least_squares, np.ones(3), clients), rounds=5, local_steps=2, lr=0.1, metrics=())
+    run = fs.simulate(
+        fs.scaffold(), fs.Problem(least_squares, np.ones(3), clients), rounds=5, local_steps=2, lr=0.1, metrics=()
+    )
     assert run.residual < 3e-7 * np.sqrt((run.clients.c_i**2).sum(1).mean())
 
 

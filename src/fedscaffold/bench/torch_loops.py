@@ -73,9 +73,7 @@ def tutorial(
                 replies.append((state, change))
             aggregate(model, c, replies, len(datasets))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    off = torch.cat(
-        [(c[k] - torch.stack([c_i[k] for c_i in memories]).double().mean(0)).flatten() for k in c]
-    )
+    off = torch.cat([(c[k] - torch.stack([c_i[k] for c_i in memories]).double().mean(0)).flatten() for k in c])
     x = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
     return LoopResult(cpu, wall, rounds * workload.cohort * workload.local_steps, x, float(off.norm()), 1)
 
@@ -97,9 +95,7 @@ def zeros(model: Any) -> State:
     return {name: torch.zeros_like(p, requires_grad=False) for name, p in model.named_parameters()}
 
 
-def train_client(
-    model: Any, c: State, c_i: State, loader: Any, workload: Workload
-) -> tuple[State, State, State]:
+def train_client(model: Any, c: State, c_i: State, loader: Any, workload: Workload) -> tuple[State, State, State]:
     """One client's round: its model, the change of its control variate, and the new control variate."""
     local = copy.deepcopy(model)
     optimizer = torch.optim.SGD(local.parameters(), lr=workload.lr)
@@ -181,12 +177,8 @@ def assemble(workload: Workload, seed: int) -> Federation:
     x = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     sizes = np.array([len(y) for _, y in workload.clients])
     memories = [torch.zeros(len(sizes), *array.reshape(len(array), -1).shape) for array in arrays]
-    features, labels = (
-        torch.from_numpy(np.concatenate(part)) for part in zip(*workload.clients, strict=True)
-    )
-    targets = (
-        labels[:, None] if workload.model == "logistic" else functional.one_hot(labels, workload.classes)
-    )
+    features, labels = (torch.from_numpy(np.concatenate(part)) for part in zip(*workload.clients, strict=True))
+    targets = labels[:, None] if workload.model == "logistic" else functional.one_hot(labels, workload.classes)
     table = torch.cat([features, targets.float()], 1)
     return Federation(x, torch.zeros_like(x), torch.zeros_like(x), memories, table, np.cumsum(sizes) - sizes)
 

@@ -88,9 +88,7 @@ def w4(num_clients: int = 100) -> Workload:
     truth = rng.standard_normal((2, 20), np.float32)[np.arange(num_clients) * 2 // num_clients]
     chance = 1 / (1 + np.exp(-np.einsum("nij,nj->ni", features, truth)))
     labels = (rng.random(chance.shape) < chance).astype(np.int64)
-    return Workload(
-        "w4", list(zip(features, labels, strict=True)), "logistic", 0, 2, num_clients, 100, 10, 0.05, 10
-    )
+    return Workload("w4", list(zip(features, labels, strict=True)), "logistic", 0, 2, num_clients, 100, 10, 0.05, 10)
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {"w1": w1, "w2": w2, "w3": w3, "w4": w4}

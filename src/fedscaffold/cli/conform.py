@@ -17,6 +17,6 @@ def judged(target: str | None) -> tuple[dict[str, Any], list[str], int]:
     """
     verdicts = conform(ours if target is None else load_target(target))
     outcomes = [verdict.outcome for verdict in verdicts]
-    counts = {name: outcomes.count(name) for name in ("holds", "fails", "not offered")}  # type: ignore[arg-type]
+    counts = {name: outcomes.count(name) for name in ("holds", "fails", "not offered")}
     answer = {"target": target or "fedscaffold", **counts, "verdicts": [verdict._asdict() for verdict in verdicts]}
     return answer, [table(verdicts)], counts["fails"]

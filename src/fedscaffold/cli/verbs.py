@@ -89,7 +89,9 @@ def run(
     "--algorithms scaffold,fedavg --rounds 200 --local-epochs 5 --batch-size 0.2 --lr tuned --target accuracy:0.9 --seeds 3"
 )
 def compare(
-    dataset: Annotated[str, typer.Option(help="Data set, or quadratic, synthetic-linear, synthetic-logistic.")] = "digits",
+    dataset: Annotated[
+        str, typer.Option(help="Data set, or quadratic, synthetic-linear, synthetic-logistic.")
+    ] = "digits",
     split: Annotated[str, typer.Option(help="similarity:S, dirichlet:A, shards:K, iid or natural.")] = "similarity:0",
     model: Annotated[str, typer.Option(help="softmax, mlp:WIDTH, logistic or linear.")] = "softmax",
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
@@ -98,7 +100,9 @@ def compare(
     rounds: Annotated[int, typer.Option(help="Rounds at most.")] = 100,
     local_epochs: Annotated[int | None, typer.Option(help="Passes over the client's records in a round.")] = None,
     local_steps: Annotated[int | None, typer.Option(help="Instead: steps in a round.")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="Share (0.2) or number (32) of records; all by default.")] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(help="Share (0.2) or number (32) of records; all by default.")
+    ] = None,
     lr: Annotated[str, typer.Option(help="Local step size, or 'tuned'.")] = "0.1",
     target: Annotated[str | None, typer.Option(help="Metric and value: accuracy:0.9.")] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
@@ -202,7 +206,13 @@ def _compare(config: Config, names: str, seeds: int, target: str | None, out: Pa
 
     study = room.compare(config, built, chosen, seeds, target, _command(), lambda line: _progress(line, as_json))
     page = room.keep(study, out)
-    answer = {"rows": study.rows, "target": study.target, "seconds": study.seconds, "folder": str(out), "report": str(page)}
+    answer = {
+        "rows": study.rows,
+        "target": study.target,
+        "seconds": study.seconds,
+        "folder": str(out),
+        "report": str(page),
+    }
     _say(answer, [study.problem, "", tables.terminal(study.rows), "", *_warnings(study), f"report: {page}"], as_json)
 
 

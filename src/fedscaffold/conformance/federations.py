@@ -41,9 +41,7 @@ def clients() -> tuple[Array, Array]:
 
 def meeting(case: Case, *cohorts: tuple[int, ...]) -> Case:
     """The case with these cohorts, over and over, and nothing lost."""
-    return case._replace(
-        cohorts=tuple(cohorts[r % len(cohorts)] for r in range(case.rounds)), lost=((),) * case.rounds
-    )
+    return case._replace(cohorts=tuple(cohorts[r % len(cohorts)] for r in range(case.rounds)), lost=((),) * case.rounds)
 
 
 def losing(case: Case, period: int) -> Case:
@@ -89,9 +87,7 @@ def conditions() -> dict[str, Condition]:
         "sampling": Condition("two of four clients in a round", sampling),
         "changing cohorts": Condition("cohorts of one to four clients", meeting(longer, *changing)),
         "weights": Condition("clients of unequal weight", base._replace(weights=weights)),
-        "weights and sampling": Condition(
-            "sampled clients of unequal weight", sampling._replace(weights=weights)
-        ),
+        "weights and sampling": Condition("sampled clients of unequal weight", sampling._replace(weights=weights)),
         "server step": Condition("a server step other than 1", base._replace(server_lr=1.3)),
         "option I": Condition("option I", base._replace(option=1)),
         "momentum": Condition("momentum in the local steps", heavy),

@@ -67,9 +67,7 @@ def memories() -> list[Identity]:
     goes_on = "A run restored from what it had saved goes on as if nothing had happened."
     return [
         row("start", measures.start, "Before the first round c and every c_i are zero.", sampling),
-        row(
-            "conserved", measures.conserved, "c - sum p_i c_i never changes, zero or not (I1, I3).", sampling
-        ),
+        row("conserved", measures.conserved, "c - sum p_i c_i never changes, zero or not (I1, I3).", sampling),
         row("gradient at x", measures.gradients_at_x, at_x, option),
         row("kept: sampling", measures.kept, "Who is not in the cohort keeps its c_i.", sampling),
         row("kept: lost replies", measures.kept, "Whose reply is lost keeps its c_i.", lost),

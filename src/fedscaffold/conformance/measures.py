@@ -153,9 +153,7 @@ def large_batch(run: Run) -> Measure:
 
 def saga(run: Run) -> Measure:
     """One local step of one client is a step of SAGA, with c_i its table (I7)."""
-    return relative(
-        (run,), *(ours - its for ours, its in zip(run.trace, oracles.saga(run.case), strict=True))
-    )
+    return relative((run,), *(ours - its for ours, its in zip(run.trace, oracles.saga(run.case), strict=True)))
 
 
 def centred(run: Run) -> Measure:

@@ -27,9 +27,7 @@ class FederatedData(NamedTuple):
     """(clients, classes) records of every label at every client; (clients, 1) records for a regression."""
 
 
-def federate(
-    dataset: Dataset, split_spec: str, num_clients: int | None = None, *, seed: int = 0
-) -> FederatedData:
+def federate(dataset: Dataset, split_spec: str, num_clients: int | None = None, *, seed: int = 0) -> FederatedData:
     """Return `dataset` divided among `num_clients` clients as `split_spec` says (forms in `SPLITS`).
 
     The clients' arrays are slices of one reordered copy of the training records.
@@ -44,9 +42,7 @@ def federate(
     order, sizes = np.concatenate(members), np.array([len(client) for client in members])
     cuts = np.cumsum(sizes)[:-1]
     clients = list(zip(np.split(x[order], cuts), np.split(y[order], cuts), strict=True))
-    return FederatedData(
-        clients, (x_test, y_test), classes, split_spec, name, counted(y[order], sizes, classes)
-    )
+    return FederatedData(clients, (x_test, y_test), classes, split_spec, name, counted(y[order], sizes, classes))
 
 
 def counted(labels: Array, sizes: npt.NDArray[np.int64], classes: int) -> npt.NDArray[np.int64]:

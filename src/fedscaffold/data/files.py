@@ -15,9 +15,7 @@ __all__ = ["VARIABLE", "read"]
 VARIABLE = "FEDSCAFFOLD_DATA"
 
 
-def read(
-    name: str, folder: Path | None, within: str, original: str, also: Sequence[Path] = ()
-) -> tuple[bytes, str]:
+def read(name: str, folder: Path | None, within: str, original: str, also: Sequence[Path] = ()) -> tuple[bytes, str]:
     """Return the content of the file `name`, unpacked if kept as `name.gz`, and the path it was found at.
 
     It is looked for in the folder `within` of `folder`, in `folder` itself, then in the folders `also`; None

@@ -35,9 +35,7 @@ def npz_arrays(raw: bytes, names: Sequence[str], where: str) -> list[Array]:
     try:
         with np.load(io.BytesIO(raw), allow_pickle=False) as archive:
             return [archive[name] for name in names]
-    except (
-        Exception
-    ):  # damaged bytes raise whatever zipfile, zlib, struct, ast and numpy raise, MemoryError included
+    except Exception:  # damaged bytes raise whatever zipfile, zlib, struct, ast and numpy raise, MemoryError included
         wanted = f"an npz with the arrays {', '.join(names)}"
         raise InputError(f"{where} is damaged or not {wanted}; fetch it again") from None
 

@@ -22,16 +22,12 @@ from fedscaffold.data.splits import holdout
 
 __all__ = ["DATASETS", "DEBIAN", "HOSPITALS", "load"]
 
-DEBIAN = Path(
-    "/usr/share/datasets/fashion-mnist"
-)  # where the Debian package dataset-fashion-mnist puts its files
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where the Debian package dataset-fashion-mnist puts its files
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 HOLDOUT_SEED = 0
 
 LIBSVM_PAGE = "the LIBSVM data sets page (www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html)"
-EMNIST_PAGE = (
-    "EMNIST by NIST (www.nist.gov/itl/products-and-services/emnist-dataset; docs/data.md has the recipe)"
-)
+EMNIST_PAGE = "EMNIST by NIST (www.nist.gov/itl/products-and-services/emnist-dataset; docs/data.md has the recipe)"
 HEART_PAGE = "UCI Heart Disease (archive.ics.uci.edu/dataset/45/heart+disease)"
 FASHION_PAGE = "the Debian package dataset-fashion-mnist or github.com/zalandoresearch/fashion-mnist"
 
@@ -59,9 +55,7 @@ def digits(folder: Path | None = None) -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise InputError(
-            "digits needs scikit-learn; install it with: pip install 'fedscaffold[sim]'"
-        ) from None
+        raise InputError("digits needs scikit-learn; install it with: pip install 'fedscaffold[sim]'") from None
     raw, labels = load_digits(return_X_y=True)
     train, test = holdout(labels, 397, seed=HOLDOUT_SEED)
     x, y = (raw / 16).astype(np.float32), labels.astype(np.int32)
@@ -98,9 +92,7 @@ def emnist(name: str, file: str, classes: int, folder: Path | None = None) -> Da
     raw, where = read(file, folder, "emnist", EMNIST_PAGE)
     x, y, x_test, y_test = npz_arrays(raw, ["x_train", "y_train", "x_test", "y_test"], where)
     if y.dtype.kind not in "iu" or y_test.dtype.kind not in "iu":
-        raise InputError(
-            f"labels in {where} must be whole numbers, got {y.dtype} and {y_test.dtype}; fetch it again"
-        )
+        raise InputError(f"labels in {where} must be whole numbers, got {y.dtype} and {y_test.dtype}; fetch it again")
     inputs, inputs_test = pictures(x, where), pictures(x_test, where)
     source = "EMNIST (Cohen, Afshar, Tapson and van Schaik 2017), made from NIST Special Database 19."
     labels, labels_test = y.astype(np.int32), y_test.astype(np.int32)
@@ -142,9 +134,7 @@ def standardised(raw: npt.NDArray[np.float64], train: Indices) -> Floats:
     """
     unknown = np.flatnonzero(np.isnan(raw[train]).all(axis=0))
     if unknown.size:
-        raise InputError(
-            f"heart: column {unknown[0] + 1} has no value in any training record; fetch the files again"
-        )
+        raise InputError(f"heart: column {unknown[0] + 1} has no value in any training record; fetch the files again")
     x = np.where(np.isnan(raw), np.nanmedian(raw[train], axis=0), raw)
     deviation = x[train].std(axis=0)
     deviation[deviation == 0] = 1  # a constant column carries nothing: leave it at 0
@@ -159,15 +149,11 @@ def binary(labels: npt.NDArray[np.float64], pair: tuple[int, int], where: str) -
     """
     strange = labels[~np.isin(labels, pair)]
     if strange.size:
-        raise InputError(
-            f"labels in {where} must be {pair[0]} or {pair[1]}, got {strange[0]:g}; fetch it again"
-        )
+        raise InputError(f"labels in {where} must be {pair[0]} or {pair[1]}, got {strange[0]:g}; fetch it again")
     return np.asarray(labels == pair[1], np.int32)
 
 
-def libsvm_part(
-    file: str, features: int, pair: tuple[int, int], folder: Path | None
-) -> tuple[Floats, Labels]:
+def libsvm_part(file: str, features: int, pair: tuple[int, int], folder: Path | None) -> tuple[Floats, Labels]:
     """Inputs and 0/1 labels of one LIBSVM file whose two labels are `pair`.
 
     >>> libsvm_part("a9a.t", 123, (-1, 1), Path("nowhere"))

@@ -54,9 +54,7 @@ def split(
     name, parameter = parsed(spec)
     values = np.asarray(labels)
     if values.ndim != 1 or not values.size or values.dtype.kind not in "iufb" or not finite(values):
-        raise InputError(
-            f"labels must be a row of at least one finite number, got {values.dtype} {values.shape}"
-        )
+        raise InputError(f"labels must be a row of at least one finite number, got {values.dtype} {values.shape}")
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     if name == "natural":
         owner, clients = natural(groups, len(values), num_clients)
@@ -129,9 +127,7 @@ def dirichlet(labels: Array, num_clients: int, alpha: float, rng: np.random.Gene
     [4, 4]
     """
     if labels.dtype.kind == "f":
-        raise InputError(
-            "split dirichlet needs whole-number labels; use similarity:S or iid for a regression"
-        )
+        raise InputError("split dirichlet needs whole-number labels; use similarity:S or iid for a regression")
     order = rng.permutation(len(labels))
     _, inverse, counts = np.unique(labels[order], return_inverse=True, return_counts=True)
     order = order[np.argsort(inverse, kind="stable")]
@@ -172,9 +168,7 @@ def shards(labels: Array, num_clients: int, each: int, rng: np.random.Generator)
     number = num_clients * each
     if number > len(labels):
         most = len(labels) // num_clients
-        raise InputError(
-            f"shards:K with {num_clients} clients and {len(labels)} records: K at most {most}, got {each}"
-        )
+        raise InputError(f"shards:K with {num_clients} clients and {len(labels)} records: K at most {most}, got {each}")
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     shard_owner = rng.permutation(number) % num_clients
@@ -194,17 +188,13 @@ def natural(groups: npt.ArrayLike | None, records: int, num_clients: int | None)
     fedscaffold.checks.InputError: split natural has 2 clients here, got num_clients 5; leave it out
     """
     if groups is None:
-        raise InputError(
-            "split natural needs data with clients of their own (heart has); use similarity:S or iid"
-        )
+        raise InputError("split natural needs data with clients of their own (heart has); use similarity:S or iid")
     values = np.asarray(groups)
     if values.shape != (records,):
         raise InputError(f"groups must have one entry per record ({records}), got shape {values.shape}")
     names, owner = np.unique(values, return_inverse=True)
     if num_clients is not None and checks.whole("num_clients", num_clients) != len(names):
-        raise InputError(
-            f"split natural has {len(names)} clients here, got num_clients {num_clients}; leave it out"
-        )
+        raise InputError(f"split natural has {len(names)} clients here, got num_clients {num_clients}; leave it out")
     return owner, len(names)
 
 

@@ -85,7 +85,9 @@ def _model(config: ProblemConfig, federated: data.FederatedData) -> Problem:
             federated.clients, hidden, classes=federated.classes, l2=config.l2, test=federated.test, seed=config.seed
         )
     if name == "logistic" and federated.classes != 2:
-        raise InputError(f"logistic needs two classes, and {federated.name} has {federated.classes}; use model 'softmax'")
+        raise InputError(
+            f"logistic needs two classes, and {federated.name} has {federated.classes}; use model 'softmax'"
+        )
     kind = problems.logistic if name == "logistic" else problems.linear
     return kind([_with_intercept(c) for c in federated.clients], l2=config.l2, test=_with_intercept(federated.test))
 

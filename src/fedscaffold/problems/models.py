@@ -107,7 +107,9 @@ def accuracy(params: Any, batch: Any) -> Any:
 
 def _sizes(clients: Sequence[Client], classes: int | None, test: Client | None) -> tuple[int, int]:
     """Numbers of features and classes, with the labels checked."""
-    labels = np.concatenate([np.asarray(y).ravel() for _, y in clients] + ([] if test is None else [np.asarray(test[1])]))
+    labels = np.concatenate(
+        [np.asarray(y).ravel() for _, y in clients] + ([] if test is None else [np.asarray(test[1])])
+    )
     if labels.size == 0 or (labels != labels.astype(np.int64)).any() or labels.min() < 0:
         raise InputError("labels must be whole numbers from 0")
     classes = int(labels.max()) + 1 if classes is None else checks.whole("classes", classes, at_least=2)

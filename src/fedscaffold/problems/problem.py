@@ -20,7 +20,7 @@ from fedscaffold.problems.layout import Layout
 __all__ = ["Facts", "Functions", "Problem", "weights_of"]
 
 Tree: TypeAlias = Any
-Floats: TypeAlias = NDArray[np.float64]
+Floats: TypeAlias = NDArray[Any]  # of float64
 
 
 class Functions(NamedTuple):
@@ -135,7 +135,9 @@ class Problem:
         array([-0.25])
         """
         if self.facts.optimum is None:
-            raise InputError(f"the optimum of {self.name} is not known in closed form; watch 'loss' or 'grad_norm' instead")
+            raise InputError(
+                f"the optimum of {self.name} is not known in closed form; watch 'loss' or 'grad_norm' instead"
+            )
         return self.facts.optimum(weights_of(self, weights))
 
     def ideal_controls(self, weights: str | ArrayLike = "equal") -> Floats:
@@ -153,8 +155,8 @@ class Problem:
     def on_device(self, dtype: str) -> tuple[Tree, Tree]:
         """Records and test data as device arrays of the given float type, sent there once."""
         if dtype not in self._device:
-            cast = lambda a: a.astype(dtype) if np.issubdtype(a.dtype, np.floating) else a  # noqa: E731
-            self._device[dtype] = jax.device_put(jax.tree.map(cast, (self.records, self.test)))
+            held = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, (self.records, self.test))
+            self._device[dtype] = jax.device_put(held)
         device: tuple[Tree, Tree] = self._device[dtype]
         return device
 
@@ -179,13 +181,16 @@ def weights_of(problem: Problem, weights: str | ArrayLike) -> Floats:
             )
         if not np.isfinite(shares).all() or (shares < 0).any() or shares.sum() <= 0:
             raise InputError("weights must be finite, not negative, and not all zero")
-    return shares / shares.sum()
+    normalised: Floats = shares / shares.sum()
+    return normalised
 
 
 def _rows(i: int, client: Tree) -> int:
     leaves = jax.tree.leaves(client)
     if not leaves or any(np.ndim(leaf) == 0 for leaf in leaves):
-        raise InputError(f"client {i} must hold arrays with one row per record, got {type(client).__name__} without rows")
+        raise InputError(
+            f"client {i} must hold arrays with one row per record, got {type(client).__name__} without rows"
+        )
     rows = {len(leaf) for leaf in leaves}
     if len(rows) > 1:
         raise InputError(f"the arrays of client {i} must have one row per record each, got lengths {sorted(rows)}")
@@ -202,12 +207,18 @@ def _joined(clients: Sequence[Tree]) -> Tree:
         raise InputError(f"the clients' arrays must all have the same structure and row shape: {reason}") from None
 
 
+def _is_float(array: NDArray[Any]) -> bool:
+    return bool(np.issubdtype(array.dtype, np.floating))
+
+
 def _refuse_non_finite(what: str, tree: Tree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if np.issubdtype(leaf.dtype, np.floating) and not np.isfinite(leaf).all():
+        if _is_float(leaf) and not np.isfinite(leaf).all():
             bad = int((~np.isfinite(leaf)).sum())
             where = jax.tree_util.keystr(path)
-            raise InputError(f"{what} must be finite, got {bad} NaN or infinite values{' in ' + where if where else ''}")
+            raise InputError(
+                f"{what} must be finite, got {bad} NaN or infinite values{' in ' + where if where else ''}"
+            )
 
 
 def _noise_factor(noise: ArrayLike, num_clients: int, dim: int) -> Floats:
@@ -224,7 +235,10 @@ def _noise_factor(noise: ArrayLike, num_clients: int, dim: int) -> Floats:
             f"noise must be a variance, one ({dim}, {dim}) covariance, or ({num_clients}, {dim}, {dim}), "
             f"got shape {covariance.shape}"
         )
-    values, vectors = np.linalg.eigh(np.atleast_3d(covariance.T).T)
-    if (values < -1e-10 * np.abs(values).max()).any():
+    stacked = covariance.reshape(-1, dim, dim)
+    values, vectors = np.linalg.eigh(stacked)
+    level = 1e-10 * np.abs(values).max()
+    if (values < -level).any() or np.abs(stacked - np.swapaxes(stacked, 1, 2)).max() > level:
         raise InputError("noise must be a covariance: symmetric without negative eigenvalues")
-    return (vectors * np.sqrt(np.maximum(values, 0))[:, None, :]) @ np.swapaxes(vectors, 1, 2)
+    root: Floats = (vectors * np.sqrt(np.maximum(values, 0))[:, None, :]) @ np.swapaxes(vectors, 1, 2)
+    return root

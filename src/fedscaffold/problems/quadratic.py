@@ -1,8 +1,8 @@
 """Quadratics f_i(x) = x'A_i x / 2 - b_i'x with dialled heterogeneity: every fact is known in closed form.
 
-    quadratic         given matrices, or the random family of the quadratics paper (A_i = U_i D_i U_i', mu <= D_i <= L)
-    dialled           gradient dissimilarity and Hessian dissimilarity set apart, the mean problem unchanged
-    lower_bound_pair  the two clients of the SCAFFOLD paper's Theorem II: f_1 = mu x^2 + G x, f_2 = -G x
+quadratic         given matrices, or the random family of the quadratics paper (A_i = U_i D_i U_i', mu <= D_i <= L)
+dialled           gradient dissimilarity and Hessian dissimilarity set apart, the mean problem unchanged
+lower_bound_pair  the two clients of the SCAFFOLD paper's Theorem II: f_1 = mu x^2 + G x, f_2 = -G x
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def dialled(
     return _problem(hessians, hessians @ optimum - pull, noise, x0, "dialled quadratic")
 
 
-def lower_bound_pair(mu: float = 1.0, big_g: float = 1.0, *, x0: float = 1.0, noise: ArrayLike | None = None) -> Problem:
+def lower_bound_pair(
+    mu: float = 1.0, big_g: float = 1.0, *, x0: float = 1.0, noise: ArrayLike | None = None
+) -> Problem:
     """The pair of the FedAvg lower bound (SCAFFOLD paper, Theorem II): f_1 = mu x^2 + G x and f_2 = -G x.
 
     Its mean is mu x^2 / 2 with minimiser 0; f_1 is 2 mu-smooth, and f_2 is not strongly convex, so mu is 0 here.
@@ -156,13 +158,16 @@ def _facts(a: Floats, b: Floats, noise: ArrayLike | None) -> Facts:
         mean = np.tensordot(p, a, 1)
         if np.linalg.eigvalsh(mean)[0] <= 0:
             raise InputError("the weighted mean of the hessians is not positive definite: there is no single optimum")
-        return np.linalg.solve(mean, p @ b)
+        best: Floats = np.linalg.solve(mean, p @ b)
+        return best
 
     def client_losses(x: Floats) -> Floats:
-        return 0.5 * (a @ x) @ x - b @ x
+        values: Floats = 0.5 * (a @ x) @ x - b @ x
+        return values
 
     def client_gradients(x: Floats) -> Floats:
-        return a @ x - b
+        rows: Floats = a @ x - b
+        return rows
 
     def noise_covariance(x: Floats, batch_size: int | None) -> Floats:
         given = np.zeros(()) if noise is None else np.asarray(noise, np.float64)

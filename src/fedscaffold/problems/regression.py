@@ -69,7 +69,9 @@ def linear(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None =
     l2 = checks.number("l2", l2, at_least=0)
     dim = _dim(clients)
     grams = [x.T @ x / len(x) for x in _features(clients)]
-    crosses = np.stack([x.T @ np.asarray(y, np.float64) / len(x) for x, (_, y) in zip(_features(clients), clients, strict=True)])
+    crosses = np.stack(
+        [x.T @ np.asarray(y, np.float64) / len(x) for x, (_, y) in zip(_features(clients), clients, strict=True)]
+    )
     hessians = np.stack(grams) + l2 * np.eye(dim)
     squares = np.array([np.mean(np.square(np.asarray(y, np.float64))) for _, y in clients])
     eigenvalues = np.linalg.eigvalsh(hessians)

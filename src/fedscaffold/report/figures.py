@@ -96,9 +96,7 @@ def band(runs: Sequence[Curve], column: str) -> Band | None:
         at = run.columns["round"] - 1
         measured = np.asarray(run.columns.get(column, np.nan), float)
         held[at] = np.where(np.isfinite(measured), measured, np.nan)
-        bytes_held[at] = np.cumsum(
-            run.columns.get("bytes_up", 0 * at) + run.columns.get("bytes_down", 0 * at)
-        )
+        bytes_held[at] = np.cumsum(run.columns.get("bytes_up", 0 * at) + run.columns.get("bytes_down", 0 * at))
     kept = np.flatnonzero(2 * np.isfinite(values).sum(0) >= max(1, len(runs)))
     if len(kept) == 0:
         return None
@@ -116,9 +114,7 @@ def curves(study: Study, *, against: str) -> list[Panel]:
     for metric in order:
         goal = study.target[1] if study.target and study.target[0] == metric else None
         text = f"target {goal:g}" if goal is not None else ""
-        made.append(
-            panel(study, metric, METRICS.get(metric, metric), goal=goal, goal_text=text, against=against)
-        )
+        made.append(panel(study, metric, METRICS.get(metric, metric), goal=goal, goal_text=text, against=against))
     return [one for one in made if one]
 
 
@@ -205,10 +201,10 @@ def _traces(
 
 
 def _short(values: Array) -> list[float | int | None]:
-    """Five digits draw the same picture as sixteen, in a third of the space."""
-    return [
-        None if not np.isfinite(v) else int(v) if v in range(10**6) else float(f"{v:.5g}") for v in values
-    ]
+    """Five digits draw the same picture as sixteen, in a third of the space; rounds stay whole numbers."""
+    if values.dtype.kind == "i":
+        return list(values.tolist())
+    return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values.tolist()]
 
 
 def _layout(title: str, log: bool, hover: str) -> dict[str, Any]:

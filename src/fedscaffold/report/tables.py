@@ -254,9 +254,7 @@ def latex(rows: Sequence[Row]) -> str:
     >>> print(latex([]).splitlines()[2])
     algorithm & lr & best metric & final loss & residual & diverged \\
     """
-    head, *body = (
-        " & ".join("".join(LATEX.get(c, c) for c in cell) for cell in line) + r" \\" for line in cells(rows)
-    )
+    head, *body = (" & ".join("".join(LATEX.get(c, c) for c in cell) for cell in line) + r" \\" for line in cells(rows))
     layout = "l" + "r" * head.count(" & ")
     lines = [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
     return "\n".join([*lines, r"\end{tabular}", ""])

@@ -2,6 +2,6 @@
 
 from fedscaffold.simulation.metrics import METRICS
 from fedscaffold.simulation.run import Run, simulate
-from fedscaffold.simulation.sweep import Sweep, sweep
+from fedscaffold.simulation.sweeps import Sweep, sweep
 
 __all__ = ["METRICS", "Run", "Sweep", "simulate", "sweep"]

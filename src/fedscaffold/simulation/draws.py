@@ -32,7 +32,7 @@ class Drawer(NamedTuple):
     schedule: Sequence[Sequence[int]] | None
     """The user's own cohorts, one per round."""
     first: Ints
-    count: Ints
+    counts: Ints
     steps: Ints
     """(N,) local steps of each client."""
     batch: Ints | None
@@ -47,7 +47,7 @@ class Drawer(NamedTuple):
         """Whether batches differ in size."""
         if self.batch is None:
             return False
-        short = self.shuffle and bool((self.count % self.batch != 0).any())
+        short = self.shuffle and bool((self.counts % self.batch != 0).any())
         return short or bool((self.batch != self.batch[0]).any())
 
     def cohort(self, seed: int, round: int) -> Ints:
@@ -85,7 +85,7 @@ class Drawer(NamedTuple):
         """Each record drawn apart: a 32-bit number scaled to the client's count (bias below count / 2^32)."""
         assert self.batch is not None
         bits = stream.integers(0, 1 << 32, size=(len(chosen), *rows.shape[1:]), dtype=np.uint32)
-        scaled = (bits.astype(np.uint64) * self.count[chosen, None, None].astype(np.uint64)) >> np.uint64(32)
+        scaled = (bits.astype(np.uint64) * self.counts[chosen, None, None].astype(np.uint64)) >> np.uint64(32)
         rows[: len(chosen)] = scaled.astype(np.int64) + self.first[chosen, None, None]
         if weights is not None:
             size = self.batch[chosen, None, None]
@@ -97,7 +97,7 @@ class Drawer(NamedTuple):
         """Each client's records in fresh orders, cut into batches; the last batch of an epoch may be short."""
         assert self.batch is not None
         for slot, client in enumerate(chosen):
-            count, batch, steps = int(self.count[client]), int(self.batch[client]), int(self.steps[client])
+            count, batch, steps = int(self.counts[client]), int(self.batch[client]), int(self.steps[client])
             per_epoch = -(-count // batch)
             epochs = -(-steps // per_epoch)
             order = stream.permuted(np.broadcast_to(np.arange(count), (epochs, count)), axis=1)

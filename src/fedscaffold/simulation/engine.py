@@ -79,7 +79,13 @@ def start(ready: Ready, settings: Settings, seeds: list[int], every: int, group:
 
 
 def drive(
-    ready: Ready, settings: Settings, seeds: list[int], rounds: int, every: int, group: int | None, tell: Callable[[int], None]
+    ready: Ready,
+    settings: Settings,
+    seeds: list[int],
+    rounds: int,
+    every: int,
+    group: int | None,
+    tell: Callable[[int], None],
 ) -> Outcome:
     """Run all rounds, in stretches of about half a second."""
     began = time.perf_counter()
@@ -104,7 +110,9 @@ def drive(
 
 def _draw_bytes(ready: Ready) -> int:
     drawer = ready.drawer
-    rows = 0 if drawer.batch is None else int(drawer.steps.max()) * int(drawer.batch.max()) * (8 if drawer.ragged else 4)
+    rows = (
+        0 if drawer.batch is None else int(drawer.steps.max()) * int(drawer.batch.max()) * (8 if drawer.ragged else 4)
+    )
     return drawer.slots * (8 + rows)
 
 
@@ -112,14 +120,16 @@ def _draws(ready: Ready, seeds: list[int], room: int, group: int | None, start: 
     if group is None:
         return ready.drawer.draw(seeds[0], start, number, room)
     each = {seed: ready.drawer.draw(seed, start, number, room) for seed in set(seeds)}
-    return jax.tree.map(lambda *arrays: np.stack(arrays), *(each[seed] for seed in seeds))
+    stacked: Draws = jax.tree.map(lambda *arrays: np.stack(arrays), *(each[seed] for seed in seeds))
+    return stacked
 
 
 def _spread(start: State, seeds: list[int], group: int | None) -> State:
     """One copy of the starting state for each run of a sweep."""
     if group is None:
         return start
-    return jax.tree.map(lambda a: np.broadcast_to(a, (len(seeds), *np.shape(a))), start)
+    spread: State = jax.tree.map(lambda a: np.broadcast_to(a, (len(seeds), *np.shape(a))), start)
+    return spread
 
 
 def _signature(arguments: Any) -> tuple[Any, Any]:
@@ -134,7 +144,9 @@ def _compiled(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
     arguments = jax.tree.unflatten(structure, leaves)
 
     def swept(federation: Any, settings: Any, state: Any, draws: Any, number: Any, every: Any) -> Any:
-        one = lambda run: all_rounds(spec, federation, *run, number, every)  # noqa: E731
+        def one(run: Any) -> Any:
+            return all_rounds(spec, federation, run[0], run[1], run[2], number, every)
+
         return jax.lax.map(one, (settings, state, draws), batch_size=None if group == 1 else group)
 
     function = partial(all_rounds, spec) if group is None else swept

@@ -27,18 +27,18 @@ class Work(NamedTuple):
     steps: Array
     key: Array
     """Random key of its gradient noise."""
-    rows: Array | None
-    row_weights: Array | None
+    rows: Array
+    row_weights: Array
 
 
 class Reply(NamedTuple):
     """What one client hands back; None for what need not be sent."""
 
-    d: Array | None
+    d: Array
     """Its mean direction (the direction at x for option I)."""
-    move: Array | None
+    move: Array
     """x - y."""
-    c_i: Array | None
+    c_i: Array
     """What it remembers."""
 
 
@@ -53,7 +53,7 @@ def local_round(
     advance = _stepper(spec, settings)
     collect = spec.sends_direction and not spec.constant_step and not spec.algorithm.at_x
 
-    def direction(y: Leaves, k: Array | int, batch: tuple[Any, Array | None]) -> Leaves:
+    def direction(y: Leaves, k: Array | int, batch: tuple[Any, Array]) -> Leaves:
         g = gradient(spec, y, *batch)
         if noise is not None:
             g = [leaf + n for leaf, n in zip(g, spec.layout.leaves(noise[k]), strict=True)]
@@ -87,7 +87,7 @@ def record_values(function: Callable[[Any, Any], Array], params: Any, batch: Any
     return jax.vmap(function, in_axes=(None, 0))(params, jax.tree.map(lambda a: a[:, None], batch))
 
 
-def gradient(spec: Spec, y: Leaves, batch: Any, weights: Array | None) -> Leaves:
+def gradient(spec: Spec, y: Leaves, batch: Any, weights: Array) -> Leaves:
     """Mean gradient over the batch's records, or their weighted sum where the batch is ragged."""
     params = spec.layout.tree(y)
     loss, given = spec.functions.loss, spec.functions.gradient
@@ -99,7 +99,7 @@ def gradient(spec: Spec, y: Leaves, batch: Any, weights: Array | None) -> Leaves
 
 
 def _shifts(spec: Spec, c: Array, c_i: Array) -> list[Any]:
-    """c - c_i, once a round."""
+    """The correction of every leaf, once a round."""
     if spec.algorithm.shift is None:
         return [None] * len(spec.layout.shapes)
     return spec.layout.leaves(spec.algorithm.shift(c, c_i))
@@ -119,22 +119,22 @@ def _stepper(spec: Spec, settings: Settings) -> Callable[[Array, Leaves, Leaves,
     return sgd if spec.optimizer is None else optax
 
 
-def _batches(spec: Spec, federation: Federation, work: Work) -> Callable[[Array], tuple[Any, Array | None]]:
+def _batches(spec: Spec, federation: Federation, work: Work) -> Callable[[Array], tuple[Any, Array]]:
     """(k) -> the batch of local step k and its record weights; a full batch is read once a round."""
     if spec.full_batch:
         whole = _whole(spec, federation, work.client)
         return lambda k: whole
     assert work.rows is not None
 
-    def drawn(k: Array) -> tuple[Any, Array | None]:
-        return _rows(federation, work.rows[k]), None if work.row_weights is None else work.row_weights[k]  # type: ignore[index]
+    def drawn(k: Array) -> tuple[Any, Array]:
+        return _rows(federation, work.rows[k]), None if work.row_weights is None else work.row_weights[k]
 
     return drawn
 
 
-def _whole(spec: Spec, federation: Federation, client: Array) -> tuple[Any, Array | None]:
+def _whole(spec: Spec, federation: Federation, client: Array) -> tuple[Any, Array]:
     """All records of a client, padded to the largest client where clients differ."""
-    first, count = federation.first[client], federation.count[client]
+    first, count = federation.first[client], federation.counts[client]
     place = jnp.arange(spec.max_rows)
     batch = _rows(federation, first + jnp.minimum(place, count - 1))
     if not spec.ragged_clients:
@@ -146,7 +146,7 @@ def _rows(federation: Federation, rows: Array) -> Any:
     return jax.tree.map(lambda a: a.at[rows].get(mode="promise_in_bounds"), federation.records)
 
 
-def _noise(spec: Spec, federation: Federation, work: Work, dtype: Any) -> Array | None:
+def _noise(spec: Spec, federation: Federation, work: Work, dtype: Any) -> Array:
     """Gaussian gradient noise of all local steps at once, and one more for the gradient at x."""
     if federation.noise is None:
         return None

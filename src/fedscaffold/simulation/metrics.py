@@ -1,14 +1,14 @@
 """Metrics by round, chosen by name.
 
-    loss            f(x) = sum p_i f_i(x), over all clients' records
-    accuracy        share of records predicted right, on the test data where there is some, else on all records
-    grad_norm       |sum p_i grad f_i(x)|
-    gap             f(x) - f(x*), where the optimum x* is known
-    distance        |x - x*|
-    drift           root mean square distance of the cohort's local models from their mean, at the round's end
-    control_error   root mean square distance of the c_i from the ideal grad f_i(x*)
-    residual        |c - sum p_i c_i|, the health gauge: always on; anything above rounding is a permanent bias
-    bytes_up, bytes_down    what the cohort sent and received in the round: always on
+loss            f(x) = sum p_i f_i(x), over all clients' records
+accuracy        share of records predicted right, on the test data where there is some, else on all records
+grad_norm       |sum p_i grad f_i(x)|
+gap             f(x) - f(x*), where the optimum x* is known
+distance        |x - x*|
+drift           root mean square distance of the cohort's local models from their mean, at the round's end
+control_error   root mean square distance of the c_i from the ideal grad f_i(x*)
+residual        |c - sum p_i c_i|, the health gauge: always on; anything above rounding is a permanent bias
+bytes_up, bytes_down    what the cohort sent and received in the round: always on
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def evaluate(
     names = spec.metrics
     due = state.round % every == 0
     unknown = jnp.full(len(names), jnp.nan, state.x.dtype)
-    measured = jax.lax.cond(due, lambda: _row(spec, federation, state), lambda: unknown) if names != ("residual",) else unknown
+    measured = (
+        jax.lax.cond(due, lambda: _row(spec, federation, state), lambda: unknown) if names != ("residual",) else unknown
+    )
     cheap = {"drift": drift, "residual": _residual(state)}
     row = jnp.stack([cheap.get(name, measured[j]) for j, name in enumerate(names)])
     broken = ~jnp.isfinite(state.x).all() | (due & ~jnp.isfinite(row).all())
@@ -133,7 +135,9 @@ def _over(records: Any, weights: Array, measure: Callable[[Any, Array], Any]) ->
     stretch = max(1, min(total, _SWEEP_BYTES // max(1, row_bytes)))
 
     def part(start: Array | int, fresh: Array | int) -> Any:
-        cut = lambda a: jax.lax.dynamic_slice_in_dim(a, start, stretch)  # noqa: E731
+        def cut(a: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(a, start, stretch)
+
         again = jnp.arange(stretch) < fresh
         return measure(jax.tree.map(cut, records), jnp.where(again, 0, cut(weights)))
 

@@ -24,9 +24,9 @@ class Sums(NamedTuple):
     """What the server needs of a cohort; sums over clients weighted by p_i."""
 
     heard: Array
-    d: Array | None
-    move: Array | None
-    change: Array | None
+    d: Array
+    move: Array
+    change: Array
     """of c_i, as stored"""
     spread: Array
     """of |move|^2"""
@@ -59,7 +59,7 @@ def _round(
     safe = jnp.where(sums.heard > 0, sums.heard, 1)
     d = None if sums.d is None else sums.d / safe
     length = 1 if spec.sends_move else draw.steps[0].astype(state.x.dtype) * settings.lr
-    sent = sums.move / safe if spec.sends_move else d
+    sent: Array = sums.move / safe if spec.sends_move else d
     move = length * sent
     x, c = spec.algorithm.server(state.x, state.c, move, d, sums.heard)
     mean = None if sums.change is None else state.mean + sums.change
@@ -71,7 +71,7 @@ def _round(
 
 def _cohort(
     spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, key: Array
-) -> tuple[Array | None, Sums]:
+) -> tuple[Array, Sums]:
     """Run the cohort block by block; returns the new table of c_i and the weighted sums.
 
     The cohort's rows are read from the table once and written once, so that XLA updates the table in place: a round
@@ -83,16 +83,23 @@ def _cohort(
     keys = None if federation.noise is None else jax.vmap(partial(jax.random.fold_in, key))(client)
     cohort = (Work(client, draw.steps, keys, draw.rows, draw.row_weights), p, old)
 
-    def block(sums: Sums, part: tuple[Work, Array, Array | None]) -> tuple[Sums, Array | None]:
+    def block(sums: Sums, part: tuple[Work, Array, Array]) -> tuple[Sums, Array]:
         work, p, old = part
         most = jnp.max(work.steps)
         client = partial(local_round, spec, federation, settings, state.x, state.c)
         replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, most)
-        new = Sums(p.sum(), *(_weighted(p, a) for a in _summed(replies, old)), _spread(spec, p, replies))
+        change = None if old is None else replies.c_i - old
+        new = Sums(
+            p.sum(),
+            _weighted(p, replies.d),
+            _weighted(p, replies.move),
+            _weighted(p, change),
+            _spread(spec, p, replies),
+        )
         return jax.tree.map(jnp.add, sums, new), replies.c_i
 
-    cut = lambda a: a.reshape(-1, spec.block, *a.shape[1:])  # noqa: E731
-    sums, new = jax.lax.scan(block, _nothing(spec, state.x), jax.tree.map(cut, cohort))
+    blocks = jax.tree.map(lambda a: a.reshape(-1, spec.block, *a.shape[1:]), cohort)
+    sums, new = jax.lax.scan(block, _nothing(spec, state.x), blocks)
     if state.c_i is None:
         return None, sums
     return _stored(spec, state.c_i, draw.cohort, new.reshape(len(client), -1)), sums
@@ -121,11 +128,7 @@ def _nothing(spec: Spec, x: Array) -> Sums:
     return Sums(zero, heard, empty if spec.sends_move else None, heard, zero)
 
 
-def _summed(replies: Reply, old: Array | None) -> tuple[Array | None, Array | None, Array | None]:
-    return replies.d, replies.move, None if old is None else replies.c_i - old
-
-
-def _weighted(p: Array, rows: Array | None) -> Array | None:
+def _weighted(p: Array, rows: Array) -> Array:
     """Sum of p_i times row i; rows of no weight do not count even where they are not finite."""
     return None if rows is None else p @ jnp.where(p[:, None] > 0, rows, 0)
 

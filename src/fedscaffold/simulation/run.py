@@ -179,7 +179,8 @@ def _advice(request: Request, ready: Ready, at: int) -> str:
         return f"{what} with lr {request.lr:g}: try a tenth of it, or fewer local steps"
     limit = 2 / smoothness
     if float(ready.lr.max()) >= limit:
-        return f"{what}: lr {request.lr:g} is above 2/L = {limit:.3g}, where even one client alone diverges; try {1 / smoothness:.3g}"
+        why = f"lr {request.lr:g} is above 2/L = {limit:.3g}, where even one client alone diverges"
+        return f"{what}: {why}; try {1 / smoothness:.3g}"
     return f"{what}: lr {request.lr:g} is below 2/L = {limit:.3g}; take fewer local steps or a smaller server_lr"
 
 

@@ -125,7 +125,9 @@ def _steps(request: Request, batch: NDArray[np.int64] | None) -> NDArray[np.int6
         return np.full_like(count, checks.whole("local_steps", request.local_steps))
     steps = np.asarray(request.local_steps)
     if steps.shape != count.shape:
-        raise InputError(f"local_steps must be one number or one for each of the {len(count)} clients, got {steps.shape}")
+        raise InputError(
+            f"local_steps must be one number or one for each of the {len(count)} clients, got {steps.shape}"
+        )
     return np.array([checks.whole("local_steps", k) for k in steps.tolist()], np.int64)
 
 
@@ -197,7 +199,7 @@ def _footprint(request: Request, steps: NDArray[np.int64], batch: NDArray[np.int
     rows = int(problem.counts.max() if batch is None else batch.max())
     model = 4 * problem.dim * np.dtype(request.precision).itemsize
     drawn = 0 if batch is None else 4 * int(steps.max()) * rows
-    return model + rows * row + drawn
+    return int(model + rows * row + drawn)
 
 
 def _lr(request: Request, steps: NDArray[np.int64]) -> NDArray[Any]:
@@ -226,7 +228,9 @@ def _metrics(request: Request, stop: str | None) -> tuple[str, ...]:
         if name in NEEDS_OPTIMUM:
             problem.optimum(request.weights)
         if name == "accuracy" and problem.functions.accuracy is None:
-            raise InputError(f"{problem.name} has no accuracy; give Problem(..., accuracy=function) or choose another metric")
+            raise InputError(
+                f"{problem.name} has no accuracy; give Problem(..., accuracy=function) or choose another metric"
+            )
     return (*(name for name in METRICS if name in asked), "residual")
 
 
@@ -245,7 +249,10 @@ def _federation(request: Request, spec: Spec) -> Federation:
         record_weights = np.repeat(p / problem.counts, problem.counts)
     if "accuracy" not in spec.metrics:
         test = None
-    cast = lambda a: None if a is None else np.asarray(a, dtype)  # noqa: E731
+
+    def cast(a: Any) -> Any:
+        return None if a is None else np.asarray(a, dtype)
+
     return Federation(
         records,
         problem.offsets[:-1].astype(np.int32),

@@ -10,7 +10,7 @@ from fedscaffold.problems.problem import Functions
 
 __all__ = ["Draws", "Federation", "Settings", "Spec", "State"]
 
-Array: TypeAlias = Any  # jax.Array inside the program, numpy.ndarray outside
+Array: TypeAlias = Any  # jax.Array inside the program, numpy.ndarray outside; None for what a run has no use for
 
 
 class Spec(NamedTuple):
@@ -75,17 +75,17 @@ class Federation(NamedTuple):
     """All clients' records, one after the other."""
     first: Array
     """(N,) where each client's records begin."""
-    count: Array
+    counts: Array
     """(N,) how many they are."""
     weights: Array
     """(N,) the p_i."""
     test: Any
-    noise: Array | None
-    optimum: Array | None
-    controls: Array | None
+    noise: Array
+    optimum: Array
+    controls: Array
     """(N, d) the ideal control variates, where a metric compares with them."""
-    optimal_loss: Array | None
-    record_weights: Array | None
+    optimal_loss: Array
+    record_weights: Array
     """(records,) p_i / n_i, where a metric is a mean over all records."""
 
 
@@ -104,10 +104,10 @@ class State(NamedTuple):
     """What the next round needs."""
 
     x: Array
-    c: Array | None
-    c_i: Array | None
+    c: Array
+    c_i: Array
     """(N, d) the clients' control variates."""
-    mean: Array | None
+    mean: Array
     """sum p_i c_i, kept up from the changes stored in c_i: the gauge compares it with c."""
     round: Array
     done: Array
@@ -120,7 +120,7 @@ class Draws(NamedTuple):
     """(R, S) client indices; N marks a ghost that fills up the last block."""
     steps: Array
     """(R, S) numbers of local steps."""
-    rows: Array | None
+    rows: Array
     """(R, S, K, B) record indices; None for full batches."""
-    row_weights: Array | None
+    row_weights: Array
     """(R, S, K, B) record weights where batches are ragged."""

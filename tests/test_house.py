@@ -1,0 +1,132 @@
+"""The house rules that a machine can keep: who imports whom, what loads JAX, how long a file may be."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedscaffold
+
+SOURCE = Path(fedscaffold.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# A room may import the rooms named here, itself, and the two modules that all may import.
+ARROWS = {
+    "algorithms": set(),
+    "data": set(),
+    "problems": {"algorithms", "data"},
+    "simulation": {"problems", "data", "algorithms"},
+    "conformance": {"simulation", "problems", "algorithms"},
+    "report": {"simulation", "problems", "data", "algorithms"},
+    "experiments": {"report", "simulation", "problems", "data", "algorithms"},
+    "bench": {"experiments", "simulation", "problems", "data", "algorithms"},
+    "cli": {"bench", "conformance", "experiments", "report", "simulation", "problems", "data", "algorithms"},
+}
+SHARED = {"checks", "metrics"}
+
+
+def imported(path):
+    """(module, names) for everything a file imports from the package."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "fedscaffold":
+                yield from (f"fedscaffold.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def room(path):
+    parts = path.relative_to(SOURCE).parts
+    return parts[0] if len(parts) > 1 else parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if len(p.relative_to(SOURCE).parts) > 1], ids=str)
+def test_arrows_go_one_way(path):
+    allowed = ARROWS[room(path)] | SHARED | {room(path)}
+    for module in imported(path):
+        if module.startswith("fedscaffold."):
+            target = module.split(".")[1]
+            if target in ARROWS or target in SHARED:
+                assert target in allowed, f"{path.name} imports {module}"
+            else:
+                # a public name: the face itself, which loads rooms when used
+                assert room(path) == "bench", f"{path.name} imports fedscaffold.{target} through the public face"
+
+
+def test_algorithms_import_no_array_library():
+    for path in (SOURCE / "algorithms").glob("*.py"):
+        roots = {module.split(".")[0] for module in imported(path)}
+        assert roots <= {"__future__", "collections", "functools", "inspect", "typing", "fedscaffold"}, path
+
+
+def test_the_file_to_read_first_is_short():
+    lines = (SOURCE / "algorithms" / "scaffold.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 80
+    for path in (SOURCE / "algorithms").glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def test_each_formula_stands_once():
+    text = {path: code_only(path) for path in FILES}
+    for formula in (r"c_i - c \+ d\b", r"\(x - y\) / \(steps \* lr\)", r"c \+ heard \* \(d - c\)", r"g \+ mu \* \(y - x\)"):
+        hits = [path.name for path, code in text.items() for _ in re.findall(formula, code)]
+        assert len(hits) == 1, (formula, hits)
+
+
+def code_only(path):
+    """The file without docstrings and comments."""
+    return ast.unparse(
+        Strip().visit(ast.parse(path.read_text(encoding="utf-8")))
+    )
+
+
+class Strip(ast.NodeTransformer):
+    def visit_Expr(self, node):
+        return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node
+
+    def generic_visit(self, node):
+        super().generic_visit(node)
+        if isinstance(getattr(node, "body", None), list) and not node.body:
+            node.body = [ast.Pass()]
+        return node
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fedscaffold",
+        "import fedscaffold.algorithms",
+        "import fedscaffold.conformance",
+        "import fedscaffold.data",
+        "import fedscaffold.report",
+        "import fedscaffold.cli",
+        "import sys; sys.argv = ['fedscaffold', '--help']; from fedscaffold.cli import main\ntry: main()\nexcept SystemExit: pass",
+        "from fedscaffold.cli.conform import judged; judged(None)",
+    ],
+)
+def test_light_things_load_no_jax(code):
+    script = f"{code}\nimport sys\nassert 'jax' not in sys.modules and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_files_and_functions_stay_small():
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 320, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                body = [n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+                size = node.end_lineno - body[0].lineno + 1 if body else 0
+                assert size <= 60, f"{path.name}: {node.name} has {size} lines"
+
+
+def test_shipped_code_has_no_pickle_and_no_prints():
+    for path in FILES:
+        code = code_only(path)
+        assert "pickle" not in code.replace("allow_pickle=False", ""), path
+        assert not re.search(r"\bprint\(", code), path
