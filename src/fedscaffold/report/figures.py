@@ -1,7 +1,7 @@
 """The figures of a study, as plain dictionaries that Plotly draws.
 
 Colours of ink and grid are left out: the page adds them, light or dark. An algorithm has the same colour and
-the same marker in every figure, and either tells it apart: on the screen, in grey print, to colour-blind eyes.
+the same marker in every figure, and either tells it apart: on screen, in grey print, to colour-blind eyes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.report.study import Curve, Study
-from fedscaffold.report.tables import named, size
+from fedscaffold.report.tables import HUGE, named, size
 
-__all__ = ["METRICS", "Band", "Look", "Panel", "band", "curves", "looks", "panel", "split"]
+__all__ = ["METRICS", "Band", "Look", "Panel", "band", "curves", "looks", "panel", "split", "split_page"]
 
 Array = NDArray[Any]
 
@@ -27,7 +27,7 @@ METRICS = {
     "distance": "Distance from the optimum, |x - x*|",
     "grad_norm": "Norm of the gradient, |grad f(x)|",
     "drift": "Drift: spread of the local models at the round's end",
-    "control_error": "Error of the control variates: distance of the c_i from grad f_i(x*)",
+    "control_error": "Control error: distance of the c_i from grad f_i(x*)",
 }
 NOT_SHOWN = ("round", "residual", "bytes_up", "bytes_down")
 POINTS = 400  # of a line: more than a panel has pixels to show
@@ -53,7 +53,12 @@ class Look(NamedTuple):
     colour: str
     symbol: str
     glyph: str
-    """The symbol as text, for the legend."""
+    """The symbol as text."""
+
+    @property
+    def mark(self) -> str:
+        """The symbol as HTML."""
+        return f'<i style="color:{self.colour}">{self.glyph}</i> '
 
 
 class Panel(NamedTuple):
@@ -68,8 +73,7 @@ class Band(NamedTuple):
     """One metric of one algorithm over its seeds."""
 
     rounds: Array
-    sent: Array | None
-    """Bytes sent both ways until then."""
+    sent: Array | None  # bytes, both ways, until then
     median: Array
     low: Array
     high: Array
@@ -95,7 +99,7 @@ def band(runs: Sequence[Curve], column: str) -> Band | None:
     for run, held, bytes_held in zip(runs, values, sent, strict=True):
         at = run.columns["round"] - 1
         measured = np.asarray(run.columns.get(column, np.nan), float)
-        held[at] = np.where(np.isfinite(measured), measured, np.nan)
+        held[at] = np.where(np.abs(measured) < HUGE, measured, np.nan)
         bytes_held[at] = np.cumsum(run.columns.get("bytes_up", 0 * at) + run.columns.get("bytes_down", 0 * at))
     kept = np.flatnonzero(2 * np.isfinite(values).sum(0) >= max(1, len(runs)))
     if len(kept) == 0:
@@ -113,26 +117,31 @@ def curves(study: Study, *, against: str) -> list[Panel]:
     made = []
     for metric in order:
         goal = study.target[1] if study.target and study.target[0] == metric else None
-        text = f"target {goal:g}" if goal is not None else ""
-        made.append(panel(study, metric, METRICS.get(metric, metric), goal=goal, goal_text=text, against=against))
+        words = (METRICS.get(metric, metric), "" if goal is None else f"target {goal:g}")
+        made.append(panel(study, study.curves, metric, words, goal, against))
     return [one for one in made if one]
 
 
 def panel(
-    study: Study, column: str, heading: str, *, goal: float | None, goal_text: str, against: str = "rounds"
+    study: Study, runs: Sequence[Curve], column: str, words: tuple[str, str], goal: float | None, against: str
 ) -> Panel | None:
-    """Curves of one column, their bands over seeds, and a dashed line at the goal; None if nothing is known."""
+    """Curves of one column of some of a study's runs, bands over seeds, and a dashed line at the goal.
+
+    `words` are the heading and what is written at the goal. None where nothing was measured.
+    """
     look = looks(study)
-    groups = {name: [run for run in study.curves if run.algorithm == name] for name in look}
-    bands = {name: found for name, runs in groups.items() if (found := band(runs, column))}
+    groups = {name: [run for run in runs if run.algorithm == name] for name in look}
+    bands = {name: found for name, own in groups.items() if (found := band(own, column))}
     if against == "bytes":
         bands = {name: one for name, one in bands.items() if one.sent is not None}
     if not bands:
         return None
     calm = [one for name, one in bands.items() if all(run.diverged_at is None for run in groups[name])]
-    shown = np.concatenate([value for one in calm or bands.values() for value in one[2:]])
-    log = column != "accuracy" and _wide(shown, float(np.finfo(study.precision).eps))
-    floor = shown[shown > 0].min() if log else -np.inf
+    shown = np.concatenate(
+        [[] if goal is None else [goal], *(part for one in calm or bands.values() for part in one[2:])]
+    )
+    decades = 0.0 if column == "accuracy" else _decades(shown, float(np.finfo(study.precision).eps))
+    floor = shown[shown > 0].min() if decades else -np.inf
     unit = _unit(bands) if against == "bytes" else ("", 1.0)
     traces = [
         trace
@@ -140,26 +149,28 @@ def panel(
         for trace in _traces(name, one, look[name], floor, len(groups[name]), against, unit[1])
     ]
     title = "round" if against == "rounds" else f"data sent, both ways ({unit[0]})"
-    layout = _layout(title, log, "x unified" if against == "rounds" else "closest")
+    layout = _layout(title, decades, "x unified" if against == "rounds" else "closest")
     if len(calm) < len(bands):  # a run that blows up must not flatten the others
-        layout["yaxis"] |= {"range": _range(shown if goal is None else np.append(shown, goal), log)}
-    if goal is not None:
-        layout |= _goal_line(goal, goal_text, log)
-    return Panel(heading, {"data": traces, "layout": layout}, 300)
+        starts = [one.median[0] for one in bands.values()]
+        layout["yaxis"] |= {"range": _range(np.append(shown, starts), decades)}
+    layout |= {} if goal is None else _goal_line(goal, words[1], decades)
+    return Panel(words[0], {"data": traces, "layout": layout}, 300)
 
 
-def _wide(values: Array, eps: float) -> bool:
-    """Whether values are positive, but for rounding, and spread enough for a logarithmic scale."""
+def _decades(values: Array, eps: float) -> float:
+    """The decades a logarithmic scale has to cover; 0 where values are few or, beyond rounding, negative."""
     positive = values[values > 0]
     if len(positive) == 0 or values.min() < -1e3 * eps * positive.max():
-        return False
-    return bool(np.log10(positive.max() / positive.min()) > DECADES)
+        return 0.0
+    decades = float(np.log10(positive.max()) - np.log10(positive.min()))
+    return decades if decades > DECADES else 0.0
 
 
-def _range(values: Array, log: bool) -> list[float]:
-    ends = np.log10(values[values > 0]) if log else values
+def _range(values: Array, decades: float) -> list[float]:
+    ends = np.log10(values[values > 0]) if decades else values
     low, high = float(ends.min()), float(ends.max())
-    return [low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-12]
+    room = 0.08 * (high - low) or 1.0
+    return [low - room, high + room]
 
 
 def _unit(bands: dict[str, Band]) -> tuple[str, float]:
@@ -207,31 +218,29 @@ def _short(values: Array) -> list[float | int | None]:
     return [float(f"{v:.5g}") if np.isfinite(v) else None for v in values.tolist()]
 
 
-def _layout(title: str, log: bool, hover: str) -> dict[str, Any]:
-    across = {"title": {"text": title, "standoff": 8}, "rangemode": "tozero", "automargin": True, "nticks": 7}
+def _layout(title: str, decades: float, hover: str) -> dict[str, Any]:
+    side: dict[str, Any] = {"automargin": True, "nticks": 7}
+    if decades:  # a few round numbers, or a few powers of ten
+        few = {"dtick": "D2", "tickformat": "~g"} if decades < 2.5 else {"dtick": int(np.ceil(decades / 7))}
+        side = {"automargin": True, "type": "log", "exponentformat": "power"} | few
     return {
-        "xaxis": across,
-        "yaxis": {
-            "type": "log" if log else "linear",
-            "exponentformat": "power",
-            "automargin": True,
-            "nticks": 7,
-        },
+        "xaxis": {"title": {"text": title, "standoff": 8}, "rangemode": "tozero", "automargin": True, "nticks": 7},
+        "yaxis": side,
         "margin": {"l": 48, "r": 12, "t": 28, "b": 44},
         "hovermode": hover,
         "font": {"size": 13},
     }
 
 
-def _goal_line(goal: float, text: str, log: bool) -> dict[str, Any]:
-    at = float(np.log10(goal)) if log and goal > 0 else goal  # annotations count in decades, shapes do not
-    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": goal, "y1": goal}
-    note = {"xref": "paper", "x": 1, "y": at, "text": html.escape(text), "showarrow": False}
-    if log and goal <= 0:
+def _goal_line(goal: float, text: str, decades: float) -> dict[str, Any]:
+    if decades and goal <= 0:
         return {}
+    at = float(np.log10(goal)) if decades else goal  # annotations count in decades, shapes do not
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": goal, "y1": goal}
+    note = {"xref": "paper", "x": 0, "y": at, "text": html.escape(text), "showarrow": False}
     return {
         "shapes": [line | {"line": {"dash": "dash", "width": 1.5}}],
-        "annotations": [note | {"xanchor": "right", "yanchor": "bottom", "font": {"size": 12}}],
+        "annotations": [note | {"xanchor": "left", "yanchor": "bottom", "yshift": 1, "font": {"size": 12}}],
     }
 
 
@@ -251,19 +260,16 @@ def split(counts: NDArray[np.int64]) -> Panel:
     bars |= {"text": shown.tolist(), "hovertemplate": "client %{text}: %{x} records<extra></extra>"}
     bars |= {"textposition": "none", "showlegend": False, "marker": {"color": "#808080"}}
     side = {"tickvals": ticks.tolist(), "ticktext": shown[ticks].tolist(), "autorange": "reversed"}
-    layout = _layout("records", log=False, hover="closest")
-    layout["yaxis"] = side | {
-        "title": {"text": "client"},
-        "automargin": True,
-        "showgrid": False,
-        "zeroline": False,
-    }
-    heading = "Records of each client" if labels == 1 else "Records of each label at each client"
+    layout = _layout("records", 0.0, "closest")
+    blank = {"showgrid": False, "zeroline": False}
+    layout["yaxis"] = side | blank | {"title": {"text": "client"}, "automargin": True}
+    heading = f"{clients} clients hold {int(counts.sum())} records" + f" of {labels} labels" * (labels > 1)
+    heading += f" ({CLIENTS} of the clients are drawn, evenly chosen)" * (clients > CLIENTS)
     if labels == 1:
         return Panel(heading, {"data": [bars], "layout": layout}, height)
     layout["xaxis2"] = layout["xaxis"] | {"domain": [0.82, 1], "nticks": 3}
-    layout["xaxis"] = {"domain": [0, 0.8], "title": {"text": "label", "standoff": 8}, "showgrid": False}
-    layout["xaxis"] |= {"zeroline": False} | ({"dtick": 1} if labels <= 12 else {})
+    layout["xaxis"] = {"domain": [0, 0.8], "title": {"text": "label", "standoff": 8}, **blank}
+    layout["xaxis"] |= {"dtick": 1} if labels <= 12 else {}
     heat = _heat(some, shown, in_cells=labels <= 12 and len(rows) <= 30)
     return Panel(heading, {"data": [heat, bars | {"xaxis": "x2"}], "layout": layout}, height)
 
@@ -273,8 +279,9 @@ def _heat(counts: NDArray[np.int64], clients: Array, *, in_cells: bool) -> dict[
     return {
         "type": "heatmap",
         "z": [[float(f"{v:.4g}") or None for v in row] for row in share.tolist()],
-        "text": counts.tolist(),
+        "text": [[v or "" for v in row] for row in counts.tolist()],
         "customdata": np.broadcast_to(clients[:, None], counts.shape).tolist(),
+        "hoverongaps": False,
         "hovertemplate": "client %{customdata}, label %{x}: %{text} records (%{z:.0%})<extra></extra>",
         "texttemplate": "%{text}" if in_cells else "",
         "colorscale": [[0, RAMP[0]], [1, RAMP[1]]],
@@ -284,3 +291,10 @@ def _heat(counts: NDArray[np.int64], clients: Array, *, in_cells: bool) -> dict[
         "xgap": 1 if len(counts) <= 30 else 0,
         "ygap": 1 if len(counts) <= 30 else 0,
     }
+
+
+def split_page(counts: NDArray[np.int64], title: str) -> str:
+    """A page with nothing but the picture of a split, before any run."""
+    from fedscaffold.report.page import page  # a page is made of figures: imported here, it makes no circle
+
+    return page(Study(title, "", None, [], [], counts, "float32", "", "", {}, {}))

@@ -11,28 +11,17 @@ import io
 import math
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from csv import DictWriter
+from html import escape
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.report.study import Curve
+from fedscaffold.report.study import Curve, Study
 
-__all__ = [
-    "COLUMNS",
-    "Row",
-    "cells",
-    "csv",
-    "latex",
-    "markdown",
-    "named",
-    "reached",
-    "rows",
-    "size",
-    "terminal",
-]
+__all__ = ["COLUMNS", "Row", "cells", "csv", "latex", "markdown", "named", "reached", "rows", "terminal"]
 
 Row = dict[str, Any]
 Target = tuple[str, float]
@@ -45,14 +34,9 @@ NAMES = {
     "scaffnew": "Scaffnew",
 }
 NOTHING = "-"
-LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    ">": "$>$",
-    "<": "$<$",
-    "±": r"$\pm$",
-}
+HUGE = 1e300  # as good as infinite: sums and squares of more are
+LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {">": "$>$", "<": "$<$", "±": r"$\pm$"}
+LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
 def named(algorithm: str) -> str:
@@ -77,6 +61,7 @@ def size(number: float) -> str:
 def reached(columns: dict[str, NDArray[Any]], target: Target | None) -> int | None:
     """The first round whose metric meets the target: at least it for accuracy, at most it for all others.
 
+    >>> import numpy as np
     >>> reached({"round": np.arange(1, 4), "loss": np.array([0.9, np.nan, 0.2])}, ("loss", 0.5))
     3
     """
@@ -93,6 +78,7 @@ def rows(curves: Sequence[Curve], target: Target | None, rounds: int) -> list[Ro
     Seeds that did not reach the target count as later than any that did. Without a target, the best values
     are those of the accuracy, or of the first metric there is. Losses and best values are means over seeds.
 
+    >>> import numpy as np
     >>> loss = {"round": np.arange(1, 3), "loss": np.array([0.5, 0.25])}
     >>> run = Curve("sgd", 0, 0.1, loss, None, None, None, 0.0, 0.0, "")
     >>> [row] = rows([run], ("loss", 0.3), 2)
@@ -104,6 +90,14 @@ def rows(curves: Sequence[Curve], target: Target | None, rounds: int) -> list[Ro
         groups.setdefault(curve.algorithm, []).append(curve)
     metric = target[0] if target else _leading(curves)
     return [_row(name, group, target, metric, rounds) for name, group in groups.items()]
+
+
+def complete(study: Study) -> list[Row]:
+    """A study's table, or one made of its runs; each row knows the metric, the target and the rounds."""
+    longest = max((len(curve.columns["round"]) for curve in study.curves), default=0)
+    made = rows(study.curves, study.target, longest)
+    known = {key: made[0][key] for key in ("metric", "target", "rounds")} if made else {}
+    return [known | row for row in study.rows or made]
 
 
 def _row(algorithm: str, curves: list[Curve], target: Target | None, metric: str, rounds: int) -> Row:
@@ -161,7 +155,7 @@ def _sent(curve: Curve, at: int) -> int | None:
 
 
 def _finite(curve: Curve, name: str) -> list[float]:
-    return [float(v) for v in curve.columns.get(name, ()) if np.isfinite(v)]
+    return [v for v in map(float, curve.columns.get(name, ())) if abs(v) < HUGE]
 
 
 class Column(NamedTuple):
@@ -224,13 +218,22 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     return [headings, *([c.show(row) for c in columns] for row in rows)]
 
 
+def runs(study: Study) -> list[list[str]]:
+    """Every single run, printed: the headings, then one list of texts for each."""
+    lines = [["algorithm", "seed", "lr", "rounds", "reached at", "diverged at", "digest of the model"]]
+    for run in study.curves:
+        facts = [run.seed, run.lr, len(run.columns["round"]), run.reached_at, run.diverged_at]
+        lines.append([named(run.algorithm), *(NOTHING if v is None else str(v) for v in facts), run.digest])
+    return lines
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """The table in Markdown.
 
     >>> print(markdown([]).splitlines()[0])
     | algorithm | lr | best metric | final loss | residual | diverged |
     """
-    escaped = [[re.sub(r"([\\|])", r"\\\1", cell) for cell in line] for line in cells(rows)]
+    escaped = [[re.sub(r"([\\|<*`])", r"\\\1", cell) for cell in line] for line in cells(rows)]
     rule = ["---", *["---:"] * (len(escaped[0]) - 1)]
     return "".join(f"| {' | '.join(line)} |\n" for line in [escaped[0], rule, *escaped[1:]])
 
@@ -260,13 +263,27 @@ def latex(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, r"\end{tabular}", ""])
 
 
+def html(lines: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
+    """A printed table in HTML; the marks, HTML already, stand before the first cell of each row."""
+    body = "".join(
+        f"<tr><th>{mark}{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+        for mark, (first, *rest) in zip(marks, lines[1:], strict=True)
+    )
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in lines[0])
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
 def terminal(rows: Sequence[Row]) -> str:
-    """The table as aligned plain text.
+    """The table as aligned plain text, long headings in two or three lines.
 
     >>> print(terminal([]))
     algorithm  lr  best metric  final loss  residual  diverged
     """
-    lines = cells(rows)
+    heads, *body = cells(rows)
+    widths = [max(11, *(len(line[i]) for line in body)) if body else 11 for i in range(len(heads))]
+    wrapped = [textwrap.wrap(head, width) for head, width in zip(heads, widths, strict=True)]
+    tall = max(map(len, wrapped))
+    lines = [*map(list, zip(*([""] * (tall - len(head)) + head for head in wrapped), strict=True)), *body]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)

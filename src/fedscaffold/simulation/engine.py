@@ -71,10 +71,11 @@ def start(ready: Ready, settings: Settings, seeds: list[int], every: int, group:
     """
     room = int(np.clip(DRAW_BYTES // _draw_bytes(ready), 1, MOST_ROUNDS))
     draw = partial(_draws, ready, seeds, room, group)
-    state = jax.device_put(_spread(ready.start, seeds, group))
+    state = jax.device_put(_spread(ready.start, seeds, group), may_alias=False)  # its memory is the program's to reuse
     federation = jax.device_put(ready.federation)
     arguments = (federation, settings, state, draw(0, 0), np.int32(0), np.int32(every))
     program = _compiled(ready.spec, group, *_signature(arguments))
+    jax.block_until_ready((state, federation))
     return Engine(program, federation, settings, draw, room, every), state
 
 
@@ -113,7 +114,7 @@ def _draw_bytes(ready: Ready) -> int:
     rows = (
         0 if drawer.batch is None else int(drawer.steps.max()) * int(drawer.batch.max()) * (8 if drawer.ragged else 4)
     )
-    return drawer.slots * (8 + rows)
+    return drawer.slots * (4 + rows)
 
 
 def _draws(ready: Ready, seeds: list[int], room: int, group: int | None, start: int, number: int) -> Draws:

@@ -43,7 +43,14 @@ class Reply(NamedTuple):
 
 
 def local_round(
-    spec: Spec, federation: Federation, settings: Settings, x: Array, c: Array, c_i: Array, work: Work, most: Array
+    spec: Spec,
+    federation: Federation,
+    settings: Settings,
+    x: Array,
+    c: Array,
+    c_i: Array,
+    work: Work,
+    most: Array | int,
 ) -> Reply:
     """Run one client for its steps of the round; `most` is the largest number of steps among its block."""
     start = spec.layout.leaves(x)
@@ -72,12 +79,13 @@ def local_round(
     move = x - _flat(y)
     if not spec.sends_direction:
         return Reply(None, move, None)
+    steps = work.steps.astype(x.dtype) if spec.unequal else spec.max_steps
     if spec.algorithm.at_x:
         d = _flat(direction(start, spec.max_steps, _whole(spec, federation, work.client)))
     elif collect:
-        d = _flat(total) / work.steps.astype(x.dtype)
+        d = _flat(total) / steps
     else:
-        d = travelled(x, _flat(y), work.steps.astype(x.dtype), settings.lr)
+        d = travelled(x, _flat(y), steps, settings.lr)
     assert spec.algorithm.remember is not None
     return Reply(d, move if spec.sends_move else None, spec.algorithm.remember(c, c_i, d))
 

@@ -37,9 +37,12 @@ def rounds(
 ) -> tuple[State, Array]:
     """Run the first `number` rounds of `draws`; returns the new state and one row of metrics for each."""
 
+    # Runs side by side that have no target go on together, even past a divergence: their loop needs no selection.
+    together = spec.side_by_side and spec.stop is None
+
     def more(carry: tuple[Array, State, Array]) -> Array:
         r, state, _ = carry
-        return (r < number) & ~state.done
+        return (r < number) & (together | ~state.done)
 
     def one(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
         r, state, table = carry
@@ -58,15 +61,15 @@ def _round(
     c_i, sums = _cohort(spec, federation, settings, state, draw, key)
     safe = jnp.where(sums.heard > 0, sums.heard, 1)
     d = None if sums.d is None else sums.d / safe
-    length = 1 if spec.sends_move else draw.steps[0].astype(state.x.dtype) * settings.lr
+    length = 1 if spec.sends_move else spec.max_steps * settings.lr
     sent: Array = sums.move / safe if spec.sends_move else d
     move = length * sent
     x, c = spec.algorithm.server(state.x, state.c, move, d, sums.heard)
     mean = None if sums.change is None else state.mean + sums.change
     drift = length * jnp.sqrt(jnp.maximum(sums.spread / safe - sent @ sent, 0))
-    state = State(x, c, c_i, mean, state.round + 1, state.done)
+    state = State(x, c, c_i, mean, state.round + ~state.done, state.done)
     row, done = evaluate(spec, federation, settings, state, drift, every)
-    return state._replace(done=done), row
+    return state._replace(done=state.done | done), row
 
 
 def _cohort(
@@ -77,15 +80,17 @@ def _cohort(
     The cohort's rows are read from the table once and written once, so that XLA updates the table in place: a round
     costs in proportion to its cohort, not to N.
     """
-    client = jnp.minimum(draw.cohort, len(federation.first) - 1)
-    p = jnp.where(draw.cohort < len(federation.first), federation.weights[client], 0)
+    everyone = jnp.arange(len(federation.first))
+    client = everyone if spec.everyone else jnp.minimum(draw.cohort, len(federation.first) - 1)
+    p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), federation.weights[client], 0)
     old = state.c_i if state.c_i is None or spec.everyone else state.c_i.at[client].get(mode="promise_in_bounds")
     keys = None if federation.noise is None else jax.vmap(partial(jax.random.fold_in, key))(client)
-    cohort = (Work(client, draw.steps, keys, draw.rows, draw.row_weights), p, old)
+    cohort = (Work(client, federation.steps[client], keys, draw.rows, draw.row_weights), p, old)
 
     def block(sums: Sums, part: tuple[Work, Array, Array]) -> tuple[Sums, Array]:
         work, p, old = part
-        most = jnp.max(work.steps)
+        # a bound that differs between runs side by side would make every step of the loop a selection
+        most = jnp.max(work.steps) if spec.unequal and not spec.side_by_side else spec.max_steps
         client = partial(local_round, spec, federation, settings, state.x, state.c)
         replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, most)
         change = None if old is None else replies.c_i - old

@@ -143,8 +143,11 @@ def finished(request: Request, ready: Ready, state: State, table: NDArray[Any], 
     stop = ready.spec.stop
     reached = ended and stop is not None and bool(met(stop, history[stop][-1], ready.target))
     diverged = done if ended and not reached else None
-    p = weights_of(request.problem, request.weights)
-    residual = 0.0 if state.c is None else float(np.linalg.norm(state.c - p @ state.c_i.astype(np.float64)))
+    residual = 0.0
+    if state.c is not None:
+        # summed in double precision; and not by BLAS, whose threads would go on spinning into the next run
+        p = weights_of(request.problem, request.weights)
+        residual = float(np.linalg.norm(state.c - np.einsum("n,nd->d", p, state.c_i, dtype=np.float64)))
     return Run(
         ready.spec.layout.unflatten(state.x),
         state.x,

@@ -21,7 +21,7 @@ from fedscaffold.simulation.spec import Federation, Spec, State
 
 __all__ = ["Ready", "Request", "prepare"]
 
-CACHE = 1 << 19  # bytes that a block of clients may touch at every step: half of a core's second-level cache
+CACHE = 1 << 20  # bytes that a block of clients may touch at every step: about a core's second-level cache
 MOST_CLIENTS = 256  # in a block: sums over clients are sums of block sums, which keeps their rounding errors small
 NEEDS_RECORDS = {"loss", "gap", "grad_norm", "accuracy"}
 NEEDS_OPTIMUM = {"gap", "distance", "control_error"}
@@ -108,7 +108,7 @@ def prepare(request: Request) -> Ready:
         stop=stop,
     )
     fitting = max(1, CACHE // (block * touched))
-    return Ready(spec, _federation(request, spec), drawer, _start(request), _lr(request, steps), target, fitting)
+    return Ready(spec, _federation(request, spec, steps), drawer, _start(request), _lr(request, steps), target, fitting)
 
 
 def _steps(request: Request, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -195,9 +195,10 @@ def _footprint(request: Request, steps: NDArray[np.int64], batch: NDArray[np.int
     """Bytes that one client touches at every local step: model, gradient, shift and start; its batch; its draws."""
     problem = request.problem
     records = max(1, int(problem.offsets[-1]))
-    row = sum(a.nbytes for a in jax.tree.leaves(problem.records)) // records
+    itemsize = np.dtype(request.precision).itemsize
+    row = sum(a.size * min(a.itemsize, itemsize) for a in jax.tree.leaves(problem.records)) // records
     rows = int(problem.counts.max() if batch is None else batch.max())
-    model = 4 * problem.dim * np.dtype(request.precision).itemsize
+    model = 4 * problem.dim * itemsize
     drawn = 0 if batch is None else 4 * int(steps.max()) * rows
     return int(model + rows * row + drawn)
 
@@ -234,7 +235,7 @@ def _metrics(request: Request, stop: str | None) -> tuple[str, ...]:
     return (*(name for name in METRICS if name in asked), "residual")
 
 
-def _federation(request: Request, spec: Spec) -> Federation:
+def _federation(request: Request, spec: Spec, steps: NDArray[np.int64]) -> Federation:
     problem, dtype = request.problem, request.precision
     p = weights_of(problem, request.weights)
     records, test = problem.on_device(dtype)
@@ -257,6 +258,7 @@ def _federation(request: Request, spec: Spec) -> Federation:
         records,
         problem.offsets[:-1].astype(np.int32),
         problem.counts.astype(np.int32),
+        steps.astype(np.int32),
         cast(p),
         test,
         cast(problem.noise),

@@ -77,6 +77,8 @@ class Federation(NamedTuple):
     """(N,) where each client's records begin."""
     counts: Array
     """(N,) how many they are."""
+    steps: Array
+    """(N,) how many local steps they take."""
     weights: Array
     """(N,) the p_i."""
     test: Any
@@ -118,8 +120,6 @@ class Draws(NamedTuple):
 
     cohort: Array
     """(R, S) client indices; N marks a ghost that fills up the last block."""
-    steps: Array
-    """(R, S) numbers of local steps."""
     rows: Array
     """(R, S, K, B) record indices; None for full batches."""
     row_weights: Array

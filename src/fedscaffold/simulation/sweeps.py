@@ -24,6 +24,8 @@ from fedscaffold.simulation.spec import Settings
 
 __all__ = ["Sweep", "sweep"]
 
+WORTHWHILE = 8  # runs side by side below which it is faster to run them one after the other
+
 
 class Sweep(NamedTuple):
     """The runs of a sweep: `runs[j][k]` has step size `lr[j]` and seed `seeds[k]`."""
@@ -85,8 +87,9 @@ def sweep(
 
 
 def _grouped(ready: Ready, number: int) -> tuple[Ready, int]:
-    """How many runs side by side: a divisor of their number that fits the cache."""
+    """How many runs side by side: a divisor of their number that fits the cache, or none if that would be few."""
     group = max(g for g in range(1, min(number, ready.fitting) + 1) if number % g == 0)
+    group = group if group >= WORTHWHILE else 1
     return ready._replace(spec=ready.spec._replace(side_by_side=group > 1)), group
 
 
