@@ -187,7 +187,8 @@ def _health(study: Study, panels: list[figures.Panel]) -> str:
 
 def _judgement(gauge: Gauge) -> str:
     name = escape(named(gauge.algorithm))
-    seen = f"The largest mismatch is {gauge.relative:.2g} of the control variates' size; rounding explains"
+    times = f"{gauge.relative:.2g} of" if math.isfinite(gauge.relative) else "infinitely many times"
+    seen = f"The largest mismatch is {times} the control variates' size; rounding explains"
     return {
         "unknown": f"<b>{name}: not judged.</b> Its control variates are not finite: the runs diverged.",
         "healthy": f"<b>✔ {name}: healthy.</b> {seen} up to {gauge.limit:.2g}.",
