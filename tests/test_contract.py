@@ -72,7 +72,9 @@ def test_python_is_jit_is_vmap(name):
 def test_leaf_by_leaf_is_flat(name):
     algorithm = ALGORITHMS[name]()
     flat = one_round(algorithm, G, Y, X, C, C_I, MOVE, DIR)
-    parts = [one_round(algorithm, *(a[cut] for a in (G, Y, X, C, C_I, MOVE, DIR))) for cut in (slice(0, 2), slice(2, 5))]
+    parts = [
+        one_round(algorithm, *(a[cut] for a in (G, Y, X, C, C_I, MOVE, DIR))) for cut in (slice(0, 2), slice(2, 5))
+    ]
     for whole, *pieces in zip(flat, *parts, strict=True):
         np.testing.assert_array_equal(whole, np.concatenate(pieces))
 
@@ -111,7 +113,9 @@ def test_plain_sgd_travels_its_mean_direction(scale, steps, lr):
     y = np.ones(4) - lr * directions.sum(axis=0)
     found = travelled(np.ones(4), y, steps, lr)
     # cancellation in x - y costs eps |x| / (steps lr), nothing more
-    np.testing.assert_allclose(found, directions.mean(axis=0), rtol=1e-12, atol=4e-16 * (1 + np.abs(y).max()) / (steps * lr))
+    np.testing.assert_allclose(
+        found, directions.mean(axis=0), rtol=1e-12, atol=4e-16 * (1 + np.abs(y).max()) / (steps * lr)
+    )
 
 
 @EVERY

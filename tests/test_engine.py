@@ -318,9 +318,9 @@ def test_metrics_are_what_they_say():
 
 
 def test_evaluation_covers_all_records_once_in_many_stretches(monkeypatch):
-    from fedscaffold.simulation import metrics
+    from fedscaffold.simulation import evaluation
 
-    monkeypatch.setattr(metrics, "_SWEEP_BYTES", 100)
+    monkeypatch.setattr(evaluation, "_SWEEP_BYTES", 100)
     clients = records(3, sizes=(5, 9, 3, 12, 1))
     test = (np.concatenate([x for x, _ in clients])[:7], np.arange(7) % 2)
     problem = fs.Problem(

@@ -73,16 +73,19 @@ def test_the_file_to_read_first_is_short():
 
 def test_each_formula_stands_once():
     text = {path: code_only(path) for path in FILES}
-    for formula in (r"c_i - c \+ d\b", r"\(x - y\) / \(steps \* lr\)", r"c \+ heard \* \(d - c\)", r"g \+ mu \* \(y - x\)"):
+    for formula in (
+        r"c_i - c \+ d\b",
+        r"\(x - y\) / \(steps \* lr\)",
+        r"c \+ heard \* \(d - c\)",
+        r"g \+ mu \* \(y - x\)",
+    ):
         hits = [path.name for path, code in text.items() for _ in re.findall(formula, code)]
         assert len(hits) == 1, (formula, hits)
 
 
 def code_only(path):
     """The file without docstrings and comments."""
-    return ast.unparse(
-        Strip().visit(ast.parse(path.read_text(encoding="utf-8")))
-    )
+    return ast.unparse(Strip().visit(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 class Strip(ast.NodeTransformer):

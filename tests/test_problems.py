@@ -51,7 +51,10 @@ def test_losses_and_gradients_in_closed_form_are_those_of_the_loss(name):
     )
     step = 1e-6
     for i, p in enumerate(each):
-        slope = [(mean_loss(problem, x + e, p) - mean_loss(problem, x - e, p)) / (2 * step) for e in step * np.eye(problem.dim)]
+        slope = [
+            (mean_loss(problem, x + e, p) - mean_loss(problem, x - e, p)) / (2 * step)
+            for e in step * np.eye(problem.dim)
+        ]
         np.testing.assert_allclose(problem.facts.client_gradients(x)[i], slope, atol=1e-7)
 
 
@@ -171,11 +174,17 @@ def loss(w, batch):
 
 BAD = {
     "an empty list": (lambda: fs.Problem(loss, np.ones(2), []), "at least one client"),
-    "unequal lengths": (lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)), np.ones(4))]), r"client 0 .* lengths \[3, 4\]"),
+    "unequal lengths": (
+        lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)), np.ones(4))]),
+        r"client 0 .* lengths \[3, 4\]",
+    ),
     "no records": (lambda: fs.Problem(loss, np.ones(2), [(np.ones((0, 2)),)]), "client 0 holds no records"),
     "no rows": (lambda: fs.Problem(loss, np.ones(2), [(1.0,)]), "one row per record"),
     "another width": (lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),), (np.ones((3, 4)),)]), "same structure"),
-    "another structure": (lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),), [np.ones((3, 2))]]), "same structure"),
+    "another structure": (
+        lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),), [np.ones((3, 2))]]),
+        "same structure",
+    ),
     "NaN in data": (lambda: fs.Problem(loss, np.ones(2), [(np.full((3, 2), np.nan),)]), "6 NaN or infinite values"),
     "NaN in params": (lambda: fs.Problem(loss, np.array([1, np.inf]), [(np.ones((3, 2)),)]), "params must be finite"),
     "half a quadratic": (lambda: fs.problems.quadratic(hessians=np.eye(2)[None]), "go together"),
@@ -187,8 +196,14 @@ BAD = {
     "noise that is none": (lambda: fs.problems.quadratic(dim=2, noise=[[1, 2], [2, 1]]), "covariance"),
     "delta above mu": (lambda: fs.problems.dialled(hessian_dissimilarity=0.5, mu=0.1), "at most mu"),
     "labels of three kinds": (lambda: fs.problems.logistic([(np.ones((3, 1)), np.arange(3))]), "0 or 1"),
-    "labels above classes": (lambda: fs.problems.softmax([(np.ones((3, 1)), np.arange(3))], classes=2), "below classes"),
-    "labels that are not whole": (lambda: fs.problems.softmax([(np.ones((2, 1)), np.array([0.5, 1]))]), "whole numbers"),
+    "labels above classes": (
+        lambda: fs.problems.softmax([(np.ones((3, 1)), np.arange(3))], classes=2),
+        "below classes",
+    ),
+    "labels that are not whole": (
+        lambda: fs.problems.softmax([(np.ones((2, 1)), np.array([0.5, 1]))]),
+        "whole numbers",
+    ),
     "an odd number of halves": (lambda: fs.problems.two_datasets("linear", 3), "even"),
     "no such kind": (lambda: fs.problems.two_datasets("cubic", 4), "unknown kind"),
     "no optimum": (lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),)]).optimum(), "not known"),
@@ -236,7 +251,10 @@ BAD_RUNS = {
     "x0 of another shape": ({"x0": np.zeros(3)}, "x0 must be shaped"),
     "NaN in x0": ({"x0": np.full(20, np.nan)}, "x0 must be finite"),
     "a negative seed": ({"seed": -1}, "seed must be"),
-    "epochs with replacement": ({"local_steps": None, "local_epochs": 1, "draw": "replacement"}, "an epoch goes through"),
+    "epochs with replacement": (
+        {"local_steps": None, "local_epochs": 1, "draw": "replacement"},
+        "an epoch goes through",
+    ),
     "no such draw": ({"draw": "random"}, "unknown draw"),
 }
 

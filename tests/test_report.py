@@ -75,7 +75,7 @@ def test_rows_of_falling_metrics_and_without_a_target():
 
 
 def test_report_and_simulator_agree_on_what_is_better():
-    from fedscaffold.simulation.metrics import METRICS, rises
+    from fedscaffold.metrics import METRICS, rises
 
     for metric in METRICS:
         columns = {"round": np.arange(1, 3), metric: np.array([0.5, 2.0])}

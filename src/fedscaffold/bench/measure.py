@@ -99,8 +99,8 @@ def _grown(title: str, tasks: list[dict[str, Any]], tell: Tell) -> list[dict[str
         workload = (make(task["clients"]) if "clients" in task else make())._replace(**task.get("replace", {}))
         result = _best(task["workload"], "ours", 1, tell, **extra)
         steps = workload.rounds * workload.cohort * workload.local_steps
-        rows.append({"clients": len(workload.clients), "cohort": workload.cohort, "local_steps": workload.local_steps,
-                     "cpu_seconds": result["cpu"], "microseconds_per_client_step": 1e6 * result["cpu"] / steps})  # fmt: skip
+        row = {"clients": len(workload.clients), "cohort": workload.cohort, "local_steps": workload.local_steps}
+        rows.append(row | {"cpu_seconds": result["cpu"], "microseconds_per_client_step": 1e6 * result["cpu"] / steps})
     for row in rows:
         row["relative"] = row["microseconds_per_client_step"] / rows[0]["microseconds_per_client_step"]
     return rows

@@ -67,9 +67,9 @@ def _draw(counts: NDArray[np.int64], title: str, out: Path) -> None:
 
         out.write_text(split_page(counts, title), encoding="utf-8")
         return
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("agg")
+    mpl.use("agg")
     import matplotlib.pyplot as plt
 
     tall = min(40.0, 1.5 + 0.22 * len(counts))

@@ -85,8 +85,9 @@ def run(
 
 
 @app.command(
-    epilog="Example: fedscaffold compare --dataset digits --split similarity:0 --model softmax --clients 20 --cohort 0.2 "
-    "--algorithms scaffold,fedavg --rounds 200 --local-epochs 5 --batch-size 0.2 --lr tuned --target accuracy:0.9 --seeds 3"
+    epilog="Example: fedscaffold compare --dataset digits --split similarity:0 --model softmax --clients 20 "
+    "--cohort 0.2 --algorithms scaffold,fedavg --rounds 200 --local-epochs 5 --batch-size 0.2 --lr tuned "
+    "--target accuracy:0.9 --seeds 3"
 )
 def compare(
     dataset: Annotated[
@@ -222,8 +223,8 @@ def _warnings(study: Study) -> list[str]:
 
 def _built(config: Config) -> Built:
     """Build a configuration's problem, and set JAX up for the size of its local steps before it starts."""
-    from fedscaffold.experiments.machine import settle
     from fedscaffold.experiments.federation import build, step_flops
+    from fedscaffold.experiments.machine import settle
 
     built = build(config.problem)
     settle(step_flops(built.problem, config.local.batch_size))

@@ -15,10 +15,11 @@ import numpy as np
 
 from fedscaffold import algorithms
 from fedscaffold.experiments.config import Config, Local, to_toml
-from fedscaffold.experiments.federation import Built, build
+from fedscaffold.experiments.federation import Built
+from fedscaffold.metrics import target_of
 from fedscaffold.report import Curve, Study, tables, versions, write
 from fedscaffold.simulation import Run, Sweep, simulate, sweep
-from fedscaffold.simulation.metrics import met, target_of, usual
+from fedscaffold.simulation.evaluation import usual
 
 __all__ = ["GRID", "compare", "keep", "run"]
 
@@ -26,10 +27,10 @@ GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 def run(config: Config, built: Built, command: str, progress: bool | None = None) -> Study:
-    """Run one configuration on the problem built for it.
+    r"""Run one configuration on the problem built for it.
 
     >>> from fedscaffold.experiments.config import parse
-    >>> config = parse("rounds = 3\\n[local]\\nsteps = 2\\n[problem]\\ndataset = 'quadratic'")
+    >>> config = parse("rounds = 3\n[local]\nsteps = 2\n[problem]\ndataset = 'quadratic'")
     >>> run(config, build(config.problem), "fedscaffold run").curves[0].columns["round"]
     array([1, 2, 3])
     """
@@ -56,10 +57,10 @@ def compare(
     command: str,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Study:
-    """Run several algorithms on one problem over several seeds; rounds and bytes to the target, with spread.
+    r"""Run several algorithms on one problem over several seeds; rounds and bytes to the target, with spread.
 
     >>> from fedscaffold.experiments.config import parse
-    >>> config = parse("rounds = 20\\n[local]\\nsteps = 5\\n[problem]\\ndataset = 'quadratic'\\nmu = 0.1")
+    >>> config = parse("rounds = 20\n[local]\nsteps = 5\n[problem]\ndataset = 'quadratic'\nmu = 0.1")
     >>> study = compare(config, build(config.problem), ["scaffold", "fedavg"], 2, "distance:0.5", "fedscaffold compare")
     >>> [row["algorithm"] for row in study.rows]
     ['scaffold', 'fedavg']
@@ -133,11 +134,12 @@ def _swept(config: Config, built: Built, algorithm: Any, seeds: Sequence[int], p
         shared["metrics"] = sorted({*config.metrics, "loss"})
     if config.local.optimizer == "sgd":
         return sweep(algorithm, built.problem, lr=grid, seeds=list(seeds), progress=progress, **shared)
-    runs = [
-        [simulate(algorithm, built.problem, seed=seed, progress=progress, **_local(config.local.model_copy(update={"lr": lr})), **shared)
-         for seed in seeds]
-        for lr in grid
-    ]  # fmt: skip
+
+    def one(lr: float, seed: int) -> Run:
+        local = _local(config.local.model_copy(update={"lr": lr}))
+        return simulate(algorithm, built.problem, seed=seed, progress=progress, **local, **shared)
+
+    runs = [[one(lr, seed) for seed in seeds] for lr in grid]
     return Sweep(tuple(grid), tuple(seeds), runs, runs[0][0].seconds)
 
 
@@ -159,29 +161,18 @@ def _best(found: Sweep) -> list[Run]:
 
 
 def _curve(name: str, seed: int, lr: float, done: Run, target: tuple[str, float] | None) -> Curve:
-    c_i = done.clients.c_i
-    scale = 0.0 if c_i is None else float(np.sqrt(np.mean(np.sum(np.square(c_i, dtype=np.float64), axis=1))))
     return Curve(
         name,
         seed,
         lr,
         done.history,
         done.diverged_at,
-        _first(done, target),
+        tables.reached(done.history, target),
         done.advice,
         done.residual,
-        scale,
+        done.scale,
         done.digest,
     )
-
-
-def _first(done: Run, target: tuple[str, float] | None) -> int | None:
-    """The first round that meets the target."""
-    if target is None or target[0] not in done.history:
-        return None
-    values = done.history[target[0]]
-    found = np.flatnonzero(met(target[0], values, target[1]))
-    return int(done.history["round"][found[0]]) if len(found) else None
 
 
 def _study(

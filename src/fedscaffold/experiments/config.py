@@ -1,4 +1,4 @@
-"""The configuration of a run: typed, from TOML, with overrides; an unknown key is an error that suggests the right one."""
+"""The configuration of a run: typed, from TOML, with overrides; an unknown key is answered with the nearest one."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -65,8 +66,7 @@ def mlp(
     rng = np.random.default_rng(seed)
     widths = [features, checks.whole("hidden", hidden), classes]
     params = [
-        {"w": rng.normal(size=(out, into)) * np.sqrt(2 / into), "b": np.zeros(out)}
-        for into, out in zip(widths, widths[1:], strict=False)
+        {"w": rng.normal(size=(out, into)) * np.sqrt(2 / into), "b": np.zeros(out)} for into, out in pairwise(widths)
     ]
     loss = CrossEntropy(classes, checks.number("l2", l2, at_least=0))
     return Problem(loss, params, _typed(clients), test=test, accuracy=accuracy, name="two-layer network")

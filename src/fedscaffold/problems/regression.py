@@ -140,8 +140,8 @@ def two_datasets(
 
     Two scikit-learn data sets of `dim` features with different seeds (2 and 10 informative features for regression);
     the first is shared out evenly among the first half of the clients, the second among the rest. Responses of the
-    regression are divided by 100, as their scale is not given in the paper. For nested populations make the largest one and
-    take its first clients: another `num_clients` is another data set.
+    regression are divided by 100, as their scale is not given in the paper. Another `num_clients` is another data set:
+    for nested populations make the largest one and take clients of it.
 
     >>> two_datasets("logistic", 4, records=10)
     Problem(logistic regression, 4 clients, 40 records, d = 20)

@@ -38,7 +38,7 @@ class Curve(NamedTuple):
     residual: float
     """|c - sum p_i c_i| at the end."""
     scale: float
-    """Root mean square norm of the c_i: what the residual is to be compared with."""
+    """The largest root mean square of |c_i| in any round: what the residual is to be compared with."""
     digest: str
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from fedscaffold.metrics import met, rises
 from fedscaffold.report.study import Curve, Study
 
 __all__ = ["COLUMNS", "Row", "cells", "csv", "latex", "markdown", "named", "reached", "rows", "terminal"]
@@ -68,8 +69,8 @@ def reached(columns: dict[str, NDArray[Any]], target: Target | None) -> int | No
     if target is None or target[0] not in columns:
         return None
     metric, goal = target
-    met = columns[metric] >= goal if _rises(metric) else columns[metric] <= goal
-    return int(columns["round"][met.argmax()]) if met.any() else None
+    there = met(metric, columns[metric], goal)
+    return int(columns["round"][there.argmax()]) if there.any() else None
 
 
 def rows(curves: Sequence[Curve], target: Target | None, rounds: int) -> list[Row]:
@@ -106,7 +107,7 @@ def _row(algorithm: str, curves: list[Curve], target: Target | None, metric: str
     low, high = (min(hits), max(hits)) if len(hits) == len(when) else (None, None)
     paid = [None if at is None else _sent(c, at) for at, c in zip(when, curves, strict=True)]
     cost = _median(paid)
-    best = [max(v) if _rises(metric) else min(v) for v in (_finite(c, metric) for c in curves) if v]
+    best = [max(v) if rises(metric) else min(v) for v in (_finite(c, metric) for c in curves) if v]
     last = [v[-1] for v in (_finite(c, "loss") for c in curves if c.diverged_at is None) if v]
     residuals = [v for c in curves for v in (c.residual, *_finite(c, "residual")) if math.isfinite(v)]
     return {
@@ -127,11 +128,6 @@ def _row(algorithm: str, curves: list[Curve], target: Target | None, metric: str
         "target": target[1] if target else None,
         "rounds": rounds,
     }
-
-
-def _rises(metric: str) -> bool:
-    # fedscaffold.simulation.metrics says the same (a test holds them together), but needs JAX to say it
-    return metric == "accuracy"
 
 
 def _leading(curves: Sequence[Curve]) -> str:

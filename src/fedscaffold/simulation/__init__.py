@@ -1,7 +1,6 @@
 """HOW a federation is simulated: one compiled program for all rounds, clients in cache-sized blocks."""
 
-from fedscaffold.simulation.metrics import METRICS
 from fedscaffold.simulation.run import Run, simulate
 from fedscaffold.simulation.sweeps import Sweep, sweep
 
-__all__ = ["METRICS", "Run", "Sweep", "simulate", "sweep"]
+__all__ = ["Run", "Sweep", "simulate", "sweep"]

@@ -8,13 +8,13 @@ serves any number of rounds; it ends early at a target or at the first value tha
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedscaffold.simulation.local import Reply, Work, local_round
-from fedscaffold.simulation.metrics import evaluate
+from fedscaffold.simulation.evaluation import evaluate
+from fedscaffold.simulation.local import Work, local_round
 from fedscaffold.simulation.spec import Array, Draws, Federation, Settings, Spec, State
 
 __all__ = ["Sums", "rounds"]
@@ -28,6 +28,8 @@ class Sums(NamedTuple):
     move: Array
     change: Array
     """of c_i, as stored"""
+    size: Array
+    """of |c_i|^2"""
     spread: Array
     """of |move|^2"""
 
@@ -36,7 +38,6 @@ def rounds(
     spec: Spec, federation: Federation, settings: Settings, state: State, draws: Draws, number: Array, every: Array
 ) -> tuple[State, Array]:
     """Run the first `number` rounds of `draws`; returns the new state and one row of metrics for each."""
-
     # Runs side by side that have no target go on together, even past a divergence: their loop needs no selection.
     together = spec.side_by_side and spec.stop is None
 
@@ -67,7 +68,8 @@ def _round(
     x, c = spec.algorithm.server(state.x, state.c, move, d, sums.heard)
     mean = None if sums.change is None else state.mean + sums.change
     drift = length * jnp.sqrt(jnp.maximum(sums.spread / safe - sent @ sent, 0))
-    state = State(x, c, c_i, mean, state.round + ~state.done, state.done)
+    scale = jnp.maximum(state.scale, jnp.sqrt(sums.size / safe))
+    state = State(x, c, c_i, mean, scale, state.round + ~state.done, state.done)
     row, done = evaluate(spec, federation, settings, state, drift, every)
     return state._replace(done=state.done | done), row
 
@@ -94,12 +96,14 @@ def _cohort(
         client = partial(local_round, spec, federation, settings, state.x, state.c)
         replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, most)
         change = None if old is None else replies.c_i - old
+        sent = replies.move if spec.sends_move else replies.d
         new = Sums(
             p.sum(),
             _weighted(p, replies.d),
             _weighted(p, replies.move),
             _weighted(p, change),
-            _spread(spec, p, replies),
+            _squared(p, replies.c_i),
+            _squared(p, sent if "drift" in spec.metrics else None),
         )
         return jax.tree.map(jnp.add, sums, new), replies.c_i
 
@@ -130,7 +134,7 @@ def _stored(spec: Spec, table: Array, cohort: Array, new: Array) -> Array:
 def _nothing(spec: Spec, x: Array) -> Sums:
     zero, empty = jnp.zeros((), x.dtype), jnp.zeros_like(x)
     heard = empty if spec.sends_direction else None
-    return Sums(zero, heard, empty if spec.sends_move else None, heard, zero)
+    return Sums(zero, heard, empty if spec.sends_move else None, heard, zero, zero)
 
 
 def _weighted(p: Array, rows: Array) -> Array:
@@ -138,8 +142,6 @@ def _weighted(p: Array, rows: Array) -> Array:
     return None if rows is None else p @ jnp.where(p[:, None] > 0, rows, 0)
 
 
-def _spread(spec: Spec, p: Array, replies: Reply) -> Array:
-    if "drift" not in spec.metrics:
-        return jnp.zeros((), p.dtype)
-    rows: Any = replies.move if spec.sends_move else replies.d
-    return p @ jnp.sum(rows * rows, axis=1)
+def _squared(p: Array, rows: Array) -> Array:
+    """Sum of p_i times |row i|^2; 0 where nobody asks."""
+    return jnp.zeros((), p.dtype) if rows is None else _weighted(p, jnp.sum(rows * rows, axis=1, keepdims=True))[0]

@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.metrics import met
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.simulation.engine import Seconds, drive
-from fedscaffold.simulation.metrics import met
 from fedscaffold.simulation.setup import Ready, Request, prepare
 from fedscaffold.simulation.spec import Settings, State
 
@@ -57,6 +57,8 @@ class Run(NamedTuple):
     """What to do about a divergence."""
     residual: float
     """|c - sum p_i c_i| at the end, from all the c_i."""
+    scale: float
+    """The largest root mean square of |c_i| in any round: a residual above rounding of this is a permanent bias."""
     seconds: Seconds
     digest: str
     """Fingerprint of the model's bits: equal digests, equal models."""
@@ -103,7 +105,7 @@ def simulate(
         x0: starting model, in the problem's structure or flat; the problem's own unless given.
         seed: of cohorts, batches and gradient noise. Same seed and settings, same bits.
         stop_at: end the run once a metric reaches a target: ("accuracy", 0.9).
-        metrics: columns to measure, see `fedscaffold.simulation.metrics`; measured every `evaluate_every` rounds.
+        metrics: columns to measure, see `fedscaffold.metrics`; measured every `evaluate_every` rounds.
         evaluate_every: rounds between two measurements; rounds between hold NaN.
         precision: "float32" or "float64".
         block: clients run at once; by default as many as fit the cache.
@@ -159,6 +161,7 @@ def finished(request: Request, ready: Ready, state: State, table: NDArray[Any], 
         diverged,
         None if diverged is None else _advice(request, ready, diverged),
         residual,
+        float(state.scale),
         seconds,
         hashlib.sha256(np.ascontiguousarray(state.x).tobytes()).hexdigest()[:16],
     )

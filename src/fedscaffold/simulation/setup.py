@@ -13,10 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
+from fedscaffold.metrics import ALWAYS, METRICS, target_of
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.simulation.draws import Drawer
-from fedscaffold.simulation.metrics import ALWAYS, METRICS, target_of, usual
+from fedscaffold.simulation.evaluation import usual
 from fedscaffold.simulation.spec import Federation, Spec, State
 
 __all__ = ["Ready", "Request", "prepare"]
@@ -274,7 +275,7 @@ def _start(request: Request) -> State:
     vector = _vector(problem, problem.params if request.x0 is None else request.x0, dtype)
     zeros = np.zeros(problem.dim, dtype) if request.algorithm.shift is not None else None
     table = None if zeros is None else np.zeros((problem.num_clients, problem.dim), dtype)
-    return State(vector, zeros, table, zeros, np.int32(0), np.bool_(False))
+    return State(vector, zeros, table, zeros, np.zeros((), dtype), np.int32(0), np.bool_(False))
 
 
 def _vector(problem: Problem, x: Any, dtype: str) -> NDArray[Any]:

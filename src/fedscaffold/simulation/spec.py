@@ -111,6 +111,8 @@ class State(NamedTuple):
     """(N, d) the clients' control variates."""
     mean: Array
     """sum p_i c_i, kept up from the changes stored in c_i: the gauge compares it with c."""
+    scale: Array
+    """The largest root mean square of |c_i| in any round's cohort: what the gauge is to be compared with."""
     round: Array
     done: Array
 

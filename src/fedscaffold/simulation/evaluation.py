@@ -1,69 +1,27 @@
-"""Metrics by round, chosen by name.
-
-loss            f(x) = sum p_i f_i(x), over all clients' records
-accuracy        share of records predicted right, on the test data where there is some, else on all records
-grad_norm       |sum p_i grad f_i(x)|
-gap             f(x) - f(x*), where the optimum x* is known
-distance        |x - x*|
-drift           root mean square distance of the cohort's local models from their mean, at the round's end
-control_error   root mean square distance of the c_i from the ideal grad f_i(x*)
-residual        |c - sum p_i c_i|, the health gauge: always on; anything above rounding is a permanent bias
-bytes_up, bytes_down    what the cohort sent and received in the round: always on
-"""
+"""Measuring a round: one row of metrics, inside the compiled program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedscaffold import checks
-from fedscaffold.checks import InputError
+from fedscaffold.metrics import met
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.local import gradient, record_values
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
 
-__all__ = ["ALWAYS", "METRICS", "evaluate", "met", "rises", "target_of", "usual"]
+__all__ = ["evaluate", "usual"]
 
-METRICS = ("loss", "accuracy", "grad_norm", "gap", "distance", "drift", "control_error")
-ALWAYS = ("residual", "bytes_up", "bytes_down")
 _SWEEP_BYTES = 1 << 22  # records evaluated at once: enough to keep matrix products busy, little enough to forget
-
-
-def rises(metric: str) -> bool:
-    """Whether more of the metric is better."""
-    return metric == "accuracy"
-
-
-def met(metric: str, value: Any, target: Any) -> Any:
-    """Whether a value of the metric meets the target; NaN does not."""
-    return value >= target if rises(metric) else value <= target
 
 
 def usual(problem: Problem) -> tuple[str, ...]:
     """The metrics that are measured unless others are asked for."""
     accuracy = problem.functions.accuracy is not None
     return ("loss", *(["accuracy"] if accuracy else []), *(["distance"] if problem.facts.optimum is not None else []))
-
-
-def target_of(text: str | tuple[str, float] | Mapping[str, float]) -> tuple[str, float]:
-    """A metric and the value to reach, from "accuracy:0.9", ("accuracy", 0.9) or {"accuracy": 0.9}.
-
-    >>> target_of("accuracy:0.9")
-    ('accuracy', 0.9)
-    """
-    if isinstance(text, str):
-        parts: Any = text.split(":")
-    else:
-        parts = next(iter(text.items())) if isinstance(text, Mapping) and len(text) == 1 else text
-    try:
-        name, value = parts
-        number = float(value)
-    except (TypeError, ValueError):
-        raise InputError(f"a target is a metric and a value, such as accuracy:0.9, got {text!r}") from None
-    return checks.choice("metric", name, METRICS), checks.number("the target", number)
 
 
 def evaluate(
