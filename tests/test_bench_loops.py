@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from fedscaffold.bench import machine, torch_loops, workloads  # noqa: E402
+from fedscaffold.bench import machine, torch_loops, torch_tight, workloads  # noqa: E402
 from fedscaffold.bench.workloads import L2, Workload, initial, sampled, widths  # noqa: E402
 from fedscaffold.checks import InputError  # noqa: E402
 
@@ -95,21 +95,32 @@ def test_tutorial_loop_is_scaffold(model, cohort):
 
 @pytest.mark.parametrize("block", [1, 2, 4])
 @pytest.mark.parametrize("model", ["mlp", "softmax", "logistic"])
-def test_tight_loop_is_scaffold_whatever_the_block(model, block, monkeypatch):
+def test_batched_loop_is_scaffold_whatever_the_block(model, block, monkeypatch):
     workload = small(model)
     cohorts, draws = drawn(workload)
     monkeypatch.setattr(torch_loops, "best_block", lambda *_: block)
-    result = torch_loops.tight(workload, ROUNDS, SEED, 1, cohorts, draws)
+    result = torch_loops.batched(workload, ROUNDS, SEED, 1, cohorts, draws)
     assert_same_model(result.x, reference(workload, cohorts, draws))
     assert result.residual < 100 * EPS
     assert result.block == block
 
 
-def test_both_loops_draw_the_same_rounds_from_a_seed():
+@pytest.mark.parametrize("model", ["mlp", "softmax", "logistic"])
+def test_tight_loop_is_scaffold(model):
+    workload = small(model)
+    cohorts, draws = drawn(workload)
+    result = torch_tight.tight(workload, ROUNDS, SEED, 1, cohorts, draws)
+    assert_same_model(result.x, reference(workload, cohorts, draws))
+    assert result.residual < 100 * EPS
+
+
+def test_all_loops_draw_the_same_rounds_from_a_seed():
     workload = small("mlp")
-    one, other = (loop(workload, ROUNDS, SEED, 1) for loop in (torch_loops.tutorial, torch_loops.tight))
-    assert_same_model(one.x, other.x)
-    assert workload.cohort % other.block == 0
+    one = torch_loops.tutorial(workload, ROUNDS, SEED, 1)
+    for loop in (torch_loops.batched, torch_tight.tight):
+        other = loop(workload, ROUNDS, SEED, 1)
+        assert_same_model(one.x, other.x)
+        assert workload.cohort % other.block == 0
     assert np.abs(one.x - torch_loops.tutorial(workload, ROUNDS, SEED + 1, 1).x).max() > 0.01
 
 

@@ -1,4 +1,4 @@
-"""SCAFFOLD in PyTorch, to be timed beside our simulator: as a tutorial teaches it, and as tight as we could.
+"""SCAFFOLD in PyTorch, to be timed beside our simulator: as a tutorial teaches it, and whole blocks of clients at once.
 
 Both run the same rounds (option II, server step 1), and with the same seed on the same cohorts and records:
 
@@ -7,7 +7,7 @@ Both run the same rounds (option II, server step 1), and with the same seed on t
 
 `tutorial` is organised as tutorials are: an `nn.Module` copied for every client, a `DataLoader`, autograd, a
 dict of tensors per control variate, Python loops over parameters. What they add to the algorithm (running
-losses, accuracies) is left out. `tight` keeps a block of clients in one tensor, has its backward pass written
+losses, accuracies) is left out. `batched` keeps a block of clients in one tensor, has its backward pass written
 by hand, adds a weight gradient to the weights in the product that forms it, and measures which block is best.
 
 Times are of the training loop alone: data are tensors and models built before the clock starts. The loops are
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedscaffold.bench.machine import num_threads
 from fedscaffold.bench.workloads import L2, Given, Indices, Workload, initial, sampled, widths
 
-__all__ = ["LoopResult", "tight", "tutorial"]
+__all__ = ["LoopResult", "batched", "tutorial"]
 
 Tensor: TypeAlias = Any  # torch.Tensor
 State: TypeAlias = dict[str, Tensor]
@@ -129,7 +129,7 @@ def aggregate(model: Any, c: State, replies: list[tuple[State, State]], num_clie
 
 
 class Federation(NamedTuple):
-    """What the tight loop keeps: flat x, c and the cohort's summed move x - y, every c_i, every record."""
+    """What the batched loop keeps: flat x, c and the cohort's summed move x - y, every c_i, every record."""
 
     x: Tensor
     c: Tensor
@@ -149,10 +149,10 @@ class Block(NamedTuple):
     records: Tensor  # (b, B, features + targets)
 
 
-def tight(
+def batched(
     workload: Workload, rounds: int, seed: int, threads: int, cohorts: Given = None, draws: Given = None
 ) -> LoopResult:
-    """Train with the tight loop; arguments as for `tutorial`."""
+    """Train with the batched loop; arguments as for `tutorial`."""
     rng = np.random.default_rng(seed)
     with num_threads(threads), torch.inference_mode():
         fed = assemble(workload, seed)

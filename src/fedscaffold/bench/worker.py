@@ -64,9 +64,9 @@ def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
 
 
 def _torch(workload: Workload, contestant: str, repeat: int, threads: int) -> dict[str, Any]:
-    from fedscaffold.bench import torch_loops
+    from fedscaffold.bench import torch_loops, torch_tight
 
-    loop = getattr(torch_loops, contestant)
+    loop = {"tutorial": torch_loops.tutorial, "batched": torch_loops.batched, "tight": torch_tight.tight}[contestant]
     runs = [loop(workload, workload.rounds, seed, threads) for seed in range(repeat + 1)]
     warm = runs[1:] if repeat > 1 else runs
     return {

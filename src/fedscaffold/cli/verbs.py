@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ def run(
     study = room.run(config, built, _command())
     page = room.keep(study, Path(config.output.dir))
     curve = study.curves[0]
-    last = {name: _value(column[-1]) for name, column in curve.columns.items()}
+    last = {name: column[-1].item() for name, column in curve.columns.items()}
     answer = {
         "rounds": int(curve.columns["round"][-1]),
         "reached_at": curve.reached_at,
@@ -244,11 +245,16 @@ def _progress(line: str, as_json: bool) -> None:
         typer.echo(line, err=True)
 
 
-def _value(number: Any) -> Any:
-    value = number.item()
-    return None if value != value else value
+def _plain(value: Any) -> Any:
+    """JSON has no NaN, no infinity and no NumPy numbers: the first two become null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    number = value.item() if hasattr(value, "item") else value
+    return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
 def _say(answer: dict[str, Any], lines: list[str], as_json: bool) -> None:
     """Print the answer: for programs as one JSON object, for people as lines."""
-    typer.echo(json.dumps(answer, allow_nan=False, default=str) if as_json else "\n".join(lines))
+    typer.echo(json.dumps(_plain(answer), allow_nan=False) if as_json else "\n".join(lines))

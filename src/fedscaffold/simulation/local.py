@@ -18,6 +18,7 @@ from fedscaffold.simulation.spec import Array, Federation, Settings, Spec
 __all__ = ["Reply", "Work", "gradient", "local_round", "record_values"]
 
 Leaves = list[Any]
+UNROLL = 2  # local steps in one turn of the loop: a few percent faster on small models, little more to compile
 
 
 class Work(NamedTuple):
@@ -75,7 +76,8 @@ def local_round(
 
     memory = None if spec.optimizer is None else spec.optimizer.init(start)
     total = [jnp.zeros_like(leaf) for leaf in start] if collect else None
-    y, total, _ = jax.lax.fori_loop(0, most, step, (start, total, memory))
+    unroll = UNROLL if isinstance(most, int) else None
+    y, total, _ = jax.lax.fori_loop(0, most, step, (start, total, memory), unroll=unroll)
     move = x - _flat(y)
     if not spec.sends_direction:
         return Reply(None, move, None)
