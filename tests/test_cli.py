@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -80,17 +81,17 @@ def test_run_leaves_its_folder_and_says_so(tmp_path):
 
 
 def test_compare_prints_a_table_and_keeps_csv_latex_and_page(tmp_path):
-    words = (
+    words = shlex.split(
         "compare --dataset digits --split similarity:0 --model softmax --clients 10 --cohort 0.5 "
         "--algorithms scaffold,fedavg --rounds 25 --local-epochs 2 --batch-size 0.2 --lr tuned "
         "--target accuracy:0.5 --seeds 2 --out cmp --json"
-    ).split()
+    )
     done = fedscaffold(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert [row["algorithm"] for row in answer["rows"]] == ["scaffold", "fedavg"]
     assert all(row["reached"] == 2 for row in answer["rows"])
-    rows = list(csv.DictReader((tmp_path / "cmp" / "table.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "cmp" / "table.csv").read_text().splitlines()))
     assert float(rows[0]["rounds_to_target"]) == answer["rows"][0]["rounds_to_target"]
     assert "tabular" in (tmp_path / "cmp" / "table.tex").read_text()
     assert (tmp_path / "cmp" / "report.html").exists()

@@ -1,0 +1,58 @@
+"""Every command of the documentation runs, and every `make` target it names exists. (Python examples are doctests.)"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def commands(page):
+    lines = [line.split("  #")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(c.startswith("fedscaffold") for c in commands(page))], ids=lambda p: p.name
+)
+def test_commands_run(page, tmp_path):
+    for text in blocks(page, "toml"):
+        (tmp_path / "first.toml").write_text(text, encoding="utf-8")
+    for text in blocks(page, "python"):
+        if text.startswith("# "):  # a file, named in its first line
+            (tmp_path / text.splitlines()[0][2:].strip()).write_text(text, encoding="utf-8")
+    for command in commands(page):
+        if command.startswith("fedscaffold"):
+            words = [sys.executable, "-c", "from fedscaffold.cli import main; main()", *shlex.split(command)[1:]]
+            done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, (command, done.stderr)
+
+
+def test_other_commands_are_make_targets():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in PAGES:
+        for command in commands(page):
+            if not command.startswith("fedscaffold"):
+                name, *targets = command.split()
+                assert name == "make", (page.name, command)
+                assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets), command
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), (page.name, link)
