@@ -133,3 +133,17 @@ def test_shipped_code_has_no_pickle_and_no_prints():
         code = code_only(path)
         assert "pickle" not in code.replace("allow_pickle=False", ""), path
         assert not re.search(r"\bprint\(", code), path
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "said"),
+    [
+        ("jax", "import fedscaffold as fs\nfs.simulate", "fs.simulate needs jax: pip install 'fedscaffold[sim]'"),
+        ("typer", "from fedscaffold.cli import main; main()", "this needs typer: pip install 'fedscaffold[cli]'"),
+    ],
+)
+def test_a_missing_extra_is_named(missing, code, said):
+    script = f"import sys; sys.modules[{missing!r}] = None\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert said in done.stderr
+    assert done.returncode != 0

@@ -44,8 +44,12 @@ _LATER = {"Problem": "problems"} | dict.fromkeys(("Run", "Sweep", "simulate", "s
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("conformance", "data", "problems", "report", "simulation"):
-        return importlib.import_module(f"fedscaffold.{name}")
-    if name in _LATER:
-        return getattr(importlib.import_module(f"fedscaffold.{_LATER[name]}"), name)
-    raise AttributeError(f"module 'fedscaffold' has no attribute {name!r}")
+    room = _LATER.get(name, name)
+    if room not in ("conformance", "data", "problems", "report", "simulation"):
+        raise AttributeError(f"module 'fedscaffold' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"fedscaffold.{room}")
+    except ModuleNotFoundError as error:
+        extra = {"problems": "sim", "simulation": "sim", "report": "report"}.get(room, "all")
+        raise ImportError(f"fs.{name} needs {error.name}: pip install 'fedscaffold[{extra}]'") from error
+    return getattr(module, name) if name in _LATER else module

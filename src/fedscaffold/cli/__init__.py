@@ -7,35 +7,57 @@ from __future__ import annotations
 
 import os
 import sys
-
-import click
+from typing import NoReturn
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.verbs import app
 
 __all__ = ["main"]
+
+EXTRAS = {
+    "typer": "cli",
+    "click": "cli",
+    "pydantic": "cli",
+    "tomli_w": "cli",
+    "plotly": "report",
+    "matplotlib": "report",
+}
+EXTRAS |= {"jax": "sim", "scipy": "sim", "sklearn": "sim", "optax": "sim", "torch": "bench"}
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one line on stderr and exit code 2."""
     try:
-        code = app(standalone_mode=False)
-    except click.exceptions.Abort:
-        _leave("interrupted", 130)
-    except click.ClickException as error:
-        _leave(error.format_message().replace("\n", " "), 2)
+        code = _run()
     except (InputError, FileNotFoundError) as error:
         if os.environ.get("FEDSCAFFOLD_DEBUG"):
             raise
         _leave(str(error), 2)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        _leave(f"this needs {error.name}: pip install 'fedscaffold[{EXTRAS[error.name]}]'", 2)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    sys.exit(code if isinstance(code, int) else 0)
+        code = 0
+    sys.exit(code)
 
 
-def _leave(line: str, code: int) -> None:
+def _run() -> int:
+    import click
+
+    from fedscaffold.cli.verbs import app
+
+    try:
+        code = app(standalone_mode=False)
+    except click.exceptions.Abort:
+        raise KeyboardInterrupt from None
+    except click.ClickException as error:
+        raise InputError(error.format_message().replace("\n", " ")) from None
+    return code if isinstance(code, int) else 0
+
+
+def _leave(line: str, code: int) -> NoReturn:
     sys.stderr.write(f"fedscaffold: {line}\n")
     sys.exit(code)
