@@ -20,10 +20,11 @@ ARROWS = {
     "problems": {"algorithms", "data"},
     "simulation": {"problems", "data", "algorithms"},
     "conformance": {"simulation", "problems", "algorithms"},
+    "theory": {"simulation", "problems", "data", "algorithms"},
     "report": {"simulation", "problems", "data", "algorithms"},
-    "experiments": {"report", "simulation", "problems", "data", "algorithms"},
+    "experiments": {"report", "theory", "simulation", "problems", "data", "algorithms"},
     "bench": {"experiments", "simulation", "problems", "data", "algorithms"},
-    "cli": {"bench", "conformance", "experiments", "report", "simulation", "problems", "data", "algorithms"},
+    "cli": {"bench", "conformance", "experiments", "report", "theory", "simulation", "problems", "data", "algorithms"},
 }
 SHARED = {"checks", "metrics"}
 

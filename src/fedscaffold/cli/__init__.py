@@ -13,15 +13,9 @@ from fedscaffold.checks import InputError
 
 __all__ = ["main"]
 
-EXTRAS = {
-    "typer": "cli",
-    "click": "cli",
-    "pydantic": "cli",
-    "tomli_w": "cli",
-    "plotly": "report",
-    "matplotlib": "report",
-}
-EXTRAS |= {"jax": "sim", "scipy": "sim", "sklearn": "sim", "optax": "sim", "torch": "bench"}
+EXTRAS = dict.fromkeys(("typer", "click", "pydantic", "tomli_w"), "cli")
+EXTRAS |= dict.fromkeys(("jax", "scipy", "sklearn", "optax"), "sim")
+EXTRAS |= {"plotly": "report", "matplotlib": "report", "torch": "bench"}
 
 
 def main() -> None:
