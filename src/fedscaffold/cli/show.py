@@ -23,7 +23,7 @@ def show(
     """Return what there is to say about a split, for programs and for people; draw it to `out` if given.
 
     >>> show("digits", "iid", 4, 0, None, None)[1][0]
-    'digits, split iid: 1400 records at 4 clients (350 to 350), 10.0 labels a client, heterogeneity 0.03'
+    'digits, split iid: 1400 records at 4 clients (350 to 350), 10.0 labels a client, heterogeneity 0.06'
     """
     checks.choice("dataset", dataset, data.DATASETS)
     if clients is None and not split.startswith("natural"):

@@ -30,6 +30,7 @@ def run(config: Config, built: Built, command: str, progress: bool | None = None
     r"""Run one configuration on the problem built for it.
 
     >>> from fedscaffold.experiments.config import parse
+    >>> from fedscaffold.experiments.federation import build
     >>> config = parse("rounds = 3\n[local]\nsteps = 2\n[problem]\ndataset = 'quadratic'")
     >>> run(config, build(config.problem), "fedscaffold run").curves[0].columns["round"]
     array([1, 2, 3])
@@ -60,6 +61,7 @@ def compare(
     r"""Run several algorithms on one problem over several seeds; rounds and bytes to the target, with spread.
 
     >>> from fedscaffold.experiments.config import parse
+    >>> from fedscaffold.experiments.federation import build
     >>> config = parse("rounds = 20\n[local]\nsteps = 5\n[problem]\ndataset = 'quadratic'\nmu = 0.1")
     >>> study = compare(config, build(config.problem), ["scaffold", "fedavg"], 2, "distance:0.5", "fedscaffold compare")
     >>> [row["algorithm"] for row in study.rows]
