@@ -18,9 +18,11 @@ from fedscaffold.algorithms import ALGORITHMS, Algorithm, fedavg, fedprox, scaff
 from fedscaffold.checks import InputError
 
 if TYPE_CHECKING:
-    from fedscaffold import data, problems
+    from fedscaffold import data, problems, theory
     from fedscaffold.problems import Problem
     from fedscaffold.simulation import Run, Sweep, simulate, sweep
+    from fedscaffold.theory.heterogeneity import heterogeneity
+    from fedscaffold.theory.planning import plan
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,23 +35,27 @@ __all__ = [
     "data",
     "fedavg",
     "fedprox",
+    "heterogeneity",
+    "plan",
     "problems",
     "scaffold",
     "sgd",
     "simulate",
     "sweep",
+    "theory",
 ]
 
-_LATER = {"Problem": "problems"} | dict.fromkeys(("Run", "Sweep", "simulate", "sweep"), "simulation")
+_LATER = {"Problem": "problems", "heterogeneity": "theory", "plan": "theory"}
+_LATER |= dict.fromkeys(("Run", "Sweep", "simulate", "sweep"), "simulation")
 
 
 def __getattr__(name: str) -> Any:
     room = _LATER.get(name, name)
-    if room not in ("conformance", "data", "problems", "report", "simulation"):
+    if room not in ("conformance", "data", "problems", "report", "simulation", "theory"):
         raise AttributeError(f"module 'fedscaffold' has no attribute {name!r}")
     try:
         module = importlib.import_module(f"fedscaffold.{room}")
     except ModuleNotFoundError as error:
-        extra = {"problems": "sim", "simulation": "sim", "report": "report"}.get(room, "all")
+        extra = {"problems": "sim", "simulation": "sim", "theory": "sim", "report": "report"}.get(room, "all")
         raise ImportError(f"fs.{name} needs {error.name}: pip install 'fedscaffold[{extra}]'") from error
     return getattr(module, name) if name in _LATER else module

@@ -41,7 +41,7 @@ def main() -> None:
 def _run() -> int:
     import click
 
-    from fedscaffold.cli.verbs import app
+    from fedscaffold.cli.theory import app
 
     try:
         code = app(standalone_mode=False)

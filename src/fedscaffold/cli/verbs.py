@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedscaffold.experiments.federation import Built
     from fedscaffold.report import Study
 
-__all__ = ["app"]
+__all__ = ["DataDir", "Json", "app", "prepared", "say"]
 
 app = typer.Typer(
     name="fedscaffold",
@@ -59,7 +59,7 @@ def run(
     from fedscaffold.experiments.config import load
 
     config = load(path, [*(sets or []), *_data_override(data)])
-    built = _built(config)
+    built = prepared(config)
     from fedscaffold.experiments import compare as room
 
     study = room.run(config, built, _command())
@@ -82,7 +82,7 @@ def run(
     words = [f"{study.problem}: {curve.algorithm}, {answer['rounds']} rounds"]
     words += [f"  {name} = {value:.6g}" for name, value in last.items() if isinstance(value, float)]
     words += [f"  {curve.advice}"] if curve.advice else []
-    _say(answer, [*words, f"report: {page}"], as_json)
+    say(answer, [*words, f"report: {page}"], as_json)
 
 
 @app.command(
@@ -137,7 +137,7 @@ def data_list(as_json: Json = False) -> None:
 
     answer = {"datasets": sorted(data.DATASETS), "splits": dict(data.SPLITS)}
     lines = ["data sets: " + ", ".join(answer["datasets"]), "splits: " + ", ".join(data.SPLITS.values())]
-    _say(answer, lines, as_json)
+    say(answer, lines, as_json)
 
 
 @data_app.command("show", epilog="Example: fedscaffold data show --dataset digits --split dirichlet:0.1 --clients 10")
@@ -154,7 +154,7 @@ def data_show(
     from fedscaffold.cli.show import show
 
     answer, lines = show(dataset, split, clients, seed, None if data is None else Path(data), out)
-    _say(answer, lines, as_json)
+    say(answer, lines, as_json)
 
 
 @app.command(epilog="Example: fedscaffold conform --target mypackage.adapter:run")
@@ -166,7 +166,7 @@ def conform(
     from fedscaffold.cli.conform import judged
 
     answer, lines, failed = judged(target)
-    _say(answer, lines, as_json)
+    say(answer, lines, as_json)
     return 1 if failed else 0
 
 
@@ -180,7 +180,7 @@ def bench(
     from fedscaffold.bench import measure
 
     answer = measure.everything(only, growth, lambda line: None if as_json else typer.echo(line, err=True))
-    _say(answer, measure.lines(answer), as_json)
+    say(answer, measure.lines(answer), as_json)
 
 
 @app.command(epilog="Example: fedscaffold report runs/first")
@@ -193,7 +193,7 @@ def report(
 
     path = folder / "report.html"
     path.write_text(page(read(folder)), encoding="utf-8")
-    _say({"report": str(path)}, [f"report: {path}"], as_json)
+    say({"report": str(path)}, [f"report: {path}"], as_json)
 
 
 def _compare(config: Config, names: str, seeds: int, target: str | None, out: Path, as_json: bool) -> None:
@@ -202,7 +202,7 @@ def _compare(config: Config, names: str, seeds: int, target: str | None, out: Pa
 
     chosen = [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
     checks.whole("seeds", seeds)
-    built = _built(config)
+    built = prepared(config)
     from fedscaffold.experiments import compare as room
     from fedscaffold.report import tables
 
@@ -215,14 +215,14 @@ def _compare(config: Config, names: str, seeds: int, target: str | None, out: Pa
         "folder": str(out),
         "report": str(page),
     }
-    _say(answer, [study.problem, "", tables.terminal(study.rows), "", *_warnings(study), f"report: {page}"], as_json)
+    say(answer, [study.problem, "", tables.terminal(study.rows), "", *_warnings(study), f"report: {page}"], as_json)
 
 
 def _warnings(study: Study) -> list[str]:
     return [f"{c.algorithm}, seed {c.seed}: {c.advice}" for c in study.curves if c.advice]
 
 
-def _built(config: Config) -> Built:
+def prepared(config: Config) -> Built:
     """Build a configuration's problem, and set JAX up for the size of its local steps before it starts."""
     from fedscaffold.experiments.federation import build, step_flops
     from fedscaffold.experiments.machine import settle
@@ -255,6 +255,6 @@ def _plain(value: Any) -> Any:
     return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
-def _say(answer: dict[str, Any], lines: list[str], as_json: bool) -> None:
+def say(answer: dict[str, Any], lines: list[str], as_json: bool) -> None:
     """Print the answer: for programs as one JSON object, for people as lines."""
     typer.echo(json.dumps(_plain(answer), allow_nan=False) if as_json else "\n".join(lines))

@@ -1,0 +1,301 @@
+"""Derivatives of the clients' losses at a point, in double precision, and the minimum of their mean.
+
+    gradients    grad f_i(x)                              client_gradients
+    Hessians     H_i v = d/dt grad f_i(x + t v)           client_products; client_hessians for small d; solve for H^-1
+    thirds       T_i[u, v] = d/ds H_i(x + s u) v          client_thirds; client_contractions for T_i[S]
+    noise        C_i = Cov of a minibatch gradient        noise_covariance, noise_level
+
+H_i is the Hessian of f_i and T_i its third derivative, a bilinear map; those of f = sum p_i f_i are the weighted sums
+of the rows. Nothing of size d^3 is stored: T_i[S] is the sum of T_i[v, v] over the scaled eigenvectors v of S. All
+are forward derivatives of the problem's own gradient, for any tree of parameters. Clients may hold unequal numbers of
+records: each is padded to the largest with records of weight zero, so that one compiled program serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedscaffold import checks
+from fedscaffold.checks import InputError
+from fedscaffold.problems.layout import Layout
+from fedscaffold.problems.problem import Floats, Functions, Problem, weights_of
+
+__all__ = ["client_contractions", "client_gradients", "client_hessians", "client_products", "client_thirds"]
+__all__ += ["find_optimum", "noise_covariance", "noise_level", "solve"]
+
+Array: TypeAlias = Any  # a jax.Array inside the programs
+
+DENSE, NUMBERS = 1000, 60_000_000  # largest d, and largest N d^2, for which the clients' (d, d) matrices are formed
+ROWS, FLOATS = 1024, 20_000_000  # records, and record gradients, at once: small clients are run several at a time
+
+
+def client_gradients(problem: Problem, x: ArrayLike) -> Floats:
+    """The rows grad f_i(x); `x` is one point for all clients, or one a row.
+
+    >>> from fedscaffold.problems import lower_bound_pair
+    >>> client_gradients(lower_bound_pair(mu=1.0, big_g=3.0), [0.5]).ravel()
+    array([ 4., -3.])
+    """
+    return _run("gradient", problem, x)
+
+
+def client_products(problem: Problem, x: ArrayLike, v: ArrayLike) -> Floats:
+    """The rows H_i v_i; `v` is one vector for all clients, or one a row.
+
+    >>> from fedscaffold.problems import lower_bound_pair
+    >>> client_products(lower_bound_pair(mu=1.0), [0.5], [10.0]).ravel()
+    array([20.,  0.])
+    """
+    return _run("product", problem, x, v)
+
+
+def client_thirds(problem: Problem, x: ArrayLike, u: ArrayLike, v: ArrayLike) -> Floats:
+    """The rows T_i[u_i, v_i]; `u` and `v` are one vector for all clients, or one a row.
+
+    >>> cubic = Problem(lambda x, batch: (batch * x**3).mean(), np.zeros(1), [np.ones((4, 1))])
+    >>> client_thirds(cubic, [7.0], [1.0], [2.0])
+    array([[12.]])
+    """
+    return _run("third", problem, x, u, v)
+
+
+def client_contractions(problem: Problem, x: ArrayLike, matrix: ArrayLike) -> Floats:
+    """The rows T_i[S_i]; `matrix` is one symmetric S for all clients, or (N, d, d).
+
+    >>> cubic = Problem(lambda x, batch: (batch * x**3).mean(), np.zeros(1), [np.ones((4, 1))])
+    >>> client_contractions(cubic, [7.0], [[2.0]])
+    array([[12.]])
+    """
+    values, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
+    size = np.abs(values)
+    rank = max(1, int((size > 1e-15 * size.max()).sum(axis=-1).max()))
+    order = np.argsort(-size, axis=-1)[..., :rank]
+    values = np.take_along_axis(values, order, -1)
+    rows = np.swapaxes(np.take_along_axis(vectors, order[..., None, :], -1), -1, -2)
+    shape = (problem.num_clients, rank, problem.dim)
+    return _run("contraction", problem, x, *(np.broadcast_to(a, shape) for a in (values[..., None] * rows, rows)))
+
+
+def client_hessians(problem: Problem, x: ArrayLike) -> Floats:
+    """H_i as matrices (N, d, d), for small d only.
+
+    >>> from fedscaffold.problems import lower_bound_pair
+    >>> client_hessians(lower_bound_pair(mu=1.0), [0.5]).ravel()
+    array([2., 0.])
+    """
+    _refuse_large(problem)
+    rows = _run("hessian", problem, x)
+    symmetric: Floats = (rows + np.swapaxes(rows, 1, 2)) / 2
+    return symmetric
+
+
+def noise_covariance(problem: Problem, x: ArrayLike, batch_size: float | int | None = None) -> Floats:
+    """C_i = V_i / batch_size + the problem's additive noise, V_i the covariance of one record's gradient; (N, d, d).
+
+    A batch is drawn with replacement, as `simulate` draws those of local steps: a number of records, a share (float)
+    of the client's own, or None for all of them, which have no sampling noise.
+
+    >>> from fedscaffold.problems import quadratic
+    >>> noise_covariance(quadratic(num_clients=1, dim=1, noise=0.25), [0.0])
+    array([[[0.25]]])
+    """
+    _refuse_large(problem)
+    covariance = np.zeros((problem.num_clients, problem.dim, problem.dim))
+    sizes = batch_sizes(problem, batch_size)
+    if sizes is not None:
+        covariance += _run("covariance", problem, x) / sizes[:, None, None]
+    if problem.noise is not None:
+        root = problem.noise * np.eye(problem.dim) if problem.noise.ndim == 0 else problem.noise
+        covariance += root @ np.swapaxes(root, -1, -2)
+    return covariance
+
+
+def noise_level(problem: Problem, x: ArrayLike, batch_size: float | int | None = None) -> Floats:
+    """The numbers tr C_i = E |g_i(x) - grad f_i(x)|^2, one a client, without forming C_i.
+
+    >>> from fedscaffold.problems import quadratic
+    >>> noise_level(quadratic(num_clients=2, dim=3, noise=0.25), np.zeros(3))
+    array([0.75, 0.75])
+    """
+    level = np.zeros(problem.num_clients)
+    sizes = batch_sizes(problem, batch_size)
+    if sizes is not None:
+        level += _run("variance", problem, x) / sizes
+    if problem.noise is not None:
+        root = problem.noise
+        level += problem.dim * root**2 if root.ndim == 0 else np.square(root).sum(axis=(1, 2))
+    return level
+
+
+def solve(problem: Problem, x: ArrayLike, b: Floats, p: Floats, damping: float = 0.0, relative: float = 1e-8) -> Floats:
+    """(H + damping I)^-1 b by conjugate gradients, to a residual of `relative` |b|; H = sum p_i H_i.
+
+    >>> from fedscaffold.problems import lower_bound_pair
+    >>> solve(lower_bound_pair(mu=2.0), [0.0], np.ones(1), np.array([0.5, 0.5]))
+    array([0.5])
+    """
+    found, left = np.zeros(problem.dim), b
+    along, square, largest = left, float(left @ left), 0.0
+    goal = relative**2 * square
+    for _ in range(min(1000, 5 * problem.dim)):
+        if square <= goal:
+            break
+        curved = p @ client_products(problem, x, along) + damping * along
+        curvature = along @ curved / (along @ along)
+        largest = max(largest, float(np.linalg.norm(curved) / np.linalg.norm(along)))
+        if curvature < -1e-6 * largest:
+            raise InputError(f"{problem.name} is not convex: its Hessian has a negative eigenvalue, so no one optimum")
+        if curvature < 1e-14 * largest:  # what is left of b lies where H is flat
+            break
+        rate = square / (along @ curved)
+        found, left = found + rate * along, left - rate * curved
+        before, square = square, float(left @ left)
+        along = left + (square / before) * along
+    return found
+
+
+def find_optimum(problem: Problem, weights: str | ArrayLike = "equal", *, tolerance: float = 1e-11) -> Floats:
+    """Return x* = argmin sum p_i f_i: the known one, else by Newton's method with conjugate gradients.
+
+    It ends where |grad f| is `tolerance` times the clients' gradients at the start and Newton's step is negligible,
+    and refuses a problem that shows negative curvature on the way or whose loss falls for ever.
+
+    >>> from fedscaffold.problems import logistic
+    >>> clients = [(np.array([[1.0], [-1.0], [2.0]]), np.array([1, 0, 0]))]
+    >>> known = logistic(clients, l2=0.1)
+    >>> bool(abs(find_optimum(Problem(known.functions.loss, np.zeros(1), clients)) - known.optimum())[0] < 1e-9)
+    True
+    """
+    p = weights_of(problem, weights)
+    if problem.facts.optimum is not None:
+        return problem.facts.optimum(p)
+    x = problem.layout.flatten(problem.params)
+    rows = client_gradients(problem, x)
+    gradient, scale = p @ rows, max(float(np.sqrt(p @ np.square(rows).sum(axis=1))), 1e-300)
+    for _ in range(50):
+        left = float(np.linalg.norm(gradient)) / scale
+        step = solve(problem, x, -gradient, p, relative=min(0.1, np.sqrt(left)))
+        stride = np.linalg.norm(step) / (1 + np.linalg.norm(x))
+        if left <= tolerance and stride <= 1e-6:
+            return x
+        if left <= 1e-5 and stride > 0.05:  # a vanishing slope and yet far to go
+            break
+        length = 1.0
+        while True:  # |grad f| falls along Newton's step, once that is short enough
+            gradient = p @ client_gradients(problem, x + length * step)
+            if np.linalg.norm(gradient) <= (1 - 1e-4 * length) * left * scale or length < 1e-8:
+                break
+            length /= 2
+        x = x + length * step
+    raise InputError(f"no minimum of {problem.name} was found: its loss may fall for ever; add l2, or give its optimum")
+
+
+def _refuse_large(problem: Problem) -> None:
+    if problem.dim > DENSE or problem.num_clients * problem.dim**2 > NUMBERS:
+        size = f"N = {problem.num_clients}, d = {problem.dim}"
+        raise InputError(f"exact matrices need d of at most {DENSE} and N d^2 of at most {NUMBERS}, got {size}")
+
+
+def batch_sizes(problem: Problem, batch_size: float | int | None) -> Floats | None:
+    """Records in a batch of each client, as `simulate` takes them; None for full batches."""
+    if batch_size is None or (isinstance(batch_size, float) and batch_size == 1):
+        return None
+    if isinstance(batch_size, float):
+        if not 0 < batch_size < 1:
+            raise InputError(f"batch_size must be a share in (0, 1], a number of records, or None, got {batch_size}")
+        shares: Floats = np.maximum(np.ceil(batch_size * problem.counts - 1e-9), 1)
+        return shares
+    return np.full(problem.num_clients, float(checks.whole("batch_size", batch_size)))
+
+
+class _Shape(NamedTuple):
+    """What a program is compiled for, besides its task."""
+
+    functions: Functions
+    layout: Layout
+    rows: int
+    ragged: bool
+
+
+class _Client(NamedTuple):
+    slope: Callable[[Array], Array]
+    """x -> grad f_i(x)."""
+    spread: Callable[[Array], Array]
+    """x -> the gradients of its records, one a row, less their mean."""
+    shares: Array
+    """Weights of its records: 1 / n_i, zero for the padding."""
+
+
+def _along(slope: Callable[[Array], Array], v: Array) -> Callable[[Array], Array]:
+    return lambda x: jax.jvp(slope, (x,), (v,))[1]
+
+
+def _mapped(function: Callable[[Array], Array], rows: Any) -> Array:
+    return jax.lax.map(function, rows, batch_size=32)
+
+
+TASKS: dict[str, Callable[..., Array]] = {
+    "gradient": lambda i, x: i.slope(x),
+    "product": lambda i, x, v: _along(i.slope, v)(x),
+    "third": lambda i, x, u, v: _along(_along(i.slope, u), v)(x),
+    "hessian": lambda i, x: _mapped(lambda v: _along(i.slope, v)(x), jnp.eye(len(x))),
+    "contraction": lambda i, x, u, v: _mapped(lambda a: _along(_along(i.slope, a[0]), a[1])(x), (u, v)).sum(0),
+    "covariance": lambda i, x: (i.shares[:, None] * i.spread(x)).T @ i.spread(x),
+    "variance": lambda i, x: i.shares @ jnp.square(i.spread(x)).sum(axis=1),
+}
+
+
+def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
+    """Do a task for every client, on vectors shared by all or one a row; stacks what comes out."""
+    n, d, counts = problem.num_clients, problem.dim, problem.counts
+    arrays = [np.asarray(v, np.float64) for v in vectors]
+    for a in arrays:
+        if a.shape[-1:] != (d,) or (a.ndim > 1 and len(a) != n) or not np.isfinite(a).all():
+            raise InputError(f"x and vectors must be {d} finite numbers, or {n} rows of them, got shape {a.shape}")
+    rows = [np.broadcast_to(a, (n, d)) if a.ndim == 1 else a for a in arrays]
+    shape = _Shape(problem.functions, problem.layout, int(counts.max()), bool((counts != counts[0]).any()))
+    with jax.enable_x64(True):
+        own = (problem.offsets[:-1], counts, *rows)
+        return np.array(_program(task, shape, problem.on_device("float64")[0], own), np.float64)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _program(task: str, shape: _Shape, records: Any, own: tuple[Array, ...]) -> Array:
+    together = min(len(own[0]), ROWS // shape.rows, FLOATS // (shape.rows * shape.layout.size))
+    return jax.lax.map(lambda a: TASKS[task](_client(shape, records, *a[:2]), *a[2:]), own, batch_size=max(1, together))
+
+
+def _client(shape: _Shape, records: Any, first: Array, count: Array) -> _Client:
+    loss, given = shape.functions.loss, shape.functions.gradient
+    place = jnp.arange(shape.rows)
+    batch = jax.tree.map(lambda a: a.at[first + jnp.minimum(place, count - 1)].get(mode="promise_in_bounds"), records)
+    alone = jax.tree.map(lambda a: a[:, None], batch)
+    shares = jnp.where(place < count, 1 / count, 0.0)
+
+    def flat(x: Array, batch: Any) -> Array:
+        leaves = jax.tree.leaves((given or jax.grad(loss))(shape.layout.unflatten(x), batch))
+        return jnp.concatenate([leaf.ravel() for leaf in leaves])
+
+    def each(x: Array) -> Array:
+        return jax.vmap(flat, in_axes=(None, 0))(x, alone)
+
+    def slope(x: Array) -> Array:
+        if not shape.ragged:
+            return flat(x, batch)
+        if given is not None:
+            return shares @ each(x)
+        # the gradient of a sum: one backward pass, where the sum of record gradients would hold d numbers a record
+        return jax.grad(lambda x: shares @ jax.vmap(lambda b: loss(shape.layout.unflatten(x), b))(alone))(x)
+
+    def spread(x: Array) -> Array:
+        g = each(x)
+        return g - shares @ g
+
+    return _Client(slope, spread, shares)

@@ -1,0 +1,186 @@
+"""The law of a run with noisy gradients on quadratics: exact mean squared errors, and runs exact in law, any H at once.
+
+With noise eps_c^h of covariance C_c on every local gradient, client c ends its H steps off by gamma E_c (F1, F5),
+
+    E_c = sum_{h=1}^H Gamma_c^(H-h) eps_c^h,    Sigma_eps^c = Cov E_c = sum_{h<H} Gamma_c^h C_c Gamma_c^h
+
+and a round adds to (u, r) of `quadratics.py`, r_c = gamma H (xi_c - xi_c*), with e_c = gamma E_c,
+
+    u+ = ... - eta_g mean e_i,    r_c+ = ... - (e_c - mean e_i)
+
+In the eigenbasis of A_c the (j, k) entry of Sigma_eps^c is C_jk (1 - (f_j f_k)^H) / (1 - f_j f_k), f = 1 - gamma a. So
+e_c is drawn in one go, whatever H. Option I remembers a gradient at x with noise of its own: a second source, into r.
+
+Symbols: gamma = lr, H = local_steps, eta_g = server_lr, C = noise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedscaffold import checks
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.checks import InputError
+from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.theory.quadratics import LinearRound, Spectra, geometric, linear_round, spectra
+from fedscaffold.theory.rates import bias
+from fedscaffold.theory.round_map import SCAFFOLD, form_of
+
+__all__ = ["Chain", "Source", "chain", "mean_squared_error", "sample_rounds"]
+
+
+class Source(NamedTuple):
+    """Noise e_c, fresh every round, that enters as u+ = .. - to_u mean e_i and r_c+ = .. - to_r (e_c - mean e_i)."""
+
+    covariance: Floats
+    """(N, d, d) of the e_c, in the clients' own coordinates."""
+    to_u: float
+    to_r: float
+
+
+class Chain(NamedTuple):
+    """A run with noise as a Markov chain: (u, r) around its mean in the long run, and what enters every round."""
+
+    spectra: Spectra
+    one: LinearRound
+    sources: tuple[Source, ...]
+    fixed: Floats
+    """The mean of x in the long run."""
+
+    def start(self, x0: ArrayLike | None, problem: Problem) -> tuple[Floats, Floats]:
+        """(u, r) of a run that starts at x0 (the problem's own unless given) with all control variates at zero."""
+        given = problem.layout.flatten(problem.params) if x0 is None else np.asarray(x0, np.float64)
+        if given.shape != self.fixed.shape or not np.isfinite(given).all():
+            raise InputError(f"x0 must be {len(self.fixed)} finite numbers, got shape {given.shape}")
+        remembered = self.one.travel * self.spectra.xi if self.one.form.memory else np.zeros_like(self.spectra.xi)
+        return (given - self.fixed)[:, None], -remembered[:, None]
+
+
+def chain(problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, algorithm: Algorithm) -> Chain:
+    """The chain of `algorithm` on a problem made of quadratics, gradients having covariance `noise`.
+
+    >>> import fedscaffold as fs
+    >>> pair = fs.problems.lower_bound_pair()
+    >>> chain(pair, lr=0.1, local_steps=2, noise=1.0, algorithm=fs.scaffold()).sources[0].covariance.ravel()
+    array([0.0164, 0.02  ])
+    """
+    form = form_of(algorithm)
+    if form is None:
+        raise InputError(f"the law of {algorithm.name} under noise has no closed form here: simulate it")
+    given = spectra(problem)
+    one = linear_round(given, form, lr=lr, local_steps=local_steps)
+    turned = np.swapaxes(given.vectors, 1, 2) @ _covariances(noise, given) @ given.vectors
+    w = one.rates
+    pair = w[:, :, None] + w[:, None, :] - w[:, :, None] * w[:, None, :]  # 1 - f_j f_k
+    walked = (one.travel / one.steps) ** 2 * turned * geometric(pair, one.steps)
+    walk = Source(walked, form.server_lr, float(form.memory and not form.at_x))
+    at_x = (Source(one.travel**2 * turned, 0.0, 1.0),) if form.memory and form.at_x else ()
+    fixed = given.optimum + bias(problem, lr=lr, local_steps=local_steps, algorithm=algorithm)
+    return Chain(given, one, (walk, *at_x), fixed)
+
+
+def mean_squared_error(
+    problem: Problem,
+    *,
+    lr: float,
+    local_steps: int,
+    noise: ArrayLike,
+    rounds: int,
+    x0: ArrayLike | None = None,
+    algorithm: Algorithm = SCAFFOLD,
+) -> Floats:
+    """Exact E|x^t - x*|^2 for t = 0 .. rounds, without simulating: |mean|^2 + trace of the covariance (F4, F5).
+
+    The run starts at x0 with control variates zero. The covariance of u after t rounds is the sum over k < t of
+    W_k' B W_k, with W_k the transposed round applied k times to (I, 0) and B the covariance of what a round adds.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
+    >>> noise = [[[1.0]], [[0.5]]]
+    >>> mean_squared_error(problem, lr=0.2, local_steps=4, noise=noise, rounds=200)[[0, 1, 200]].round(6)
+    array([0.16    , 0.124648, 0.064902])
+    """
+    rounds = checks.whole("rounds", rounds)
+    law = chain(problem, lr=lr, local_steps=local_steps, noise=noise, algorithm=algorithm)
+    off = (law.fixed - law.spectra.optimum)[:, None]
+    u, r = law.start(x0, problem)
+    back_u, back_r = np.eye(len(off)), np.zeros((r.size, len(off)))
+    errors, spread = np.empty(rounds + 1), 0.0
+    errors[0] = np.sum((u + off) ** 2)
+    for t in range(1, rounds + 1):
+        spread += sum(_trace(law.one, source, back_u, back_r) for source in law.sources)
+        u, r = law.one.forward(u, r)
+        back_u, back_r = law.one.backward(back_u, back_r)
+        errors[t] = np.sum((u + off) ** 2) + spread
+    return errors
+
+
+def sample_rounds(
+    problem: Problem,
+    *,
+    lr: float,
+    local_steps: int,
+    noise: ArrayLike,
+    rounds: int,
+    seed: int,
+    runs: int = 1,
+    x0: ArrayLike | None = None,
+    algorithm: Algorithm = SCAFFOLD,
+) -> Floats:
+    """Draw runs with Gaussian noise, exact in law: x of every round, shape (runs, rounds + 1, d), x0 first.
+
+    A round of any number of local steps costs one draw of the accumulated noise (F5). All clients take part.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(num_clients=5, dim=3, seed=0)
+    >>> sample_rounds(problem, lr=0.1, local_steps=10**6, noise=0.01, rounds=50, seed=0, runs=4).shape
+    (4, 51, 3)
+    """
+    rounds, runs = checks.whole("rounds", rounds), checks.whole("runs", runs)
+    law = chain(problem, lr=lr, local_steps=local_steps, noise=noise, algorithm=algorithm)
+    rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
+    roots = [_root(source.covariance) for source in law.sources]
+    u, r = (np.tile(a, runs) for a in law.start(x0, problem))
+    path = np.empty((runs, rounds + 1, len(law.fixed)))
+    path[:, 0] = u.T
+    for t in range(1, rounds + 1):
+        u, r = law.one.forward(u, r)
+        for source, root in zip(law.sources, roots, strict=True):
+            e = (root @ rng.normal(size=(*root.shape[:2], runs))).reshape(-1, runs)
+            u = u - source.to_u * (law.one.basis @ e / law.one.num_clients)
+            r = r - source.to_r * law.one.centred(e)
+        path[:, t] = u.T
+    return path + law.fixed
+
+
+def _trace(one: LinearRound, source: Source, back_u: Floats, back_r: Floats) -> float:
+    """tr(W' B W) for what one source adds in a round, the rows of W for r summing to zero over clients."""
+    push = source.to_u / one.num_clients * (one.basis.T @ back_u) + source.to_r * back_r
+    push = push.reshape(source.covariance.shape[0], source.covariance.shape[1], -1)
+    return float(np.sum(push * (source.covariance @ push)))
+
+
+def _covariances(noise: ArrayLike, given: Spectra) -> Floats:
+    """(N, d, d) or (1, d, d) covariances of the clients' gradients, from a variance or from matrices."""
+    n, d = given.num_clients, given.dim
+    covariance = np.asarray(noise, np.float64)
+    if covariance.ndim == 0:
+        covariance = covariance * np.eye(d)
+    if covariance.shape not in ((d, d), (n, d, d)) or not np.isfinite(covariance).all():
+        raise InputError(
+            f"noise must be a variance, one ({d}, {d}) covariance, or ({n}, {d}, {d}), got shape {covariance.shape}"
+        )
+    stacked = covariance.reshape(-1, d, d)
+    level = 1e-10 * np.abs(stacked).max()
+    if (np.linalg.eigvalsh(stacked) < -level).any() or (np.abs(stacked - np.swapaxes(stacked, 1, 2)) > level).any():
+        raise InputError("noise must be a variance or a covariance: symmetric without negative eigenvalues")
+    return stacked
+
+
+def _root(covariances: Floats) -> Floats:
+    values, vectors = np.linalg.eigh(covariances)
+    root: Floats = vectors * np.sqrt(np.maximum(values, 0))[:, None, :]
+    return root

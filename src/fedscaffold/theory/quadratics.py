@@ -1,0 +1,291 @@
+"""One round on quadratics in closed form (F1-F4, F7): any number of local steps at the cost of one.
+
+For f_c(x) = x'A_c x / 2 - b_c'x let Gamma_c = I - gamma A_c and
+
+    Upsilon_c = Gamma_c^H                                  what H local steps leave of the start
+    M_c = gamma sum_{h<H} Gamma_c^h                        what they make of a constant push
+    B_c = I - M_c / (gamma H)                              by how much that falls behind gamma H
+
+All are functions of A_c, so one eigendecomposition A_c = V_c diag(a) V_c' of each client gives them for every step
+size and every H. With u = theta - theta*, v_c = xi_c - xi_c*, xi_c = c - c_c and r_c = gamma H v_c, sum r_c = 0, a
+noiseless round of SCAFFOLD with all clients is (F1, F4)
+
+    z_c = Upsilon_c u + B_c r_c
+    u+ = mean z_c,    r_c+ = z_c - mean z_c
+
+so |u+|^2 + mean |r_c+|^2 = mean |z_c|^2: this is F3, the norm on the left being the Lambda-norm. A server step eta_g
+makes it u+ = u + eta_g (mean z_c - u), option I makes it r_c+ = gamma H (mean A_i - A_c) u, FedAvg has r_c = 0.
+FedProx, with a pull mu towards x, is FedAvg with Gamma_c = I - gamma (A_c + mu) and Upsilon_c = Gamma_c^H + mu M_c; in
+all cases I - Upsilon_c = A_c M_c.
+
+Symbols: gamma = lr, H = local_steps, eta_g = server_lr, theta = x, N = num_clients; E = (V_1 .. V_N), a (d, N d)
+matrix with E E' = N I, takes the clients' own coordinates to the common ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fedscaffold import checks
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.checks import InputError
+from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.theory.round_map import SCAFFOLD, Form, client_quadratics, form_of
+
+__all__ = [
+    "LinearRound",
+    "Spectra",
+    "XiMap",
+    "geometric",
+    "lag",
+    "linear_round",
+    "power",
+    "spectra",
+    "to_xi",
+    "xi_round_map",
+]
+
+SERIES = 24  # terms of the power series of `lag` where |w| H <= 1: the last is below 1e-24
+
+
+class Spectra(NamedTuple):
+    """Eigenvalues and eigenvectors of every client's Hessian, and the linear terms."""
+
+    values: Floats
+    """(N, d) eigenvalues a of A_c, rising."""
+    vectors: Floats
+    """(N, d, d) eigenvectors of A_c, in columns."""
+    linear: Floats
+    """(N, d) b_c."""
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self.values)
+
+    @property
+    def dim(self) -> int:
+        """The number of coordinates of the model, d."""
+        return int(self.values.shape[1])
+
+    @property
+    def basis(self) -> Floats:
+        """E (d, N d): all eigenvectors side by side."""
+        return np.ascontiguousarray(np.swapaxes(self.vectors, 0, 1).reshape(self.dim, -1))
+
+    def mean(self, function: Floats) -> Floats:
+        """Mean over clients of f(A_c), given the values f(a)."""
+        basis = self.basis
+        product: Floats = (basis * (function.ravel() / self.num_clients)) @ basis.T
+        return product
+
+    @property
+    def optimum(self) -> Floats:
+        """theta*, the minimiser of the mean loss."""
+        smallest = np.linalg.eigvalsh(self.mean(self.values))[0]
+        if smallest <= 1e-14 * np.abs(self.values).max():
+            raise InputError("the mean of the hessians is not positive definite: there is no single optimum")
+        best: Floats = np.linalg.solve(self.mean(self.values), self.linear.mean(axis=0))
+        return best
+
+    @property
+    def xi(self) -> Floats:
+        """(N d,) xi_c* = -grad f_c(theta*), in the clients' own coordinates."""
+        basis = self.basis
+        turned = np.einsum("cji,cj->ci", self.vectors, self.linear).ravel()
+        star = turned - self.values.ravel() * (self.optimum @ basis)
+        # their sum is zero but for the rounding errors of theta*, which would never leave a run of the map
+        centred: Floats = star - (basis @ star / self.num_clients) @ basis
+        return centred
+
+
+def spectra(problem: Problem) -> Spectra:
+    """Decompose every client's Hessian, once for all step sizes and numbers of local steps.
+
+    >>> import fedscaffold as fs
+    >>> spectra(fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])).optimum
+    array([0.4])
+    """
+    hessians, linear = client_quadratics(problem)
+    values, vectors = np.linalg.eigh(hessians)
+    return Spectra(values, vectors, linear)
+
+
+def power(w: Floats, count: int) -> Floats:
+    """(1 - w)^H to full precision, for w of any size and sign.
+
+    >>> power(np.array([0.0, 1e-9, 1.0, 1.5]), 3)
+    array([ 1.   ,  1.   ,  0.   , -0.125])
+    """
+    # 1 - w rounds, and the power would magnify its error H times; log1p sees w itself, and w - 2 has no error
+    with np.errstate(divide="ignore", over="ignore"):
+        magnitude: Floats = np.exp(count * np.log1p(np.where(w < 1, -w, w - 2)))
+    return np.where((w > 1) & (count % 2 == 1), -magnitude, magnitude)
+
+
+def geometric(w: Floats, count: int) -> Floats:
+    """sum_{h<H} (1 - w)^h = (1 - (1 - w)^H) / w to full precision; H where w = 0.
+
+    >>> geometric(np.array([0.0, 0.5, 2.0]), 3)
+    array([3.  , 1.75, 1.  ])
+    """
+    safe = np.where(w == 0, 1, w)
+    with np.errstate(over="ignore"):
+        near = -np.expm1(count * np.log1p(-np.where(w < 0.5, w, 0)))
+    total: Floats = np.where(w < 0.5, near, 1 - power(w, count)) / safe
+    return np.where(w == 0, count, total)
+
+
+def lag(w: Floats, count: int) -> Floats:
+    """1 - sum_{h<H} (1 - w)^h / H to full precision: the eigenvalues of B_c; 0 where w = 0 or H = 1.
+
+    >>> lag(np.array([0.0, 1e-12, 0.5]), 3)
+    array([0.00000000e+00, 1.00000000e-12, 4.16666667e-01])
+    """
+    # where it is small, by its power series sum_k (-1)^(k+1) C(H, k+1) w^k / H
+    small = np.where(np.abs(w) * count <= 1, w, 0)
+    term = (count - 1) / 2 * small
+    series = term
+    for k in range(1, SERIES):
+        term = -term * (count - k - 1) / (k + 2) * small
+        series = series + term
+    return np.where(np.abs(w) * count <= 1, series, 1 - geometric(w, count) / count)
+
+
+class LinearRound(NamedTuple):
+    """A round as a linear map of (u, r): u (d, k), r (N d, k) in the clients' own coordinates, k states at once.
+
+    The vectors of N d numbers hold one number for each eigenvalue a of each client.
+    """
+
+    basis: Floats
+    """E."""
+    upsilon: Floats
+    """(N d,) of Upsilon_c."""
+    lost: Floats
+    """(N d,) of I - Upsilon_c, to full precision."""
+    lag: Floats
+    """(N d,) of B_c."""
+    turn: Floats
+    """(N d,) r_c+ <- u: Upsilon_c, or -gamma H A_c for option I; 0 without memory."""
+    keep: Floats
+    """(N d,) r_c+ <- r_c: B_c, or 0."""
+    leak: Floats
+    """(N d,) of I - keep, to full precision."""
+    travel: float
+    """gamma H."""
+    steps: int
+    rates: Floats
+    """(N, d) w = gamma (a + mu): what one local step takes away."""
+    form: Form
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self.rates)
+
+    def forward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
+        """One round (F4), for r that sum to zero over clients."""
+        start = self.basis.T @ u
+        z = self.basis @ (_times(self.upsilon, start) + _times(self.lag, r)) / self.num_clients
+        return u + self.form.server_lr * (z - u), self.centred(_times(self.turn, start) + _times(self.keep, r))
+
+    def backward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
+        """The transpose of `forward`, for r that sum to zero over clients."""
+        p = self.basis.T @ u * (self.form.server_lr / self.num_clients)
+        back = self.basis @ (_times(self.upsilon, p) + _times(self.turn, r))
+        return (1 - self.form.server_lr) * u + back, self.centred(_times(self.lag, p) + _times(self.keep, r))
+
+    def centred(self, r: Floats) -> Floats:
+        """Take off the mean over clients."""
+        off: Floats = r - self.basis.T @ (self.basis @ r / self.num_clients)
+        return off
+
+    def matrix(self) -> Floats:
+        """The map of the stacked (u, r), as a matrix; it sends to 0 what does not sum to zero over clients."""
+        d, n = self.basis.shape
+        u, r = self.forward(np.eye(d, d + n), self.centred(np.eye(n, d + n, d)))
+        return np.concatenate([u, r])
+
+
+def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -> LinearRound:
+    """The closed form of one round (F1-F4, F7) for the spectra of a problem.
+
+    >>> import fedscaffold as fs
+    >>> pair = spectra(fs.problems.lower_bound_pair())  # A = (2, 0)
+    >>> linear_round(pair, form_of(fs.scaffold()), lr=0.1, local_steps=2).upsilon.round(12)
+    array([0.64, 1.  ])
+    """
+    gamma = checks.number("lr", lr, above=0)
+    steps = checks.whole("local_steps", local_steps)
+    steps = 1 if form.one_step else steps
+    a = spectra.values.ravel()
+    w = gamma * (a + form.drag)
+    left = power(w, steps)
+    if not np.isfinite(left).all():
+        raise InputError(f"lr {gamma:g} with {steps} local steps overflows: a client alone diverges; keep lr below 2/L")
+    total = geometric(w, steps)
+    upsilon = left + form.drag * gamma * total
+    behind = lag(w, steps)
+    none, whole = np.zeros_like(a), np.ones_like(a)
+    turn, keep, leak = (upsilon, behind, total / steps) if form.memory else (none, none, whole)
+    if form.memory and form.at_x:
+        turn, keep, leak = -gamma * steps * a, none, whole
+    rates = w.reshape(spectra.values.shape)
+    lost = gamma * a * total
+    return LinearRound(spectra.basis, upsilon, lost, behind, turn, keep, leak, gamma * steps, steps, rates, form)
+
+
+class XiMap(NamedTuple):
+    """X+ = matrix X + offset for X = (theta, xi_1 .. xi_N), or X = (theta) where clients have no memory."""
+
+    matrix: Floats
+    offset: Floats
+
+
+def xi_round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> XiMap:
+    """F4 as printed, on all of R^((N+1)d), or F7: the closed form that `round_map` must agree with.
+
+    theta row: Upsilon u - (1/N) sum M_i v_i; xi_c row: Delta_c u + B_c v_c + (1/(N gamma H)) sum M_i v_i, with
+    u = theta - theta*, v = xi - xi*, Delta_c = (Upsilon_c - Upsilon) / (gamma H), Upsilon = mean Upsilon_c.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
+    >>> xi_round_map(problem, lr=0.2, local_steps=4).matrix[0].round(5)
+    array([ 0.61205, -0.2952 , -0.37099])
+    """
+    form = form_of(algorithm)
+    if form is None:
+        raise InputError("no closed form is known for this algorithm; round_map differentiates it")
+    given = spectra(problem)
+    one = linear_round(given, form, lr=lr, local_steps=local_steps)
+    d, n = one.basis.shape
+    pushes = (one.basis * (one.travel * (1 - one.lag))).reshape(d, -1, d)  # E diag(m), so M_c = pushes_c V_c'
+    if not form.memory:
+        mean_push = np.einsum("icj,ckj,ck->i", pushes, given.vectors, given.linear) / given.num_clients
+        return XiMap(one.matrix()[:d, :d], form.server_lr * mean_push)
+    everything = np.eye(n, d + n, d)
+    u, r = one.forward(np.eye(d, d + n), everything)
+    # `forward` takes sum r = 0 for granted; a sum that is not zero moves theta and is conserved
+    lost = one.basis @ everything / given.num_clients
+    stacked = np.concatenate([u - form.server_lr * lost, r + one.basis.T @ lost])
+    matrix = to_xi(given, to_xi(given, stacked, one.travel).T, 1 / one.travel).T
+    star = np.concatenate([given.optimum, given.xi])
+    star = to_xi(given, star[:, None], 1.0)[:, 0]
+    return XiMap(matrix, star - matrix @ star)
+
+
+def to_xi(spectra: Spectra, stacked: Floats, travel: float) -> Floats:
+    """Take rows (u, r), r in the clients' own coordinates, to rows (u, v_c = V_c r_c / travel)."""
+    d = spectra.dim
+    r = stacked[d:].reshape(spectra.num_clients, d, -1)
+    v = np.matmul(spectra.vectors, r).reshape(len(stacked) - d, -1) / travel
+    return np.concatenate([stacked[:d], v])
+
+
+def _times(diagonal: Floats, columns: Floats) -> Floats:
+    """diag(diagonal) @ columns."""
+    product: Floats = diagonal[:, None] * columns
+    return product

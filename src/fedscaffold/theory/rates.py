@@ -1,0 +1,268 @@
+"""How fast a round contracts on quadratics, and where it ends: exact numbers beside the published bounds.
+
+    spectral radius    lim |X^t - X*|^(1/t): what a long run of the whole state (x, xi_1 .. xi_N) shows
+    Lambda-norm        max |X+ - X*| / |X - X*| in one round, |X|^2 = |u|^2 + (gamma^2 H^2 / N) sum |v_c|^2 (F3)
+
+both on sum v_c = 0, v_c = xi_c - xi_c*, from the closed form of `quadratics.py`: their cost does not depend on H. The
+error of x alone may shrink faster: clients with an eigenvalue in common can carry a mode of the control variates that
+x never shows, as all do when the clients are equal.
+
+The bounds are on the square of the Lambda-norm. For an eigenvalue a of some A_c let u_a = (1 - gamma a)^H and
+v_a = 1 - (1 - u_a) / (gamma a H):
+
+    rho               max{(1 - gamma mu)^H, 1 - (1 - 1/e) / (gamma L H)}        F8, Lemma 1 of the quadratics paper
+    chi               max over a of max(u_a, v_a)                               F8, at most rho
+    cauchy_schwarz    max over a of u_a^2 + v_a^2                               F8', at most chi
+
+Symbols: gamma = lr, H = local_steps, mu and L the least and largest eigenvalue of any A_c, u = x - x*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, svds
+
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round, spectra
+from fedscaffold.theory.round_map import SCAFFOLD, Form, form_of, round_map
+
+__all__ = [
+    "ContractionRate",
+    "bias",
+    "contraction_curve",
+    "contraction_rate",
+    "fixed_point",
+    "rounds_per_digit",
+    "spectral_radius",
+]
+
+ROUNDING = 1e-12  # a step computed as 1 / L must be found to meet lr <= 1 / L
+DENSE = 700  # (N + 1) d up to which eigenvalues come from the full matrix; above it, from Krylov spaces
+
+
+class ContractionRate(NamedTuple):
+    """How fast one round contracts; a bound is None where its conditions do not hold."""
+
+    local_steps: int
+    spectral_radius: float
+    """The factor by which the error shrinks a round, in the long run."""
+    lambda_norm: float | None
+    """The largest factor of one round, in the Lambda-norm; None for a method whose memory is not SCAFFOLD's."""
+    rho: float | None
+    """F8, for lambda_norm squared; needs SCAFFOLD, option II, server_lr 1 and lr <= 1/L."""
+    chi: float | None
+    """The same before it is bounded by mu and L."""
+    cauchy_schwarz: float | None
+    """F8', for lambda_norm squared; needs SCAFFOLD, option II and server_lr 1, with any lr."""
+
+    @property
+    def rounds_per_digit(self) -> float:
+        """Rounds until the error is a tenth, in the long run."""
+        return rounds_per_digit(self.spectral_radius)
+
+
+def rounds_per_digit(rate: float) -> float:
+    """Rounds until an error that shrinks by `rate` a round is a tenth, log 10 / -log rate; infinite from 1 on.
+
+    >>> round(rounds_per_digit(0.1), 12), rounds_per_digit(1.0)
+    (1.0, inf)
+    """
+    if rate <= 0:
+        return 0.0
+    return math.log(10) / -math.log(rate) if rate < 1 else math.inf
+
+
+def contraction_rate(
+    problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD
+) -> ContractionRate:
+    """Exact contraction of one round with all clients, noiseless, on a problem made of quadratics.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
+    >>> rate = contraction_rate(problem, lr=0.2, local_steps=4)
+    >>> round(rate.spectral_radius**2, 10), round(rate.lambda_norm**2, 10)
+    (0.3177239083, 0.4171264558)
+    >>> round(rate.rho, 8), round(rate.cauchy_schwarz, 10)
+    (0.81450625, 0.6686812135)
+    """
+    return contraction_curve(problem, lr=lr, local_steps=[local_steps], algorithm=algorithm)[0]
+
+
+def contraction_curve(
+    problem: Problem, *, lr: float, local_steps: Sequence[int], algorithm: Algorithm = SCAFFOLD
+) -> list[ContractionRate]:
+    """`contraction_rate` at several numbers of local steps; the clients' Hessians are decomposed once.
+
+    >>> import fedscaffold as fs
+    >>> pair = fs.problems.lower_bound_pair()
+    >>> [round(rate.spectral_radius, 10) for rate in contraction_curve(pair, lr=0.1, local_steps=[1, 2, 5, 10])]
+    [0.9, 0.8081286641, 0.5, 0.5261592398]
+    """
+    form = form_of(algorithm)
+    given = spectra(problem)
+    if form is None:
+        return [_differentiated(problem, lr, steps, algorithm) for steps in local_steps]
+    return [_closed(given, form, lr, steps) for steps in local_steps]
+
+
+def fixed_point(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> Floats:
+    """Return the x that a noiseless round with all clients does not change: x* + `bias`.
+
+    It is also the mean of x in the long run when gradients carry noise of mean zero.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
+    >>> fixed_point(problem, lr=0.2, local_steps=4), fixed_point(problem, lr=0.2, local_steps=4, algorithm=fs.fedavg())
+    (array([0.4]), array([0.28278679]))
+    """
+    at: Floats = spectra(problem).optimum + bias(problem, lr=lr, local_steps=local_steps, algorithm=algorithm)
+    return at
+
+
+def bias(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> Floats:
+    """Return where a method ends minus the optimum: 0 for SCAFFOLD, F7 for FedAvg and its kin.
+
+    (mean A_c M_c)^-1 mean M_c xi_c*, with xi_c* = -grad f_c(x*); as sum xi_c* = 0 this is also
+    -gamma H (mean A_c M_c)^-1 mean B_c xi_c*, which loses no digits when it is small.
+
+    >>> import fedscaffold as fs
+    >>> bias(fs.problems.lower_bound_pair(), lr=0.1, local_steps=10, algorithm=fs.fedavg())
+    array([0.62029025])
+    """
+    form = form_of(algorithm)
+    given = spectra(problem)
+    if form is None:
+        at = round_map(problem, lr=lr, local_steps=local_steps, algorithm=algorithm).fixed_point()
+        return at[: given.dim] - given.optimum
+    one = linear_round(given, form, lr=lr, local_steps=local_steps)
+    if form.memory:
+        return np.zeros_like(given.optimum)
+    push = one.basis @ (one.lag * given.xi) / given.num_clients
+    off: Floats = -one.travel * np.linalg.solve(given.mean(one.lost), push)
+    return off
+
+
+def spectral_radius(one: LinearRound) -> float:
+    """Largest |eigenvalue| of a closed-form round on sum r_c = 0.
+
+    >>> import fedscaffold as fs
+    >>> one = linear_round(spectra(fs.problems.lower_bound_pair()), form_of(fs.scaffold()), lr=0.1, local_steps=1)
+    >>> round(spectral_radius(one), 12)
+    0.9
+    """
+    d, n = one.basis.shape
+    if not one.form.memory:
+        return float(np.abs(1 - one.form.server_lr * np.linalg.eigvalsh(_mean(one, one.lost))).max())
+    if one.form.at_x:
+        return _option_one(one)
+    if d + n <= DENSE:
+        return float(np.abs(np.linalg.eigvals(_scaled(one))).max())
+    return _krylov_radius(one)
+
+
+def _closed(given: Spectra, form: Form, lr: float, local_steps: int) -> ContractionRate:
+    one = linear_round(given, form, lr=lr, local_steps=local_steps)
+    radius = spectral_radius(one)
+    if not form.memory:
+        return ContractionRate(local_steps, radius, radius, None, None, None)
+    small = sum(one.basis.shape) <= DENSE
+    norm = float(np.linalg.norm(_scaled(one), 2)) if small else _largest_singular_value(_operator(one))
+    if form.at_x or form.server_lr != 1:
+        return ContractionRate(local_steps, radius, norm, None, None, None)
+    sharper = float((one.upsilon**2 + one.lag**2).max())
+    mu, smoothness = float(given.values.min()), float(given.values.max())
+    if lr * smoothness > 1 + ROUNDING or mu < 0:
+        return ContractionRate(local_steps, radius, norm, None, None, sharper)
+    rho = max(float(one.upsilon.max()), 1 - (1 - math.exp(-1)) / (one.travel * smoothness)) if smoothness > 0 else 1.0
+    return ContractionRate(local_steps, radius, norm, rho, float(max(one.upsilon.max(), one.lag.max())), sharper)
+
+
+def _differentiated(problem: Problem, lr: float, local_steps: int, algorithm: Algorithm) -> ContractionRate:
+    found = round_map(problem, lr=lr, local_steps=local_steps, algorithm=algorithm)
+    norm = None if found.memory else float(np.linalg.norm(found.matrix, 2))
+    return ContractionRate(local_steps, found.spectral_radius(), norm, None, None, None)
+
+
+def _mean(one: LinearRound, function: Floats) -> Floats:
+    """Mean over clients of f(A_c), given the values f(a)."""
+    product: Floats = (one.basis * (function / one.num_clients)) @ one.basis.T
+    return product
+
+
+def _scaled(one: LinearRound) -> Floats:
+    """The round as a matrix of (u, r / sqrt N), for which the Lambda-norm is the usual one."""
+    matrix, d = one.matrix(), len(one.basis)
+    matrix[d:] /= math.sqrt(one.num_clients)
+    matrix[:, d:] *= math.sqrt(one.num_clients)
+    return matrix
+
+
+def _operator(one: LinearRound) -> LinearOperator:
+    """`_scaled` without forming it."""
+    (d, n), root = one.basis.shape, math.sqrt(one.num_clients)
+
+    def forward(states: Floats) -> Floats:
+        u, r = np.split(states.reshape(d + n, -1), [d])
+        u, r = one.forward(u, one.centred(r * root))
+        return np.concatenate([u, r / root])
+
+    def backward(states: Floats) -> Floats:
+        u, r = np.split(states.reshape(d + n, -1), [d])
+        u, r = one.backward(u, one.centred(r / root))
+        return np.concatenate([u, r * root])
+
+    return LinearOperator((d + n, d + n), forward, backward, forward, np.float64, backward)
+
+
+def _from_one(one: LinearRound) -> LinearOperator:
+    """(I - T)^-1, whose largest eigenvalues belong to the eigenvalues of the round T that are nearest to 1.
+
+    (u, r) = (I - T)^-1 (p, q) has r_c = R_c (Upsilon_c u - w + q_c), R_c = (I - B_c)^-1 and w = u - p / eta_g, so that
+    sum r_c = 0 leaves (mean R_c (I - Upsilon_c)) u = mean R_c q_c + mean R_c p / eta_g.
+    """
+    d, n = one.basis.shape
+    reach = 1 / one.leak
+    inverse = np.linalg.inv(_mean(one, reach * one.lost))
+    mean_reach = _mean(one, reach) / one.form.server_lr
+
+    def apply(states: Floats) -> Floats:
+        p, q = np.split(states.reshape(d + n, -1), [d])
+        q = reach[:, None] * one.centred(q)
+        u = inverse @ (mean_reach @ p + one.basis @ q / one.num_clients)
+        moved = one.basis.T @ (p / one.form.server_lr) - one.lost[:, None] * (one.basis.T @ u)
+        return np.concatenate([u, reach[:, None] * moved + q])
+
+    return LinearOperator((d + n, d + n), apply, matmat=apply, dtype=np.float64)
+
+
+def _option_one(one: LinearRound) -> float:
+    """Spectral radius of option I, whose r_c are those of the last u: u'' = P u' + C u, of 2d unknowns."""
+    d, eta = len(one.basis), one.form.server_lr
+    now = np.eye(d) - eta * _mean(one, one.lost)
+    last = eta * (_mean(one, one.lag * one.turn) - _mean(one, one.lag) @ _mean(one, one.turn))
+    return float(np.abs(np.linalg.eigvals(np.block([[now, last], [np.eye(d), np.zeros((d, d))]]))).max())
+
+
+def _krylov_radius(one: LinearRound) -> float:
+    """Largest |eigenvalue| from Krylov spaces of T and of (I - T)^-1.
+
+    The first settles fast unless the largest ones crowd together, which they do near 1 when H is large; the second
+    settles fast there, and to full relative precision of 1 - rho.
+    """
+    start = np.random.default_rng(0).normal(size=sum(one.basis.shape))
+    try:
+        found = eigs(_operator(one), k=6, ncv=60, v0=start, maxiter=20, return_eigenvectors=False)
+    except ArpackNoConvergence as unfinished:
+        found = unfinished.eigenvalues
+    near = eigs(_from_one(one), k=6, ncv=60, v0=start, return_eigenvectors=False)
+    return float(np.abs(np.concatenate([found, 1 - 1 / near])).max())
+
+
+def _largest_singular_value(operator: LinearOperator) -> float:
+    start = np.random.default_rng(0).normal(size=operator.shape[0])
+    return float(svds(operator, k=1, v0=start, return_singular_vectors=False)[0])

@@ -1,0 +1,221 @@
+"""The law that a run with noisy gradients settles in, on quadratics: mean and covariance, exactly (F5-F7, F11-F13).
+
+Around its mean the state follows X+ = A X + noise, so in the long run its covariance solves the discrete Lyapunov
+equation, for SCAFFOLD on sum xi_c = 0:
+
+    Sigma = A Sigma A' + B                                                    F5; FedAvg: F7
+
+Up to a thousand unknowns it is solved by doubling: Sigma <- Sigma + A Sigma A', A <- A A. Beyond, only the covariance
+of x is computed, as the integral over the unit circle of what each frequency of the noise does to x. With u, r_c, e_c
+of `law.py` and R_c = (zI - B_c)^-1, a round at frequency z = e^(i omega) is r_c = R_c (Upsilon_c u - w - e_c) with
+eta_g w = (z - 1 + eta_g) u, and sum r_c = 0 leaves d equations:
+
+    F(z) u = -eta_g mean R_c e_c,    F(z) = (z - 1) mean R_c + eta_g mean R_c (I - Upsilon_c)
+    Sigma_x = (1 / 2 pi) integral of (eta_g / N)^2 F^-1 (sum R_c Cov(e_c) R_c*) F^-* d omega
+
+Each z costs N d^3 operations. With tan(omega / 2) = e^tau the integrand is analytic in a strip around the tau axis
+however close to 1 the eigenvalues come, so the trapezoidal rule converges geometrically: half the step, squared error.
+
+Symbols: gamma = lr, H = local_steps, C_c = noise, xi_c = c - c_c, state order (theta, xi_1 .. xi_N), theta = x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.checks import InputError
+from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.theory.law import Chain, chain
+from fedscaffold.theory.quadratics import LinearRound, to_xi
+from fedscaffold.theory.rates import spectral_radius
+from fedscaffold.theory.round_map import SCAFFOLD, client_quadratics
+
+__all__ = ["Stationary", "block_residual", "stationary"]
+
+DENSE = 1000  # (N + 1) d up to which the whole covariance is computed
+REACH = 1e-11  # how far the integral goes: to what is left out being this small
+BATCH = 16  # frequencies at once: enough to keep matrix products busy
+AGREE = 1e-6  # two step sizes agree to this: the error of the smaller one is about its square
+
+
+class Stationary(NamedTuple):
+    """Mean and covariance in the long run."""
+
+    x_mean: Floats
+    """(d,) the optimum for SCAFFOLD, the biased fixed point for FedAvg."""
+    x_covariance: Floats
+    """(d, d)"""
+    covariance: Floats | None
+    """((N+1)d, (N+1)d) of (x, xi_1 .. xi_N), or of x alone without memory; None where it is too large to be had."""
+
+
+def stationary(
+    problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, algorithm: Algorithm = SCAFFOLD
+) -> Stationary:
+    """Exact mean and covariance in the long run, all clients taking part, gradients having covariance `noise`.
+
+    `noise` is a variance of every coordinate, one (d, d) covariance, or (N, d, d).
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
+    >>> law = stationary(problem, lr=0.2, local_steps=4, noise=[[[1.0]], [[0.5]]])
+    >>> law.x_mean, law.covariance.round(6)
+    (array([0.4]), array([[ 0.064902, -0.00202 ,  0.00202 ],
+           [-0.00202 ,  0.069359, -0.069359],
+           [ 0.00202 , -0.069359,  0.069359]]))
+    """
+    law = chain(problem, lr=lr, local_steps=local_steps, noise=noise, algorithm=algorithm)
+    _refuse_unstable(law.one, algorithm)
+    d = len(law.fixed)
+    if not law.one.form.memory:
+        only = _memoryless(law)
+        return Stationary(law.fixed, only, only)
+    if sum(law.one.basis.shape) > DENSE:
+        return Stationary(law.fixed, _by_transfer(law), None)
+    full = _by_doubling(law)
+    return Stationary(law.fixed, full[:d, :d], full)
+
+
+def _refuse_unstable(one: LinearRound, algorithm: Algorithm) -> None:
+    plain = one.form.memory and not one.form.at_x and one.form.server_lr == 1
+    if plain and (one.upsilon**2 + one.lag**2).max() < 1:
+        return  # F8': a contraction
+    radius = spectral_radius(one)
+    if radius >= 1:
+        raise InputError(f"{algorithm.name} does not settle here: its spectral radius is {radius:.6g}, not below 1")
+
+
+def _memoryless(law: Chain) -> Floats:
+    """F7: Sigma = P Sigma P + eta_g^2 gamma^2 / N mean Sigma_eps^c, P symmetric, in the eigenbasis of P."""
+    one = law.one
+    lost, vectors = np.linalg.eigh(one.form.server_lr * law.spectra.mean(one.lost))
+    added = vectors.T @ _added(law)[: len(lost), : len(lost)] @ vectors
+    solved = added / (lost[:, None] + lost - lost[:, None] * lost)  # 1 - p_j p_k, p = 1 - lost
+    back: Floats = vectors @ solved @ vectors.T
+    return back
+
+
+def _added(law: Chain) -> Floats:
+    """B: the covariance of what the noise adds to (u, r) in a round."""
+    one = law.one
+    d, n = one.basis.shape
+    total = np.zeros((d + n, d + n))
+    for source in law.sources:
+        spread = np.zeros((n, n))
+        for c, covariance in enumerate(source.covariance):
+            spread[c * d : (c + 1) * d, c * d : (c + 1) * d] = covariance
+        enters = np.concatenate([source.to_u * one.basis / one.num_clients, source.to_r * one.centred(np.eye(n))])
+        total += enters @ spread @ enters.T
+    return total
+
+
+def _by_doubling(law: Chain) -> Floats:
+    """The whole covariance, of (theta, xi_1 .. xi_N)."""
+    power, sigma = law.one.matrix(), _added(law)
+    while True:
+        more = power @ sigma @ power.T
+        sigma = sigma + more
+        if np.abs(more).max() <= 1e-17 * np.abs(sigma).max():
+            break
+        power = power @ power
+    half = to_xi(law.spectra, sigma, law.one.travel)
+    both: Floats = to_xi(law.spectra, half.T, law.one.travel)
+    return (both + both.T) / 2
+
+
+def _by_transfer(law: Chain) -> Floats:
+    """The covariance of x alone, by the trapezoidal rule in tau = log tan(omega / 2)."""
+    one = law.one
+    if one.form.at_x:
+        raise InputError(f"option I is solved up to (N + 1) d = {DENSE}, got {sum(one.basis.shape)}: take option II")
+    slowest = min(1.0, float(one.leak.min()), float(np.linalg.eigvalsh(law.spectra.mean(one.lost))[0]))
+    low, high = np.log(REACH * slowest), -np.log(REACH)
+    density, step = _density(law), 0.5
+    total = density(np.arange(low, high, step))
+    for _ in range(8):
+        between = density(np.arange(low + step / 2, high, step))
+        change = np.abs(between - total).max()
+        total, step = total + between, step / 2
+        if change <= AGREE * np.abs(total).max():
+            sigma: Floats = step / 2 * (total + total.T)
+            return sigma
+    raise InputError("the stationary covariance did not settle: a complex eigenvalue is too close to the unit circle")
+
+
+def _density(law: Chain) -> Callable[[Floats], Floats]:
+    """(taus) -> the sum of the integrand over them.
+
+    In the clients' own coordinates R_j Cov_jk conj(R_k) is Q + Q* - D with D_jk = Cov_jk / (1 - beta_j beta_k) and
+    Q = z R_j D_jk, beta being the eigenvalues of B_c: so all three sums over clients are linear in R.
+    """
+    one, given, (source,) = law.one, law.spectra, law.sources
+    d, n, eta = given.dim, given.num_clients, one.form.server_lr
+    leak = one.leak.reshape(n, d)
+    weighed = source.covariance / (leak[:, :, None] + leak[:, None, :] - leak[:, :, None] * leak[:, None, :])
+    turned = (weighed @ np.swapaxes(given.vectors, 1, 2)).reshape(-1, d)
+    flat = one.basis @ turned
+    sums = np.concatenate([one.basis.T / n, one.lost[:, None] * one.basis.T / n, turned], axis=1)
+
+    def summed(weights: Floats) -> Floats:
+        """(K, d, 3d): sums over clients of V_c weights V_c' and so on, for K sets of weights in one product."""
+        products: Floats = (one.basis * weights[:, None, :]).reshape(-1, n * d) @ sums
+        return products.reshape(-1, d, 3 * d)
+
+    def integrand(taus: Floats) -> Floats:
+        y = np.exp(taus)[:, None]
+        shift = 2j * y / (1 - 1j * y)  # z - 1, to full precision
+        reach = 1 / (shift + one.leak)
+        mean_reach, mean_lost, q = np.split(summed(reach.real) + 1j * summed(reach.imag), 3, axis=2)
+        gain = np.linalg.inv(shift[:, None] * mean_reach + eta * mean_lost)
+        q = (1 + shift[:, None]) * q
+        spectra = (gain @ (q + _adjoint(q) - flat) @ _adjoint(gain)).real
+        total: Floats = np.tensordot((eta / n) ** 2 / (np.pi * np.cosh(taus)), spectra, 1)
+        return total
+
+    return lambda taus: sum((integrand(taus[k : k + BATCH]) for k in range(0, len(taus), BATCH)), np.zeros((d, d)))
+
+
+def _adjoint(matrices: Floats) -> Floats:
+    return np.swapaxes(matrices, 1, 2).conj()
+
+
+def block_residual(problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, covariance: Floats) -> float:
+    """Largest residual of the corrected block equations F6 at a covariance of (theta, xi_1 .. xi_N), relative to it.
+
+    An independent check of `stationary`, for SCAFFOLD: powers by repeated products, no eigenvalues, no doubling.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(num_clients=3, dim=2, mu=0.1, seed=0)
+    >>> law = stationary(problem, lr=0.5, local_steps=5, noise=0.1)
+    >>> block_residual(problem, lr=0.5, local_steps=5, noise=0.1, covariance=law.covariance) < 1e-12
+    True
+    """
+    hessians, _ = client_quadratics(problem)
+    n, d = hessians.shape[:2]
+    g, given = lr * local_steps, np.asarray(noise, np.float64)
+    noises = given * np.eye(d) if given.ndim == 0 else given
+    powers = [np.broadcast_to(np.eye(d), hessians.shape)]
+    for _ in range(local_steps):
+        powers.append(powers[-1] @ (np.eye(d) - lr * hessians))
+    eps = np.sum([f @ noises @ f for f in powers[:-1]], axis=0)
+    b = np.eye(d) - np.mean(powers[:-1], axis=0)
+    y, yt = powers[-1].mean(axis=0), powers[-1] - powers[-1].mean(axis=0)
+    blocks = covariance.reshape(n + 1, d, n + 1, d).swapaxes(1, 2)
+    s, tx, xx = blocks[0, 0], blocks[0, 1:], blocks[1:, 1:]
+    x_with_mean = g * np.mean(tx @ b, axis=0)  # covariance of u with (g/N) sum B_i v_i
+    mean_with = g * np.mean(b[:, None] @ xx, axis=0)  # of (g/N) sum B_i v_i with every v_c
+    mean_with_mean = g * np.mean(mean_with @ b, axis=0)
+    first = y @ s @ y + y @ x_with_mean + x_with_mean.T @ y + mean_with_mean + lr**2 / n * eps.mean(axis=0) - s
+    second = y @ s @ yt + g * y @ tx @ b - y @ x_with_mean + x_with_mean.T @ yt + g * mean_with @ b - mean_with_mean
+    second = second + lr**2 / n * (eps - eps.mean(axis=0)) - g * tx
+    half = yt[:, None] @ s @ yt / 2 + g * yt[:, None] @ (tx @ b) - yt[:, None] @ x_with_mean - g * mean_with @ b
+    half = half + (g**2 * b[:, None] @ xx @ b + mean_with_mean - g**2 * xx) / 2
+    third = half + np.transpose(half, (1, 0, 3, 2)) + lr**2 / n * (eps.mean(axis=0) - eps - eps[:, None])
+    third[range(n), range(n)] += lr**2 * eps
+    scale = max(np.abs(s).max(), g**2 * np.abs(xx).max())
+    return float(max(np.abs(residual).max() for residual in (first, second, third)) / scale)
