@@ -47,7 +47,7 @@ def fedscaffold(*words, cwd=None, env=None):
 def test_help_names_every_verb_and_each_has_an_example():
     top = fedscaffold("--help")
     assert top.returncode == 0
-    for verb in ("demo", "run", "compare", "data", "conform", "bench", "report"):
+    for verb in ("demo", "run", "compare", "data", "conform", "plan", "diagnose", "bench", "report"):
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), verb
         words = (verb, "show", "--help") if verb == "data" else (verb, "--help")
         page = fedscaffold(*words).stdout
