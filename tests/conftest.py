@@ -1,5 +1,6 @@
-"""Settings of all tests: one thread for JAX (the work is small), a compile cache of the test run's own."""
+"""Settings of all tests: one thread for each of two workers, as the work is small."""
 
 import os
 
-os.environ.setdefault("PJRT_NPROC", "1")
+for variable in ("PJRT_NPROC", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")

@@ -216,6 +216,15 @@ def test_krylov_spaces_find_what_the_full_matrix_has(algorithm, lr, steps):
     np.testing.assert_allclose(rates._operator(one).rmatmat(np.eye(len(matrix))), matrix.T, atol=1e-13)
 
 
+def test_a_flat_direction_never_contracts():
+    hessians = np.random.default_rng(0).uniform(0.1, 1, size=(400, 2, 1)) * np.diag([1.0, 0.0])
+    problem = fs.problems.quadratic(hessians=hessians, linear=np.zeros((400, 2)))
+    rate = theory.contraction_rate(problem, lr=0.5, local_steps=5)
+    assert [rate.spectral_radius, rate.lambda_norm] == pytest.approx([1, 1], abs=1e-12)
+    with pytest.raises(fs.InputError, match="no single optimum"):
+        theory.fixed_point(problem, lr=0.5, local_steps=5)
+
+
 def test_option_one_has_the_radius_of_its_matrix():
     problem = fs.problems.quadratic(5, 3, mu=0.1, seed=4)
     one = linear_round(spectra(problem), form_of(fs.scaffold(option=1)), lr=0.3, local_steps=6)

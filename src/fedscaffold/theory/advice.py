@@ -36,7 +36,7 @@ __all__ = ["Advice", "advise"]
 
 WITHIN = 0.5  # share of the sampling error within which a drift does not matter
 NEGLIGIBLE = 1e-6  # share of the gap at the start that nobody will see
-ALIKE = 2.0  # (zeta_1 / chance)^2 up to which the clients' records may come from one source: then it is 1 on average
+ALIKE = 1.5  # (zeta_1 / chance)^2 up to which gradients may differ by chance only: then it is 1 on average
 FEW = 4  # local steps below which FedAvg gains too little
 DRAWS = 3  # of the sampling error
 
@@ -178,8 +178,8 @@ def _likeness(at: Heterogeneity) -> str:
     if at.chance == 0:
         return f"{found}."
     if at.unlikeness <= ALIKE:
-        return f"{found}; chance alone would give {at.chance:.2g}: all records might come from one source."
-    return f"{found}; chance alone would give {at.chance:.2g}: the clients are truly unlike."
+        return f"{found}; records from one source would give {at.chance:.2g}: gradients differ by chance only."
+    return f"{found}; records from one source would give {at.chance:.2g}: the clients are truly unlike."
 
 
 def _reason(name: str, steps: int, drifting: float, noise: float, sampling: float) -> str:

@@ -210,8 +210,7 @@ def batch_sizes(problem: Problem, batch_size: float | int | None) -> Floats | No
     if isinstance(batch_size, float):
         if not 0 < batch_size < 1:
             raise InputError(f"batch_size must be a share in (0, 1], a number of records, or None, got {batch_size}")
-        shares: Floats = np.maximum(np.ceil(batch_size * problem.counts - 1e-9), 1)
-        return shares
+        return np.asarray(np.maximum(np.ceil(batch_size * problem.counts - 1e-9), 1), np.float64)
     return np.full(problem.num_clients, float(checks.whole("batch_size", batch_size)))
 
 

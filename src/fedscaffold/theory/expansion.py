@@ -186,7 +186,8 @@ def drift(problem: Problem, x: Floats, p: Floats, lr: float, local_steps: int) -
     for _ in range(local_steps):
         rows, alone = client_gradients(problem, y), p @ client_gradients(problem, z)
         total += p @ rows - alone
-        y, z = y - lr * rows, z - lr * alone
+        with np.errstate(over="ignore", invalid="ignore"):
+            y, z = y - lr * rows, z - lr * alone
         if not np.isfinite(y).all():
             raise InputError(f"local steps of size {lr:g} diverge; take a smaller lr")
     return total / local_steps

@@ -4,15 +4,15 @@ At a point x (the optimum, where one can be found), with f = sum p_i f_i and Hes
 
     zeta_1          sqrt( sum p_i |grad f_i - grad f|^2 )
     chance          sqrt( sum p_i (1 - p_i) tr V_i / n_i ), the zeta_1 to expect if all records came from one source
-    zeta_2          sqrt( sum p_i ||H_i - H||^2 ),  operator norms
-    delta           max over i of ||H_i - H|| and of minus the eigenvalues of H_i
+    zeta_2, delta   sqrt( sum p_i ||H_i - H||^2 ), operator norms; the largest ||H_i - H|| or minus eigenvalue of an H_i
     big_g, big_b    G^2 = 2 sum p_i |grad f_i(x*)|^2 and B^2 = 2, with which convex clients always satisfy
                     sum p_i |grad f_i(y)|^2 <= G^2 + 2 L B^2 (f(y) - f*)
     fit_g, fit_b    G and B of the least-squares fit sum p_i |grad f_i|^2 = G^2 + B^2 |grad f|^2 at a few points
-    noise           sigma^2 = sum p_i E |g_i - grad f_i|^2 of a minibatch gradient g_i; V_i: of one record's
-    mu, smoothness  extreme eigenvalues of any H_i; mean_mu, mean_smoothness: those of H
+    noise           sigma^2 = sum p_i E |g_i - grad f_i|^2 of a minibatch gradient; record_noise: sum p_i tr V_i, of one
+                    record's
+    mu, smoothness  extreme eigenvalues of any H_i; mean_mu, mean_smoothness: of H; start_smoothness: L at the start
     drift_rate      |sum p_i (H_i - H) grad f_i|: FedAvg's drift for every unit of lr (K - 1) / 2 (F19)
-    average_drift   |drift|^2, see `fedscaffold.theory.expansion.drift`
+    average_drift   |drift|^2 at the lr and local_steps asked for, see `fedscaffold.theory.expansion.drift`
 
 Exact for small d, by eigenvalues. Else by Lanczos on Hessian-vector products, on samples of clients and records where
 the problem is large; standard errors then come from the samples' spread and from Lanczos' residuals.
@@ -21,6 +21,7 @@ the problem is large; standard errors then come from the samples' spread and fro
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -47,7 +48,6 @@ WORK, MEMORY = 100_000_000, 2_500_000  # records times d, and clients times d, b
 SAMPLES = 3
 LOOKED_AT = 20  # clients of whom ||H_i - H|| is found: each of them costs products with all
 TRAINED = 50  # gradient steps from the start to where numbers are taken again if there is no optimum
-
 Numbers: TypeAlias = dict[str, float]
 
 
@@ -55,7 +55,6 @@ class Heterogeneity(NamedTuple):
     """How unlike the clients are; formulas in the module's head."""
 
     where: str
-    """What the point is."""
     x: Floats
     weights: Floats
     batch_size: float | int | None
@@ -69,22 +68,19 @@ class Heterogeneity(NamedTuple):
     chance: float
     delta: float
     big_g: float
-    """With big_b NaN unless at the optimum of a convex problem."""
+    """With big_b NaN unless at the optimum and all clients are convex there."""
     big_b: float
     fit_g: float
     fit_b: float
     noise: float
     record_noise: float
-    """sum p_i tr V_i."""
     mu: float
     smoothness: float
     mean_mu: float
     mean_smoothness: float
     start_smoothness: float
-    """L at the problem's own parameters."""
     drift_rate: float
     average_drift: float
-    """NaN unless lr and local_steps were given."""
     errors: Numbers
     """Standard errors of the numbers that have one."""
     later: Heterogeneity | None = None
@@ -97,32 +93,30 @@ class Heterogeneity(NamedTuple):
 
     @property
     def unlikeness(self) -> float:
-        """(zeta_1 / chance)^2: about 1 where the clients' records might all come from one source."""
+        """(zeta_1 / chance)^2: about 1 where gradients differ as if all clients' records came from one source."""
         if self.zeta_1 <= 1e-9 * self.gradient_norm:
             return 0.0
         return (self.zeta_1 / self.chance) ** 2 if self.chance > 0 else np.inf
 
 
 class Look(NamedTuple):
-    """A problem, or a part of one, small enough to be looked at."""
+    """A problem, or a part of one, small enough to be looked at; `clients` are those of the whole problem in it."""
 
     problem: Problem
     p: Floats
     clients: NDArray[np.intp]
-    """Which of the whole problem's they are."""
     exact: bool
     rng: np.random.Generator
 
 
 class _View(NamedTuple):
-    """What is looked at, in which parts, and what is asked."""
+    """What is looked at, in which parts, and what is asked; `first` is the curvature at the start."""
 
     problem: Problem
     p: Floats
     batch_size: float | int | None
     looks: list[Look]
     first: Numbers
-    """Curvature at the start."""
     convex: bool
     lr: float | None
     local_steps: int | None
@@ -151,25 +145,24 @@ def heterogeneity(
     ('the optimum', 2.0, 0.05, 1.0)
     """
     p = weights_of(problem, weights)
+    batch_sizes(problem, batch_size)  # refuses a wrong one before the work begins
     small = problem.dim <= SMALL and problem.num_clients * problem.dim**2 <= NUMBERS
     looks = looks_at(problem, p, small if exact is None else exact, np.random.default_rng(seed))
     start = problem.layout.flatten(problem.params)
     first, _ = _averaged(looks, lambda look: _ends(look, start))
-    convex = problem.mu is not None or _no_dip(first)
+    convex = _no_dip(first) or (problem.mu is not None and problem.mu >= 0)
     view = _View(problem, p, batch_size, looks, first, convex, lr, local_steps)
     if at is not None:
         flat = isinstance(at, np.ndarray) and at.shape == start.shape
         return _measured(view, "the given point", np.array(at, float) if flat else problem.layout.flatten(at), start)
-    try:
-        if not convex or (problem.facts.optimum is None and problem.offsets[-1] * problem.dim > 3 * WORK):
-            raise InputError("an optimum is not looked for")
-        return _measured(view, "the optimum", find_optimum(problem, p), start)
-    except InputError:
-        trained = start
-        for _ in range(TRAINED):
-            trained = trained - p @ client_gradients(problem, trained) / first["smoothness"]
-        later = _measured(view, f"{TRAINED} gradient steps from the start", trained, start)
-        return _measured(view, "the problem's own parameters", start, trained)._replace(later=later)
+    if convex and (problem.facts.optimum is not None or problem.offsets[-1] * problem.dim <= 3 * WORK):
+        with suppress(InputError):  # there is none
+            return _measured(view, "the optimum", find_optimum(problem, p), start)
+    trained = start
+    for _ in range(TRAINED):
+        trained = trained - looks[0].p @ client_gradients(looks[0].problem, trained) / first["smoothness"]
+    later = _measured(view, f"{TRAINED} gradient steps from the start", trained, start)
+    return _measured(view, "the problem's own parameters", start, trained)._replace(later=later)
 
 
 def _measured(view: _View, where: str, x: Floats, other: Floats) -> Heterogeneity:
@@ -180,10 +173,11 @@ def _measured(view: _View, where: str, x: Floats, other: Floats) -> Heterogeneit
     )
     numbers["delta"] = max(numbers["delta"], -numbers["mu"])
     noise, noise_errors = _averaged(view.looks, lambda look: (_noise(view, look, x), {}))
-    convex, asked = view.convex and _no_dip(numbers), view.lr is not None and view.local_steps is not None
-    ideal = convex and where == "the optimum"
-    moved = drift(view.problem, x, p, view.lr or 0.0, view.local_steps or 1)
-    fit_g, fit_b = _fitted(view, x, other)
+    convex, asked = view.convex and _no_dip(numbers), np.nan
+    ideal = where == "the optimum" and numbers["mu"] > -1e-3 * numbers["smoothness"]
+    if view.lr is not None and view.local_steps is not None:
+        asked = float(np.square(drift(view.problem, x, p, view.lr, view.local_steps)).sum())
+    fit_g, fit_b = _fitted(view.looks[0], x, other)
     return Heterogeneity(
         where=where,
         x=x,
@@ -198,11 +192,10 @@ def _measured(view: _View, where: str, x: Floats, other: Floats) -> Heterogeneit
         fit_g=fit_g,
         fit_b=fit_b,
         start_smoothness=view.first["smoothness"],
-        average_drift=float(moved @ moved) if asked else np.nan,
+        average_drift=asked,
         errors=errors | noise_errors,
         later=None,
-        **numbers,
-        **noise,
+        **(numbers | noise),
     )
 
 
@@ -246,10 +239,8 @@ def _ends(look: Look, x: Floats) -> tuple[Numbers, Numbers]:
     shape = (problem.num_clients, problem.dim)
     low, high, below, above = lanczos(lambda v: client_products(problem, x, v), shape, 20, look.rng)
     i, j = low.argmin(), high.argmax()
-    bottom, top, under, over = lanczos(
-        lambda v: (p @ client_products(problem, x, v[0]))[None], (1, problem.dim), 100, look.rng
-    )
-    values, errors = (low[i], high[j], bottom[0], top[0]), (below[i], above[j], under[0], over[0])
+    ends = lanczos(lambda v: (p @ client_products(problem, x, v[0]))[None], (1, problem.dim), 100, look.rng)
+    values, errors = (low[i], high[j], *ends[0], *ends[1]), (below[i], above[j], *ends[2], *ends[3])
     return dict(zip(names, map(float, values), strict=True)), dict(zip(names, map(float, errors), strict=True))
 
 
@@ -290,22 +281,17 @@ def _noise(view: _View, look: Look, x: Floats) -> Numbers:
     drawn = 0 if sizes is None else variance / sizes[look.clients]
     unbiased = variance * counts / np.maximum(counts - 1, 1)
     explained = look.p @ ((1 - view.p[look.clients]) * unbiased / view.problem.counts[look.clients])
-    return {
-        "noise": float(look.p @ (drawn + additive)),
-        "record_noise": float(look.p @ variance),
-        "chance": float(np.sqrt(explained)),
-    }
+    sums = look.p @ (drawn + additive), look.p @ variance, np.sqrt(explained)
+    return dict(zip(("noise", "record_noise", "chance"), map(float, sums), strict=True))
 
 
-def _fitted(view: _View, x: Floats, other: Floats) -> tuple[float, float]:
+def _fitted(look: Look, x: Floats, other: Floats) -> tuple[float, float]:
     """G and B by least squares, over points between x and another one and around x."""
-    rng = np.random.default_rng(0)
-    radius = np.linalg.norm(other - x) or 1.0
-    aside = rng.normal(size=(3, len(x)))
+    aside, radius = np.random.default_rng(0).normal(size=(3, len(x))), np.linalg.norm(other - x) or 1.0
     points = [x + t * (other - x) for t in (0.0, 0.1, 0.3, 0.6, 1.0)]
     points += list(x + radius * aside / np.linalg.norm(aside, axis=1, keepdims=True))
-    rows = [client_gradients(view.problem, point) for point in points]
-    squares = np.array([[view.p @ np.square(g).sum(axis=1), np.sum((view.p @ g) ** 2)] for g in rows])
+    rows, p = [client_gradients(look.problem, point) for point in points], look.p
+    squares = np.array([[p @ np.square(g).sum(axis=1), np.sum((p @ g) ** 2)] for g in rows])
     (g2, b2), _ = nnls(np.stack([np.ones(len(points)), squares[:, 1]], axis=1), squares[:, 0])
     return float(np.sqrt(g2)), float(np.sqrt(b2))
 

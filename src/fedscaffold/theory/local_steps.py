@@ -73,9 +73,9 @@ def best_local_steps(
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, seed=0)
-    >>> best = best_local_steps(problem, lr=0.1)
+    >>> best = best_local_steps(problem, lr=1.0)
     >>> best.local_steps, best.published, round(best.estimate, 1), round(best.rounds_per_digit, 1)
-    (27, 113, 28.5, 5.3)
+    (3, 12, 2.8, 5.5)
     """
     lr = checks.number("lr", lr, above=0)
     per_round = checks.number("cost_of_round", cost_of_round, at_least=0)

@@ -47,6 +47,7 @@ __all__ = [
     "xi_round_map",
 ]
 
+LARGEST = 1e100  # a client that grows by more in a round diverges, and its squares would overflow
 SERIES = 24  # terms of the power series of `lag` where |w| H <= 1: the last is below 1e-24
 
 
@@ -224,7 +225,7 @@ def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -
     a = spectra.values.ravel()
     w = gamma * (a + form.drag)
     left = power(w, steps)
-    if not np.isfinite(left).all():
+    if not (np.abs(left) <= LARGEST).all():
         raise InputError(f"lr {gamma:g} with {steps} local steps overflows: a client alone diverges; keep lr below 2/L")
     total = geometric(w, steps)
     upsilon = left + form.drag * gamma * total

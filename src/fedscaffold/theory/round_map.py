@@ -129,6 +129,8 @@ def is_quadratic(problem: Problem) -> bool:
     >>> is_quadratic(fs.problems.quadratic(num_clients=2, dim=3))
     True
     """
+    if not isinstance(problem, Problem):
+        raise InputError(f"problem must be a Problem, got {type(problem).__name__}")
     return problem.functions.loss is quadratic_loss or isinstance(problem.functions.loss, SquaredLoss)
 
 
@@ -140,12 +142,10 @@ def client_quadratics(problem: Problem) -> tuple[Floats, Floats]:
     >>> hessians.ravel(), linear.ravel()
     (array([2., 0.]), array([-3.,  3.]))
     """
-    if not isinstance(problem, Problem):
-        raise InputError(f"problem must be a Problem, got {type(problem).__name__}")
-    loss: Any = problem.functions.loss
     if not is_quadratic(problem):
         known = "fs.problems.quadratic, dialled, lower_bound_pair or linear"
         raise InputError(f"exact rounds need a problem made of quadratics ({known}), got {problem.name}")
+    loss: Any = problem.functions.loss
     first, second = (np.asarray(a, np.float64) for a in problem.records)
     if loss is quadratic_loss:
         count = problem.counts[:, None].astype(np.float64)

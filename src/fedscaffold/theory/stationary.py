@@ -94,7 +94,9 @@ def _memoryless(law: Chain) -> Floats:
     """F7: Sigma = P Sigma P + eta_g^2 gamma^2 / N mean Sigma_eps^c, P symmetric, in the eigenbasis of P."""
     one = law.one
     lost, vectors = np.linalg.eigh(one.form.server_lr * law.spectra.mean(one.lost))
-    added = vectors.T @ _added(law)[: len(lost), : len(lost)] @ vectors
+    (source,) = law.sources
+    spread = np.sum(law.spectra.vectors @ source.covariance @ np.swapaxes(law.spectra.vectors, 1, 2), axis=0)
+    added = vectors.T @ spread @ vectors * (source.to_u / one.num_clients) ** 2
     solved = added / (lost[:, None] + lost - lost[:, None] * lost)  # 1 - p_j p_k, p = 1 - lost
     back: Floats = vectors @ solved @ vectors.T
     return back
