@@ -44,12 +44,9 @@ from fedscaffold.theory.expansion import drift, lanczos
 __all__ = ["Heterogeneity", "heterogeneity"]
 
 SMALL, NUMBERS = 300, 20_000_000  # largest d, and largest N d^2, for eigenvalues of all matrices
-WORK, MEMORY = 40_000_000, 2_500_000  # records times d, and clients times d, beyond which both are sampled
+WORK, MEMORY = 100_000_000, 2_500_000  # records times d, and clients times d, beyond which both are sampled
 SAMPLES = 3
-LOOKED_AT = (
-    20,
-    8,
-)  # clients, of a whole problem and of a sample, whose ||H_i - H|| is found: each costs products with all
+LOOKED_AT = 20  # clients of whom ||H_i - H|| is found: each of them costs products with all
 TRAINED = 50  # gradient steps from the start to where numbers are taken again if there is no optimum
 Numbers: TypeAlias = dict[str, float]
 
@@ -109,7 +106,6 @@ class Look(NamedTuple):
     p: Floats
     clients: NDArray[np.intp]
     exact: bool
-    sampled: bool
     rng: np.random.Generator
 
 
@@ -159,7 +155,7 @@ def heterogeneity(
     if at is not None:
         flat = isinstance(at, np.ndarray) and at.shape == start.shape
         return _measured(view, "the given point", np.array(at, float) if flat else problem.layout.flatten(at), start)
-    if convex and (problem.facts.optimum is not None or problem.offsets[-1] * problem.dim <= 2 * WORK):
+    if convex and (problem.facts.optimum is not None or problem.offsets[-1] * problem.dim <= 3 * WORK):
         with suppress(InputError):  # there is none
             return _measured(view, "the optimum", find_optimum(problem, p), start)
     trained = start
@@ -208,7 +204,7 @@ def looks_at(problem: Problem, p: Floats, exact: bool, rng: np.random.Generator)
     n, d, counts = problem.num_clients, problem.dim, problem.counts
     most = max(4, MEMORY // d)
     if exact or (problem.offsets[-1] * d <= WORK and n <= most):
-        return [Look(problem, p, np.arange(n), exact, False, rng)]
+        return [Look(problem, p, np.arange(n), exact, rng)]
     looks = []
     for _ in range(SAMPLES):
         chosen = np.sort(rng.permutation(np.flatnonzero(p))[:most])
@@ -216,7 +212,7 @@ def looks_at(problem: Problem, p: Floats, exact: bool, rng: np.random.Generator)
         picked = [problem.offsets[i] + rng.permutation(counts[i])[:rows] for i in chosen]
         clients = [jax.tree.map(lambda a: a[rows], problem.records) for rows in picked]  # noqa: B023
         part = Problem(problem.functions.loss, problem.params, clients, gradient=problem.functions.gradient)
-        looks.append(Look(part, p[chosen] / p[chosen].sum(), chosen, False, True, rng))
+        looks.append(Look(part, p[chosen] / p[chosen].sum(), chosen, False, rng))
     return looks
 
 
@@ -241,9 +237,9 @@ def _ends(look: Look, x: Floats) -> tuple[Numbers, Numbers]:
         each, mean = np.linalg.eigvalsh(hessians), np.linalg.eigvalsh(np.tensordot(p, hessians, 1))
         return dict(zip(names, map(float, (each.min(), each.max(), mean[0], mean[-1])), strict=True)), {}
     shape = (problem.num_clients, problem.dim)
-    low, high, below, above = lanczos(lambda v: client_products(problem, x, v), shape, 15, look.rng)
+    low, high, below, above = lanczos(lambda v: client_products(problem, x, v), shape, 20, look.rng)
     i, j = low.argmin(), high.argmax()
-    ends = lanczos(lambda v: (p @ client_products(problem, x, v[0]))[None], (1, problem.dim), 60, look.rng)
+    ends = lanczos(lambda v: (p @ client_products(problem, x, v[0]))[None], (1, problem.dim), 100, look.rng)
     values, errors = (low[i], high[j], *ends[0], *ends[1]), (below[i], above[j], *ends[2], *ends[3])
     return dict(zip(names, map(float, values), strict=True)), dict(zip(names, map(float, errors), strict=True))
 
@@ -258,7 +254,7 @@ def _apart(look: Look, x: Floats) -> tuple[Numbers, Numbers]:
         hessians = client_hessians(problem, x)
         norms = np.abs(np.linalg.eigvalsh(hessians - np.tensordot(p, hessians, 1))).max(axis=1)
         return {"zeta_2": float(np.sqrt(p @ norms**2)), "delta": float(norms.max()), "drift_rate": rate}, {}
-    chosen = np.sort(look.rng.permutation(len(p))[: LOOKED_AT[look.sampled]])
+    chosen = np.sort(look.rng.choice(len(p), min(len(p), LOOKED_AT), replace=False))
 
     def apply(v: Floats) -> Floats:
         own = np.zeros((len(p), problem.dim))
@@ -267,7 +263,7 @@ def _apart(look: Look, x: Floats) -> tuple[Numbers, Numbers]:
         apart: Floats = client_products(problem, x, own)[chosen] - shared
         return apart
 
-    low, high, below, above = lanczos(apply, (len(chosen), problem.dim), 10, look.rng)
+    low, high, below, above = lanczos(apply, (len(chosen), problem.dim), 12, look.rng)
     norms, unsure = np.maximum(-low, high), np.where(high >= -low, above, below)
     q = p[chosen] / p[chosen].sum()
     zeta_2 = float(np.sqrt(q @ norms**2))
@@ -279,7 +275,8 @@ def _apart(look: Look, x: Floats) -> tuple[Numbers, Numbers]:
 def _noise(view: _View, look: Look, x: Floats) -> Numbers:
     """Gradient noise of a batch and of a record, and the differences between clients that it explains."""
     additive = noise_level(view.problem, x)[look.clients]
-    variance = noise_level(look.problem, x, 1) - (0 if look.sampled else additive)
+    whole = look.problem is view.problem
+    variance = noise_level(look.problem, x, 1) - (additive if whole else 0)
     sizes, counts = batch_sizes(view.problem, view.batch_size), look.problem.counts
     drawn = 0 if sizes is None else variance / sizes[look.clients]
     unbiased = variance * counts / np.maximum(counts - 1, 1)
