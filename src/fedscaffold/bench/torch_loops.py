@@ -5,10 +5,11 @@ Both run the same rounds (option II, server step 1), and with the same seed on t
     y <- y - lr (g_i(y) - c_i + c)   K times from y = x,    c_i+ = c_i - c + (x - y) / (K lr)
     x <- mean of y,                  c <- c + S/N * mean of (c_i+ - c_i)
 
-`tutorial` is organised as tutorials are: an `nn.Module` copied for every client, a `DataLoader`, autograd, a
-dict of tensors per control variate, Python loops over parameters. What they add to the algorithm (running
-losses, accuracies) is left out. `batched` keeps a block of clients in one tensor, has its backward pass written
-by hand, adds a weight gradient to the weights in the product that forms it, and measures which block is best.
+`tutorial` is organised as tutorials are: an `nn.Module` copied for every client, a `DataLoader`, autograd, a dict of
+tensors per control variate, Python loops over parameters, a running loss. The accuracy they measure after every
+client's round is left out: no contestant measures one. `batched` keeps a block of clients in one tensor, has its
+backward pass written by hand, adds a weight gradient to the weights in the product that forms it, and measures which
+block is best.
 
 Times are of the training loop alone: data are tensors and models built before the clock starts. The loops are
 opponents in a race, kept as other people write them: the algorithm of this package is in `algorithms/`.
@@ -99,13 +100,16 @@ def train_client(model: Any, c: State, c_i: State, loader: Any, workload: Worklo
     """One client's round: its model, the change of its control variate, and the new control variate."""
     local = copy.deepcopy(model)
     optimizer = torch.optim.SGD(local.parameters(), lr=workload.lr)
+    running_loss = 0.0
     for features, labels in loader:
         optimizer.zero_grad()
-        mean_loss(local, features, labels, workload).backward()
+        loss = mean_loss(local, features, labels, workload)
+        loss.backward()
         with torch.no_grad():
             for name, p in local.named_parameters():
                 p.grad += c[name] - c_i[name]
         optimizer.step()
+        running_loss += loss.item()
     start, end = ({name: p.detach() for name, p in m.named_parameters()} for m in (model, local))
     travel = workload.local_steps * workload.lr
     new = {name: c_i[name] - c[name] + (start[name] - end[name]) / travel for name in c}

@@ -17,6 +17,8 @@ __all__ = ["main"]
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
     """Run a task: work load by name, contestant, repetitions, and what differs from the work load as it stands."""
+    if task["contestant"] == "sweep":
+        return _sweep(task["precision"])
     clients = task.get("clients")
     make = WORKLOADS[task["workload"].lower()]
     workload = make() if clients is None else make(clients)
@@ -64,8 +66,11 @@ def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
 
 
 def _torch(workload: Workload, contestant: str, repeat: int, threads: int) -> dict[str, Any]:
+    import torch
+
     from fedscaffold.bench import torch_loops, torch_tight
 
+    threads = threads or torch.get_num_threads()
     loop = {"tutorial": torch_loops.tutorial, "batched": torch_loops.batched, "tight": torch_tight.tight}[contestant]
     runs = [loop(workload, workload.rounds, seed, threads) for seed in range(repeat + 1)]
     warm = runs[1:] if repeat > 1 else runs
@@ -75,6 +80,23 @@ def _torch(workload: Workload, contestant: str, repeat: int, threads: int) -> di
         "compile": 0.0,
         "residual": max(run.residual for run in runs),
     }
+
+
+def _sweep(precision: str) -> dict[str, Any]:
+    """Fifty runs of a quadratic (N = 10, d = 20) in one sweep, and one of them: best of three, compiled."""
+    from fedscaffold import problems, simulate, sweep
+    from fedscaffold.algorithms import scaffold
+    from fedscaffold.experiments.federation import step_flops
+    from fedscaffold.experiments.machine import settle
+
+    problem = problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, noise=0.01, seed=0)
+    settle(step_flops(problem, 1))
+    same: dict[str, Any] = {"rounds": 500, "local_steps": 10, "precision": precision, "metrics": ()}
+    steps = [0.05, 0.1, 0.2, 0.3, 0.4]
+    one = [simulate(scaffold(), problem, lr=0.1, seed=k, progress=False, **same).seconds.cpu for k in range(4)]
+    all_ = [sweep(scaffold(), problem, lr=steps, seeds=10, progress=False, **same).seconds.cpu for _ in range(4)]
+    cost, costs = min(one[1:]), min(all_[1:])
+    return {"one_cpu_seconds": cost, "all_cpu_seconds": costs, "ratio": costs / cost}
 
 
 if __name__ == "__main__":
