@@ -1,5 +1,7 @@
 """What every registered algorithm must satisfy; a new row of the registry is tested by itself."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,15 @@ from hypothesis import strategies as st
 
 import fedscaffold as fs
 from fedscaffold.algorithms import ALGORITHMS, travelled
+from fedscaffold.conformance import plain
+from fedscaffold.conformance.federations import CONDITIONS, brief
 
 EVERY = pytest.mark.parametrize("name", sorted(ALGORITHMS))
+SAMPLED = pytest.mark.parametrize("name", sorted(name for name in ALGORITHMS if not ALGORITHMS[name]().everyone))
+# A coin is the engine's own, and has an oracle in test_family.py.
+PLAIN = pytest.mark.parametrize("name", sorted(name for name in ALGORITHMS if not ALGORITHMS[name]().coin))
+# Mime's momentum and FedDyn's second pull along its memory are no gradient descent, and are not meant to be.
+DESCENDS = pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"feddyn", "mime"}))
 RNG = np.random.default_rng(0)
 G, Y, X, C, C_I, MOVE, DIR = RNG.normal(size=(7, 5))
 WORLDS = {
@@ -26,8 +35,9 @@ def one_round(algorithm, g, y, x, c, c_i, move, d):
     shift = None if algorithm.shift is None else algorithm.shift(c, c_i)
     along = algorithm.direction(g, y, x, shift)
     kept = None if algorithm.remember is None else algorithm.remember(c, c_i, travelled(x, y, 3, 0.1))
+    anchored = None if algorithm.anchor is None else algorithm.anchor(c, g)
     new_x, new_c = algorithm.server(x, c, move, d, 0.4)
-    return [a for a in (along, kept, new_x, new_c) if a is not None]
+    return [a for a in (along, kept, anchored, new_x, new_c) if a is not None]
 
 
 @EVERY
@@ -79,7 +89,7 @@ def test_leaf_by_leaf_is_flat(name):
         np.testing.assert_array_equal(whole, np.concatenate(pieces))
 
 
-@EVERY
+@DESCENDS
 def test_homogeneous_clients_reduce_to_gradient_descent(name):
     """Equal clients, one local step: every method is x <- x - lr grad f(x)."""
     hessian, linear = np.diag([1.0, 0.3]), np.array([1.0, -2.0])
@@ -91,7 +101,7 @@ def test_homogeneous_clients_reduce_to_gradient_descent(name):
     np.testing.assert_allclose(run.vector, x, rtol=0, atol=1e-13)
 
 
-@EVERY
+@SAMPLED
 def test_a_silent_round_changes_nothing(name):
     problem = fs.problems.quadratic(num_clients=3, dim=2, seed=1)
     ask = {"local_steps": 2, "lr": 0.4, "precision": "float64"}
@@ -120,6 +130,43 @@ def test_plain_sgd_travels_its_mean_direction(scale, steps, lr):
 
 @EVERY
 def test_factories_refuse_bad_parameters(name):
-    with pytest.raises(fs.InputError, match="server_lr must be a number above 0, got -1"):
-        ALGORITHMS[name](server_lr=-1)
+    for parameter, default in inspect.signature(ALGORITHMS[name]).parameters.items():
+        with pytest.raises(fs.InputError, match=rf"{parameter} must be a .* got -1"):
+            ALGORITHMS[name](**{parameter: type(default.default)(-1)})
     assert ALGORITHMS[name]() is ALGORITHMS[name]()
+
+
+@EVERY
+def test_names_are_those_of_the_registry(name):
+    assert ALGORITHMS[name]().name == name
+
+
+@PLAIN
+def test_the_compiled_engine_is_the_plain_one(name):
+    """JAX = NumPy on a whole run: sampling, weights, unequal steps, a round without replies."""
+    algorithm = ALGORITHMS[name]()
+    case = brief(CONDITIONS["all" if algorithm.everyone else "sampling"].case, rounds=12)
+    if not algorithm.everyone:
+        steps = tuple(1 + i % 3 for i in range(case.num_clients))
+        weights = np.arange(1.0, 1 + case.num_clients)
+        case = case._replace(
+            local_steps=steps,
+            lr=case.lr[:1] * 3,
+            weights=weights / weights.sum(),
+            cohorts=(*case.cohorts[:5], (), *case.cohorts[6:]),
+        )
+    problem = fs.problems.quadratic(hessians=case.hessians, linear=case.linear, x0=case.x0)
+    run = fs.simulate(
+        algorithm,
+        problem,
+        rounds=case.rounds,
+        local_steps=list(case.local_steps),
+        lr=case.lr[0],
+        cohorts=case.cohorts,
+        weights=case.weights,
+        precision="float64",
+    )
+    trace = plain.run(algorithm, case)
+    np.testing.assert_allclose(run.vector, trace.x[-1], rtol=0, atol=1e-12 * (1 + np.abs(trace.x).max()))
+    if run.clients.c_i is not None:
+        np.testing.assert_allclose(run.clients.c_i, trace.c_i[-1], rtol=0, atol=1e-11 * (1 + np.abs(trace.c_i).max()))

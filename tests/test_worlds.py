@@ -11,8 +11,9 @@ from fedscaffold.conformance.federations import CONDITIONS, brief
 
 torch = pytest.importorskip("torch")
 
+# The coin of Scaffnew is the engine's; here it would be SCAFFOLD.
 TRIED = {
-    **{name: factory() for name, factory in ALGORITHMS.items()},
+    **{name: factory() for name, factory in ALGORITHMS.items() if not factory().coin},
     "scaffold, option I": scaffold(option=1),
 }
 
@@ -59,7 +60,7 @@ def cases(draw):
     )
 
 
-@given(cases(), st.sampled_from(sorted(ALGORITHMS)), st.sampled_from([0.5, 1.0]))
+@given(cases(), st.sampled_from(sorted(set(ALGORITHMS) - {"scaffnew"})), st.sampled_from([0.5, 1.0]))
 @settings(max_examples=60, deadline=None)
 def test_numpy_and_torch_agree_on_any_federation(case, name, server_lr):
     assert_same(ALGORITHMS[name](server_lr=server_lr), case)

@@ -14,13 +14,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fedscaffold.algorithms import ALGORITHMS, Algorithm, fedavg, fedprox, scaffold, sgd
+from fedscaffold.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    dane,
+    fedavg,
+    feddyn,
+    fednova,
+    fedprox,
+    mime,
+    scaffnew,
+    scaffold,
+    scaffold_xi,
+    sgd,
+)
 from fedscaffold.checks import InputError
 
 if TYPE_CHECKING:
     from fedscaffold import data, problems, theory
     from fedscaffold.problems import Problem
-    from fedscaffold.simulation import Run, Sweep, simulate, sweep
+    from fedscaffold.simulation import Run, Sweep, compression, richardson, simulate, stale, sweep
     from fedscaffold.theory.heterogeneity import heterogeneity
     from fedscaffold.theory.planning import plan
 
@@ -32,21 +45,30 @@ __all__ = [
     "Problem",
     "Run",
     "Sweep",
+    "compression",
+    "dane",
     "data",
     "fedavg",
+    "feddyn",
+    "fednova",
     "fedprox",
     "heterogeneity",
+    "mime",
     "plan",
     "problems",
+    "richardson",
+    "scaffnew",
     "scaffold",
+    "scaffold_xi",
     "sgd",
     "simulate",
+    "stale",
     "sweep",
     "theory",
 ]
 
 _LATER = {"Problem": "problems", "heterogeneity": "theory", "plan": "theory"}
-_LATER |= dict.fromkeys(("Run", "Sweep", "simulate", "sweep"), "simulation")
+_LATER |= dict.fromkeys(("Run", "Sweep", "compression", "richardson", "simulate", "stale", "sweep"), "simulation")
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ gap             f(x) - f(x*), where the optimum x* is known
 distance        |x - x*|
 drift           root mean square distance of the cohort's local models from their mean, at the round's end
 control_error   root mean square distance of the c_i from the ideal grad f_i(x*)
+age             mean over clients of the rounds since they were last heard
 residual        |c - sum p_i c_i|, the health gauge: always on; anything above rounding is a permanent bias
 bytes_up, bytes_down    what the cohort sent and received in the round: always on
 """
@@ -21,7 +22,7 @@ from fedscaffold.checks import InputError
 
 __all__ = ["ALWAYS", "METRICS", "met", "rises", "target_of"]
 
-METRICS = ("loss", "accuracy", "grad_norm", "gap", "distance", "drift", "control_error")
+METRICS = ("loss", "accuracy", "grad_norm", "gap", "distance", "drift", "control_error", "age")
 ALWAYS = ("residual", "bytes_up", "bytes_down")
 
 

@@ -11,17 +11,32 @@ from typing import Any
 
 from fedscaffold import checks
 from fedscaffold.algorithms.base import Algorithm, travelled
+from fedscaffold.algorithms.dane import dane
 from fedscaffold.algorithms.fedavg import fedavg
+from fedscaffold.algorithms.feddyn import feddyn
+from fedscaffold.algorithms.fednova import fednova
 from fedscaffold.algorithms.fedprox import fedprox
+from fedscaffold.algorithms.mime import mime
+from fedscaffold.algorithms.scaffnew import scaffnew
 from fedscaffold.algorithms.scaffold import scaffold
+from fedscaffold.algorithms.scaffold_xi import scaffold_xi
 from fedscaffold.algorithms.sgd import sgd
 
-__all__ = ["ALGORITHMS", "Algorithm", "fedavg", "fedprox", "make", "scaffold", "sgd", "travelled"]
+__all__ = [
+    "ALGORITHMS", "Algorithm", "dane", "fedavg", "feddyn", "fednova", "fedprox", "make", "mime", "scaffnew", "scaffold",
+    "scaffold_xi", "sgd", "travelled",
+]  # fmt: skip
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "dane": dane,
     "fedavg": fedavg,
+    "feddyn": feddyn,
+    "fednova": fednova,
     "fedprox": fedprox,
+    "mime": mime,
+    "scaffnew": scaffnew,
     "scaffold": scaffold,
+    "scaffold-xi": scaffold_xi,
     "sgd": sgd,
 }
 

@@ -33,6 +33,8 @@ class Reply(NamedTuple):
     move: Vector
     d: Vector
     c_i: Vector
+    travel: float
+    """The sum of its step sizes."""
 
 
 def run(algorithm: Algorithm, case: Case, asarray: Callable[[Any], Any] = np.asarray) -> Trace:
@@ -45,8 +47,9 @@ def run(algorithm: Algorithm, case: Case, asarray: Callable[[Any], Any] = np.asa
     >>> run(scaffold(), case).x.ravel().tolist()
     [0.0, 0.5, 0.75]
     """
-    zero = None if algorithm.remember is None else asarray(np.zeros_like(case.x0))
-    states = [State(0, asarray(case.x0), zero, (zero,) * case.num_clients)]
+    zero = asarray(np.zeros_like(case.x0))
+    c, c_i = (zero if kept else None for kept in (algorithm.shift, algorithm.remember))
+    states = [State(0, asarray(case.x0), c, (c_i,) * case.num_clients)]
     while states[-1].round < case.rounds:
         states.append(advance(algorithm, case, states[-1], asarray))
         if states[-1].round == case.restart:
@@ -67,14 +70,18 @@ def ours(case: Case) -> Trace:
 
 def advance(algorithm: Algorithm, case: Case, state: State, asarray: Callable[[Any], Any]) -> State:
     """Play one round."""
-    r = state.round
+    r, p = state.round, case.weights.tolist()
+    if algorithm.anchor is not None and case.heard(r):
+        state = state._replace(c=algorithm.anchor(state.c, mean_gradient(case, state.x, case.heard(r), asarray)))
     # The whole cohort trains; a client whose reply is lost has trained in vain and keeps the memory it had.
     replies = [train(algorithm, case, state, i, asarray) for i in case.cohorts[r]]
     replies = [reply for reply in replies if reply.i in case.heard(r)]
     if not replies:
         return state._replace(round=r + 1)
-    p = case.weights.tolist()
     heard = sum(p[reply.i] for reply in replies)
+    if algorithm.normalised:
+        travel = sum(p[reply.i] * reply.travel for reply in replies) / heard
+        replies = [reply._replace(move=reply.move * (travel / reply.travel)) for reply in replies]
     move = sum(p[reply.i] * reply.move for reply in replies) / heard
     d = sum(p[reply.i] * reply.d for reply in replies) / heard
     x, c = algorithm.server(state.x, state.c, move, d, heard)
@@ -86,13 +93,22 @@ def advance(algorithm: Algorithm, case: Case, state: State, asarray: Callable[[A
     return State(r + 1, x, c, tuple(c_i))
 
 
+def mean_gradient(case: Case, x: Vector, cohort: tuple[int, ...], asarray: Callable[[Any], Any]) -> Vector:
+    """The exchange before the local steps: the mean of the gradients at x of the clients heard."""
+    p = case.weights.tolist()
+    return sum(p[i] * asarray(case.gradient(i, x)) for i in cohort) / sum(p[i] for i in cohort)
+
+
 def train(algorithm: Algorithm, case: Case, state: State, i: int, asarray: Callable[[Any], Any]) -> Reply:
     """Client i's part of a round."""
     x, c, c_i = state.x, state.c, state.c_i[i]
     shift = None if algorithm.shift is None else algorithm.shift(c, c_i)
 
     def direction(y: Vector) -> Vector:
-        return algorithm.direction(asarray(case.gradient(i, y)), y, x, shift)
+        g = asarray(case.gradient(i, y))
+        if algorithm.anchor is not None:
+            g = g - asarray(case.gradient(i, x))
+        return algorithm.direction(g, y, x, shift)
 
     lrs = case.lr[: 1 if algorithm.one_step else case.local_steps[i]]
     y, m, total = x, 0.0, 0.0
@@ -107,8 +123,9 @@ def train(algorithm: Algorithm, case: Case, state: State, i: int, asarray: Calla
         d = travelled(x, y, len(lrs), lrs[0])
     else:
         d = total / len(lrs)
-    kept = None if algorithm.remember is None else algorithm.remember(c, c_i, d)
-    return Reply(i, x - y, d, kept)
+    seen = x - y if algorithm.by_move else d
+    kept = None if algorithm.remember is None else algorithm.remember(c, c_i, seen)
+    return Reply(i, x - y, d, kept, sum(lrs))
 
 
 def saved(state: State) -> dict[str, Any]:

@@ -86,4 +86,5 @@ def _optimizer(case: Case) -> dict[str, Any]:
 
 def _restored(state: State) -> State:
     """The state as it comes back from its bytes."""
-    return State(*(np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for a in state))
+    restored: State = jax.tree.map(lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape), state)
+    return restored

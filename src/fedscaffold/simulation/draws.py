@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from fedscaffold.simulation.spec import Draws
 
-__all__ = ["Drawer"]
+__all__ = ["Drawer", "most_steps"]
 
 Ints = NDArray[np.int64]
-COHORT, ROWS = 0, 1
+COHORT, ROWS, COIN = 0, 1, 2
 WARM_UP = 18  # steps after which three words, however alike, are mixed
 
 
@@ -43,6 +43,10 @@ class Drawer(NamedTuple):
     """Go through all records in a fresh order each epoch, instead of drawing each with replacement."""
     precision: str = "float64"
     """Float type of the record weights."""
+    available: NDArray[np.bool_] | None = None
+    """(T, N) who can be reached in each round, over and over."""
+    mean_steps: int | None = None
+    """The mean number of local steps where a coin decides: one number for all clients."""
 
     @property
     def ragged(self) -> bool:
@@ -56,10 +60,24 @@ class Drawer(NamedTuple):
         """Clients of one round, in rising order."""
         if self.schedule is not None:
             return np.sort(np.asarray(self.schedule[round], np.int64))
+        if self.available is not None:
+            reached = np.flatnonzero(self.available[round % len(self.available)])
+            size = min(self.size, len(reached))
+            return np.sort(streams.start(round, COHORT).choice(reached, size, replace=False, shuffle=False))
         if self.size == self.num_clients:
             return np.arange(self.num_clients)
         stream = streams.start(round, COHORT)
         return np.sort(stream.choice(self.num_clients, self.size, replace=False, shuffle=False))
+
+    def heard(self, seed: int, rounds: int) -> list[Ints]:
+        """The cohorts of the first rounds."""
+        streams = Streams(seed)
+        return [self.cohort(streams, r) for r in range(rounds)]
+
+    @property
+    def always(self) -> bool:
+        """Whether all clients take part in every round."""
+        return self.schedule is None and self.available is None and self.size == self.num_clients
 
     def draw(self, seed: int, start: int, number: int, room: int) -> Draws:
         """Draws of rounds start .. start + number, in arrays with room for `room` rounds."""
@@ -70,10 +88,14 @@ class Drawer(NamedTuple):
         if self.batch is not None:
             rows = np.zeros((*shape, most, int(self.batch.max())), np.int32)
             weights = np.zeros(rows.shape, self.precision) if self.ragged else None
-        if self.batch is None and self.schedule is None and self.size == self.num_clients:
-            cohort[:, : self.size] = np.arange(self.size)
-            return Draws(cohort, None, None)
         streams = Streams(seed)
+        steps = None
+        if self.mean_steps is not None:
+            steps = np.zeros(room, np.int32)
+            steps[:number] = [coin(streams, start + r, self.mean_steps) for r in range(number)]
+        if self.batch is None and self.always:
+            cohort[:, : self.size] = np.arange(self.size)
+            return Draws(cohort, None, None, steps)
         fill = self._shuffled if self.shuffle else self._replaced
         for r in range(number):
             chosen = self.cohort(streams, start + r)
@@ -81,7 +103,7 @@ class Drawer(NamedTuple):
             if rows is not None:
                 streams.start(start + r, ROWS)
                 fill(streams, chosen, rows[r], None if weights is None else weights[r])
-        return Draws(cohort, rows, weights)
+        return Draws(cohort, rows, weights, steps)
 
     def _replaced(self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None) -> None:
         """Each record drawn apart: a 32-bit number scaled to the client's count (bias below count / 2^32)."""
@@ -109,6 +131,21 @@ class Drawer(NamedTuple):
             if weights is not None:
                 real = batches >= 0
                 weights[slot, :steps, :batch] = real / real.sum(axis=1, keepdims=True)
+
+
+def coin(streams: Streams, round: int, mean: int) -> int:
+    """How many local steps a shared coin of probability 1 / mean allows in a round."""
+    return int(streams.start(round, COIN).geometric(1 / mean))
+
+
+def most_steps(mean: int, seeds: Sequence[int], rounds: int) -> int:
+    """The most local steps that the coin allows in any round of these runs, up to a whole number of means.
+
+    >>> most_steps(5, [0], 100) % 5
+    0
+    """
+    most = max(coin(streams, r, mean) for streams in map(Streams, seeds) for r in range(rounds))
+    return mean * -(-most // mean)
 
 
 class Streams:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fedscaffold.metrics import met
 from fedscaffold.problems.problem import Problem
+from fedscaffold.simulation.aging import ages, faded
 from fedscaffold.simulation.local import gradient, record_values
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
 
@@ -21,7 +22,8 @@ _SWEEP_BYTES = 1 << 22  # records evaluated at once: enough to keep matrix produ
 def usual(problem: Problem) -> tuple[str, ...]:
     """The metrics that are measured unless others are asked for."""
     accuracy = problem.functions.accuracy is not None
-    return ("loss", *(["accuracy"] if accuracy else []), *(["distance"] if problem.facts.optimum is not None else []))
+    measured = "loss" if problem.functions.has_loss else "grad_norm"
+    return (measured, *(["accuracy"] if accuracy else []), *(["distance"] if problem.facts.optimum is not None else []))
 
 
 def evaluate(
@@ -43,7 +45,7 @@ def evaluate(
 
 
 def _residual(state: State) -> Array:
-    if state.c is None:
+    if state.mean is None:
         return jnp.zeros((), state.x.dtype)
     return jnp.linalg.norm(state.c - state.mean)
 
@@ -75,14 +77,15 @@ def _row(spec: Spec, federation: Federation, state: State) -> Array:
         "grad_norm": grad_norm,
         "gap": lambda: loss() - federation.optimal_loss,
         "distance": lambda: jnp.linalg.norm(state.x - federation.optimum),
-        "control_error": lambda: _control_error(federation, state),
+        "control_error": lambda: _control_error(spec, federation, state),
+        "age": lambda: federation.weights @ ages(state).astype(state.x.dtype),
     }
     nothing = jnp.zeros((), state.x.dtype)
     return jnp.stack([measures[name]() if name in measures else nothing for name in spec.metrics])
 
 
-def _control_error(federation: Federation, state: State) -> Array:
-    held = jnp.zeros_like(federation.controls) if state.c_i is None else state.c_i
+def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
+    held = jnp.zeros_like(federation.controls) if state.c_i is None else faded(spec, state, state.c_i)
     return jnp.sqrt(federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1))
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fedscaffold.algorithms import travelled
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec
 
-__all__ = ["Reply", "Work", "gradient", "local_round", "record_values"]
+__all__ = ["Held", "Reply", "Work", "gradient", "gradient_at_x", "local_round", "record_values"]
 
 Leaves = list[Any]
 UNROLL = 4  # local steps in one turn of the loop: some 10 % faster on small models, little more to compile
@@ -27,9 +27,19 @@ class Work(NamedTuple):
     client: Array
     steps: Array
     key: Array
-    """Random key of its gradient noise."""
+    """Random key of its gradient noise and its messages."""
     rows: Array
     row_weights: Array
+    returns: Array = None
+    """Whether it has been away so long that its c_i is to be renewed."""
+
+
+class Held(NamedTuple):
+    """What a client holds from round to round; None for what it has no use for."""
+
+    c_i: Array
+    errors: Array
+    """(vectors, d) what compression left out of its messages."""
 
 
 class Reply(NamedTuple):
@@ -38,9 +48,12 @@ class Reply(NamedTuple):
     d: Array
     """Its mean direction (the direction at x for option I)."""
     move: Array
-    """x - y."""
-    c_i: Array
-    """What it remembers."""
+    """x - y, or that per unit of travel."""
+    held: Held
+    travel: Array = None
+    """The sum of its step sizes, where moves are averaged per unit of travel."""
+    renewed: Array = None
+    """By how much c_i was changed before the first step."""
 
 
 def local_round(
@@ -49,11 +62,12 @@ def local_round(
     settings: Settings,
     x: Array,
     c: Array,
-    c_i: Array,
+    held: Held,
     work: Work,
     most: Array | int,
 ) -> Reply:
     """Run one client for its steps of the round; `most` is the largest number of steps among its block."""
+    c_i, renewed = _renewed(spec, federation, x, held.c_i, work)
     start = spec.layout.leaves(x)
     shifts = _shifts(spec, c, c_i)
     noise = _noise(spec, federation, work, x.dtype)
@@ -63,7 +77,9 @@ def local_round(
 
     def direction(y: Leaves, k: Array | int, batch: tuple[Any, Array]) -> Leaves:
         g = gradient(spec, y, *batch)
-        if noise is not None:
+        if spec.algorithm.anchor is not None:  # the same batch and the same noise at x
+            g = [at_y - at_x for at_y, at_x in zip(g, gradient(spec, start, *batch), strict=True)]
+        elif noise is not None:
             g = [leaf + n for leaf, n in zip(g, spec.layout.leaves(noise[k]), strict=True)]
         return [spec.algorithm.direction(*leaf) for leaf in zip(g, y, start, shifts, strict=True)]
 
@@ -78,18 +94,54 @@ def local_round(
     total = [jnp.zeros_like(leaf) for leaf in start] if collect else None
     unroll = UNROLL if isinstance(most, int) else None
     y, total, _ = jax.lax.fori_loop(0, most, step, (start, total, memory), unroll=unroll)
-    move = x - _flat(y)
-    if not spec.sends_direction:
-        return Reply(None, move, None)
-    steps = work.steps.astype(x.dtype) if spec.unequal else spec.max_steps
-    if spec.algorithm.at_x:
+    d = None
+    if spec.sends_direction and spec.algorithm.at_x:
         d = _flat(direction(start, spec.max_steps, _whole(spec, federation, work.client)))
     elif collect:
-        d = _flat(total) / steps
-    else:
-        d = travelled(x, _flat(y), steps, settings.lr)
-    assert spec.algorithm.remember is not None
-    return Reply(d, move if spec.sends_move else None, spec.algorithm.remember(c, c_i, d))
+        d = _flat(total) / (work.steps.astype(x.dtype) if spec.unequal else spec.max_steps)
+    elif spec.sends_direction:
+        d = travelled(x, _flat(y), work.steps.astype(x.dtype) if spec.unequal else spec.travel_steps, settings.lr)
+    travel = _travel(spec, settings, work, x.dtype)
+    move = x - _flat(y) if spec.sends_move else None
+    d, move, errors = _sent(spec, held, work, d, move if travel is None else move / travel)
+    kept = None
+    if spec.algorithm.remember is not None:
+        kept = spec.algorithm.remember(c, c_i, move if spec.algorithm.by_move else d)
+    return Reply(d, move, Held(kept, errors), travel, renewed)
+
+
+def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work) -> Array:
+    """The client's gradient at x over all its data, as a flat vector, with the noise of one more step."""
+    g = _flat(gradient(spec, spec.layout.leaves(x), *_whole(spec, federation, work.client)))
+    noise = _noise(spec, federation, work, x.dtype)
+    return g if noise is None else g + noise[spec.max_steps]
+
+
+def _renewed(spec: Spec, federation: Federation, x: Array, c_i: Array, work: Work) -> tuple[Array, Array]:
+    """c_i as the round begins: renewed where the client was away for long; and the change."""
+    if work.returns is None:
+        return c_i, None
+    new = jnp.where(work.returns, gradient_at_x(spec, federation, x, work), c_i)
+    return new, new - c_i
+
+
+def _travel(spec: Spec, settings: Settings, work: Work, dtype: Any) -> Array:
+    """The sum of the client's step sizes, where moves are averaged per unit of it."""
+    if not spec.algorithm.normalised:
+        return None
+    if spec.scheduled:
+        return jnp.sum(jnp.where(jnp.arange(spec.max_steps) < work.steps, settings.lr, 0))
+    return work.steps.astype(dtype) * settings.lr
+
+
+def _sent(spec: Spec, held: Held, work: Work, d: Array, move: Array) -> tuple[Array, Array, Array]:
+    """What both sides see of the messages, and the errors that the client keeps."""
+    if spec.compressor is None:
+        return d, move, None
+    message = jnp.stack([v for v in (d, move) if v is not None]) + held.errors
+    keys = jax.random.split(jax.random.fold_in(work.key, 1), len(message))
+    seen = jax.vmap(spec.compressor.decoded)(message, keys)
+    return None if d is None else seen[0], None if move is None else seen[-1], message - seen
 
 
 def record_values(function: Callable[[Any, Any], Array], params: Any, batch: Any) -> Array:

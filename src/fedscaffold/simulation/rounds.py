@@ -8,13 +8,14 @@ serves any number of rounds; it ends early at a target or at the first value tha
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from fedscaffold.simulation.aging import begun, faded, heard_now, returning, stored
 from fedscaffold.simulation.evaluation import evaluate
-from fedscaffold.simulation.local import Work, local_round
+from fedscaffold.simulation.local import Held, Work, gradient_at_x, local_round
 from fedscaffold.simulation.spec import Array, Draws, Federation, Settings, Spec, State
 
 __all__ = ["Sums", "rounds"]
@@ -32,6 +33,9 @@ class Sums(NamedTuple):
     """of |c_i|^2"""
     spread: Array
     """of |move|^2"""
+    travel: Array = None
+    renewed: Array = None
+    """of c_i, before the local steps"""
 
 
 def rounds(
@@ -58,83 +62,150 @@ def rounds(
 def _round(
     spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, every: Array
 ) -> tuple[State, Array]:
-    key = jax.random.fold_in(settings.key, state.round)
-    c_i, sums = _cohort(spec, federation, settings, state, draw, key)
+    before = state = begun(spec, federation, state, len(draw.cohort))
+    cohort = _called(spec, federation, settings, state, draw)
+    if spec.algorithm.anchor is not None:
+        state = state._replace(c=spec.algorithm.anchor(state.c, _mean_gradient(spec, federation, state.x, cohort)))
+    held, sums = _cohort(spec, federation, settings, state, draw, cohort)
     safe = jnp.where(sums.heard > 0, sums.heard, 1)
     d = None if sums.d is None else sums.d / safe
-    length = 1 if spec.sends_move else spec.max_steps * settings.lr
+    length = _length(spec, settings, sums, safe)
     sent: Array = sums.move / safe if spec.sends_move else d
-    move = length * sent
-    x, c = spec.algorithm.server(state.x, state.c, move, d, sums.heard)
-    mean = None if sums.change is None else state.mean + sums.change
+    x, c = spec.algorithm.server(state.x, state.c, length * sent, d, sums.heard)
+    c = c if sums.renewed is None else c + sums.renewed
+    x, optimizer = _optimised(spec, state, x)
+    if spec.silences:
+        old, new = (before.x, before.c, before.optimizer), (x, c, optimizer)
+        x, c, optimizer = jax.tree.map(lambda a, b: jnp.where(sums.heard > 0, b, a), old, new)
     drift = length * jnp.sqrt(jnp.maximum(sums.spread / safe - sent @ sent, 0))
-    scale = jnp.maximum(state.scale, jnp.sqrt(sums.size / safe))
-    state = State(x, c, c_i, mean, scale, state.round + ~state.done, state.done)
+    state = State(
+        x,
+        c,
+        held.c_i,
+        None if sums.change is None else state.mean + sums.change,
+        jnp.maximum(state.scale, jnp.sqrt(sums.size / safe)),
+        state.round + ~state.done,
+        state.done,
+        optimizer,
+        heard_now(spec, state, draw.cohort),
+        held.errors,
+    )
     row, done = evaluate(spec, federation, settings, state, drift, every)
     return state._replace(done=state.done | done), row
 
 
-def _cohort(
-    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, key: Array
-) -> tuple[Array, Sums]:
-    """Run the cohort block by block; returns the new table of c_i and the weighted sums.
+def _length(spec: Spec, settings: Settings, sums: Sums, safe: Array) -> Array | int:
+    """What the averaged message is multiplied by to give the mean move."""
+    if spec.algorithm.normalised:
+        return sums.travel / safe
+    return 1 if spec.sends_move else spec.travel_steps * settings.lr
 
-    The cohort's rows are read from the table once and written once, so that XLA updates the table in place: a round
-    costs in proportion to its cohort, not to N.
-    """
+
+def _optimised(spec: Spec, state: State, x: Array) -> tuple[Array, Any]:
+    """The server's optimiser takes the algorithm's step as its gradient, and leaves c alone."""
+    if spec.server_optimizer is None:
+        return x, None
+    updates, memory = spec.server_optimizer.update(state.x - x, state.optimizer, state.x)
+    return state.x + updates, memory
+
+
+class Cohort(NamedTuple):
+    """The clients of a round, ghosts included, with weight 0."""
+
+    work: Work
+    p: Array
+
+
+def _called(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Cohort:
     everyone = jnp.arange(len(federation.first))
     client = everyone if spec.everyone else jnp.minimum(draw.cohort, len(federation.first) - 1)
     p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), federation.weights[client], 0)
-    old = state.c_i if state.c_i is None or spec.everyone else state.c_i.at[client].get(mode="promise_in_bounds")
-    keys = None if federation.noise is None else jax.vmap(partial(jax.random.fold_in, key))(client)
-    cohort = (Work(client, federation.steps[client], keys, draw.rows, draw.row_weights), p, old)
+    key = jax.random.fold_in(settings.key, state.round)
+    random = federation.noise is not None or spec.compressor is not None
+    keys = jax.vmap(partial(jax.random.fold_in, key))(client) if random else None
+    steps = federation.steps[client]
+    work = Work(client, steps, keys, draw.rows, draw.row_weights, returning(spec, state, client))
+    return Cohort(work, p)
 
-    def block(sums: Sums, part: tuple[Work, Array, Array]) -> tuple[Sums, Array]:
-        work, p, old = part
-        # a bound that differs between runs side by side would make every step of the loop a selection
-        most = jnp.max(work.steps) if spec.unequal and not spec.side_by_side else spec.max_steps
+
+def _blocks(spec: Spec, cohort: Any) -> Any:
+    return jax.tree.map(lambda a: a.reshape(-1, spec.block, *a.shape[1:]), cohort)
+
+
+def _mean_gradient(spec: Spec, federation: Federation, x: Array, cohort: Cohort) -> Array:
+    """The exchange before the local steps: the weighted mean of the cohort's gradients at x."""
+
+    def block(total: Array, part: Cohort) -> tuple[Array, None]:
+        return total + _weighted(part.p, jax.vmap(partial(gradient_at_x, spec, federation, x))(part.work)), None
+
+    total, _ = jax.lax.scan(block, jnp.zeros_like(x), _blocks(spec, cohort))
+    heard = cohort.p.sum()
+    return total / jnp.where(heard > 0, heard, 1)
+
+
+def _cohort(
+    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, cohort: Cohort
+) -> tuple[Held, Sums]:
+    """Run the cohort block by block; returns the new tables of what clients hold and the weighted sums.
+
+    The cohort's rows are read from the tables once and written once, so that XLA updates them in place: a round costs
+    in proportion to its cohort, not to N.
+    """
+    tables = Held(state.c_i, state.errors)
+    old = jax.tree.map(partial(_rows, spec, cohort.work.client), tables)
+    old = old._replace(c_i=faded(spec, state, old.c_i, cohort.work.client, ahead=1))
+
+    def block(sums: Sums, part: tuple[Cohort, Held]) -> tuple[Sums, Held]:
+        (work, p), old = part
         client = partial(local_round, spec, federation, settings, state.x, state.c)
-        replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, most)
-        change = None if old is None else replies.c_i - old
+        replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, _most(spec, draw, work))
+        held = replies.held
         sent = replies.move if spec.sends_move else replies.d
         new = Sums(
             p.sum(),
-            _weighted(p, replies.d),
+            _weighted(p, replies.d) if spec.sends_direction else None,
             _weighted(p, replies.move),
-            _weighted(p, change),
-            _squared(p, replies.c_i),
+            None if held.c_i is None else _weighted(p, held.c_i - old.c_i),
+            _squared(p, held.c_i),
             _squared(p, sent if "drift" in spec.metrics else None),
+            None if replies.travel is None else p @ replies.travel,
+            _weighted(p, replies.renewed),
         )
-        return jax.tree.map(jnp.add, sums, new), replies.c_i
+        return jax.tree.map(jnp.add, sums, new), held
 
-    blocks = jax.tree.map(lambda a: a.reshape(-1, spec.block, *a.shape[1:]), cohort)
-    sums, new = jax.lax.scan(block, _nothing(spec, state.x), blocks)
-    if state.c_i is None:
-        return None, sums
-    return _stored(spec, state.c_i, draw.cohort, new.reshape(len(client), -1)), sums
+    sums, new = jax.lax.scan(block, _nothing(spec, state.x), _blocks(spec, (cohort, old)))
+    rows = jax.tree.map(lambda a: a.reshape(len(cohort.p), *a.shape[2:]), new)
+    return jax.tree.map(partial(stored, spec, draw.cohort), tables, rows), sums
 
 
-def _stored(spec: Spec, table: Array, cohort: Array, new: Array) -> Array:
-    """Write the cohort's rows, ghosts (at the end) left out.
+def _most(spec: Spec, draw: Draws, work: Work) -> Array | int:
+    """How many local steps a block takes."""
+    if draw.steps is not None:
+        return draw.steps
+    # a bound that differs between runs side by side would make every step of the loop a selection
+    return jnp.max(work.steps) if spec.unequal and not spec.side_by_side else spec.max_steps
 
-    Row by row, because XLA does that in place while a scatter copies the table; but under vmap the rows would become
-    scatters themselves, so there one scatter for all of them is best.
-    """
-    if spec.everyone:
-        return new
-    if spec.side_by_side:
-        return table.at[cohort].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
-    def put(s: Array, table: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(table, new[s], cohort[s], axis=0)
-
-    return jax.lax.fori_loop(0, jnp.sum(cohort < len(table)), put, table)
+def _rows(spec: Spec, client: Array, table: Array) -> Array:
+    return table if spec.everyone else table.at[client].get(mode="promise_in_bounds")
 
 
 def _nothing(spec: Spec, x: Array) -> Sums:
     zero, empty = jnp.zeros((), x.dtype), jnp.zeros_like(x)
-    heard = empty if spec.sends_direction else None
-    return Sums(zero, heard, empty if spec.sends_move else None, heard, zero, zero)
+
+    def if_(wanted: bool, sum: Array) -> Array:
+        return sum if wanted else None
+
+    return Sums(
+        zero,
+        if_(spec.sends_direction, empty),
+        if_(spec.sends_move, empty),
+        if_(spec.keeps, empty),
+        zero,
+        zero,
+        if_(spec.algorithm.normalised, zero),
+        if_(spec.policy.refresh_after is not None, empty),
+    )
 
 
 def _weighted(p: Array, rows: Array) -> Array:

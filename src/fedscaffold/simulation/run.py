@@ -16,9 +16,12 @@ from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.metrics import met
 from fedscaffold.problems.problem import Problem, weights_of
+from fedscaffold.simulation.aging import ages, faded
+from fedscaffold.simulation.compression import Compressor
 from fedscaffold.simulation.engine import Seconds, drive
 from fedscaffold.simulation.setup import Ready, Request, prepare
 from fedscaffold.simulation.spec import Settings, State
+from fedscaffold.simulation.stale import Policy
 
 __all__ = ["Clients", "Run", "Server", "simulate"]
 
@@ -34,6 +37,8 @@ class Clients(NamedTuple):
     """What the clients keep between rounds, one row each."""
 
     c_i: NDArray[Any] | None
+    age: NDArray[Any] | None
+    """(N,) rounds since each was last heard, where that is kept: with the metric `age` or a policy for stale c_i."""
 
 
 class Run(NamedTuple):
@@ -85,6 +90,10 @@ def simulate(
     evaluate_every: int = 1,
     precision: str = "float32",
     block: int | None = None,
+    availability: ArrayLike | None = None,
+    server_optimizer: Any = None,
+    stale: str | Policy = "keep",
+    compression: str | Compressor | None = None,
     progress: bool | None = None,
 ) -> Run:
     """Simulate a federation: `rounds` rounds of `algorithm` on `problem`.
@@ -109,6 +118,11 @@ def simulate(
         evaluate_every: rounds between two measurements; rounds between hold NaN.
         precision: "float32" or "float64".
         block: clients run at once; by default as many as fit the cache.
+        availability: who can be reached: rows of zeros and ones, one for each round, over and over; cohorts are drawn
+            among those who can.
+        server_optimizer: an optax transformation of the server's step, such as `optax.sgd(1.0, momentum=0.9)`.
+        stale: what becomes of old control variates: "keep", "decay:0.9", "drop:20", "refresh:5" (see `fs.stale`).
+        compression: of what clients send: "top_k:0.1", "random_k:0.1", "quantise:4" (see `fs.compression`).
         progress: show a line with the time left; by default on a terminal only.
 
     >>> import fedscaffold as fs
@@ -119,15 +133,15 @@ def simulate(
     """
     request = Request(
         algorithm, problem, rounds, local_steps, local_epochs, lr, cohort, cohorts, batch_size, draw, weights,
-        local_optimizer, x0, stop_at, metrics, precision, block,
+        local_optimizer, x0, stop_at, metrics, precision, block, availability, server_optimizer, stale, compression,
+        (checks.whole("seed", seed, at_least=0, at_most=2**63 - 1),),
     )  # fmt: skip
-    seed = checks.whole("seed", seed, at_least=0, at_most=2**63 - 1)
     every = checks.whole("evaluate_every", evaluate_every)
     with jax.enable_x64(precision == "float64"):
         ready = prepare(request)
         settings = Settings(ready.lr, noise_key(seed), np.array(ready.target, precision))
         outcome = drive(ready, settings, [seed], rounds, every, None, progress_line(progress, rounds))
-    return finished(request, ready, outcome.state, outcome.table, outcome.seconds)
+    return finished(request, ready, seed, outcome.state, outcome.table, outcome.seconds)
 
 
 def noise_key(seed: int) -> NDArray[np.uint32]:
@@ -135,26 +149,27 @@ def noise_key(seed: int) -> NDArray[np.uint32]:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
-def finished(request: Request, ready: Ready, state: State, table: NDArray[Any], seconds: Seconds) -> Run:
+def finished(request: Request, ready: Ready, seed: int, state: State, table: NDArray[Any], seconds: Seconds) -> Run:
     """Gather a run's outcome, cut off at the round where it ended."""
     done = int(state.round)
     history = {"round": np.arange(1, done + 1)}
     history |= {name: table[:done, j] for j, name in enumerate(ready.spec.metrics)}
-    history |= _bytes(request, ready, done)
+    history |= _bytes(request, ready, seed, done)
     ended = bool(state.done)
     stop = ready.spec.stop
     reached = ended and stop is not None and bool(met(stop, history[stop][-1], ready.target))
     diverged = done if ended and not reached else None
-    residual = 0.0
-    if state.c is not None:
+    c_i, residual = None, 0.0
+    if state.c_i is not None:
         # summed in double precision; and not by BLAS, whose threads would go on spinning into the next run
+        c_i = faded(ready.spec, state, state.c_i)
         p = weights_of(request.problem, request.weights)
-        residual = float(np.linalg.norm(state.c - np.einsum("n,nd->d", p, state.c_i, dtype=np.float64)))
+        residual = float(np.linalg.norm(state.c - np.einsum("n,nd->d", p, c_i, dtype=np.float64)))
     return Run(
         ready.spec.layout.unflatten(state.x),
         state.x,
         Server(state.x, state.c),
-        Clients(state.c_i),
+        Clients(c_i, None if state.heard_at is None else ages(state)),
         history,
         done,
         done if reached else None,
@@ -167,13 +182,35 @@ def finished(request: Request, ready: Ready, state: State, table: NDArray[Any], 
     )
 
 
-def _bytes(request: Request, ready: Ready, done: int) -> dict[str, NDArray[np.int64]]:
-    """What the cohorts sent and received, as vectors of the run's precision."""
-    drawer = ready.drawer
-    heard = [len(c) for c in drawer.schedule[:done]] if drawer.schedule is not None else [drawer.size] * done
-    vector = request.problem.dim * np.dtype(request.precision).itemsize
-    messages = vector * np.array(heard, np.int64)
-    return {"bytes_up": ready.spec.vectors_up * messages, "bytes_down": ready.spec.vectors_down * messages}
+def _bytes(request: Request, ready: Ready, seed: int, done: int) -> dict[str, NDArray[np.int64]]:
+    """What the cohorts sent and received, as vectors of the run's precision or compressed."""
+    spec, drawer = ready.spec, ready.drawer
+    itemsize = np.dtype(request.precision).itemsize
+    vector = request.problem.dim * itemsize
+    message = vector if spec.compressor is None else spec.compressor.bytes(request.problem.dim, itemsize)
+    heard = np.full(done, drawer.size, np.int64)
+    renewed = np.zeros(done, np.int64)
+    if drawer.schedule is not None or drawer.available is not None or spec.policy.refresh_after is not None:
+        cohorts = drawer.heard(seed, done)
+        heard = np.array([len(cohort) for cohort in cohorts], np.int64)
+        renewed = _renewals(cohorts, drawer.num_clients, spec.policy.refresh_after)
+    anchors = vector * (spec.algorithm.anchor is not None)
+    return {
+        "bytes_up": (spec.vectors_up * message + anchors) * heard + vector * renewed,
+        "bytes_down": spec.vectors_down * vector * heard,
+    }
+
+
+def _renewals(cohorts: list[NDArray[np.int64]], num_clients: int, after: int | None) -> NDArray[np.int64]:
+    """How many clients of each cohort renewed their control variate."""
+    heard_at = np.zeros(num_clients, np.int64)
+    counts = np.zeros(len(cohorts), np.int64)
+    if after is None:
+        return counts
+    for r, cohort in enumerate(cohorts):
+        counts[r] = np.sum(r - heard_at[cohort] >= after)
+        heard_at[cohort] = r + 1
+    return counts
 
 
 def _advice(request: Request, ready: Ready, at: int) -> str:

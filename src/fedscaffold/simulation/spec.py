@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Functions
+from fedscaffold.simulation.stale import Policy
+
+if TYPE_CHECKING:
+    from fedscaffold.simulation.compression import Compressor
 
 __all__ = ["Draws", "Federation", "Settings", "Spec", "State"]
 
@@ -41,6 +45,17 @@ class Spec(NamedTuple):
     """Several runs of a sweep are run at once, under vmap."""
     stop: str | None = None
     """The metric that ends the run, if any."""
+    mean_steps: int | None = None
+    """The mean number of local steps where a coin decides; `max_steps` is then the most that are drawn."""
+    server_optimizer: Any = None
+    """An optax transformation of what the server adds to x, or None."""
+    policy: Policy = Policy()
+    """What becomes of old control variates."""
+    compressor: Compressor | None = None
+    ages: bool = False
+    """Keep the round in which each client was last heard."""
+    silences: bool = False
+    """There may be rounds in which nobody is heard: they change nothing."""
 
     @property
     def constant_step(self) -> bool:
@@ -48,9 +63,19 @@ class Spec(NamedTuple):
         return self.optimizer is None and not self.scheduled
 
     @property
-    def sends_direction(self) -> bool:
-        """Whether clients send d_i: only where the server keeps a control variate."""
+    def keeps(self) -> bool:
+        """Whether clients remember something from round to round."""
         return self.algorithm.remember is not None
+
+    @property
+    def travel_steps(self) -> int:
+        """The K of d_i = (x - y) / (K lr), where it is the same for all clients."""
+        return self.max_steps if self.mean_steps is None else self.mean_steps
+
+    @property
+    def sends_direction(self) -> bool:
+        """Whether clients send d_i: only where their memory is made from it."""
+        return self.keeps and not self.algorithm.by_move
 
     @property
     def sends_move(self) -> bool:
@@ -59,13 +84,14 @@ class Spec(NamedTuple):
 
     @property
     def vectors_up(self) -> int:
-        """How many vectors a client sends."""
+        """How many vectors a client sends at the round's end."""
         return self.sends_direction + self.sends_move
 
     @property
     def vectors_down(self) -> int:
-        """How many vectors a client receives: x, and c where there is one."""
-        return 1 + self.sends_direction
+        """How many vectors a client receives: x, and c where its steps need it and it cannot find it by itself."""
+        algorithm = self.algorithm
+        return 1 + (algorithm.shift is not None and not algorithm.by_move and not algorithm.everyone)
 
 
 class Federation(NamedTuple):
@@ -115,6 +141,12 @@ class State(NamedTuple):
     """The largest root mean square of |c_i| in any round's cohort: what the gauge is to be compared with."""
     round: Array
     done: Array
+    optimizer: Any = None
+    """What the server's optimiser keeps."""
+    heard_at: Array = None
+    """(N,) the round in which each client was last heard; 0 for never."""
+    errors: Array = None
+    """(N, vectors, d) what compression left out of each client's messages so far."""
 
 
 class Draws(NamedTuple):
@@ -126,3 +158,5 @@ class Draws(NamedTuple):
     """(R, S, K, B) record indices; None for full batches."""
     row_weights: Array
     """(R, S, K, B) record weights where batches are ragged."""
+    steps: Array = None
+    """(R,) numbers of local steps where a coin decides."""

@@ -66,7 +66,7 @@ def sweep(
     if same.get("local_optimizer") is not None:
         raise InputError("a sweep varies lr, and a local_optimizer brings its own: run simulate for each instead")
     grid = [(j, k) for j in range(len(steps)) for k in range(len(chosen))]
-    request = Request(algorithm, problem, rounds, lr=steps[0], **same)
+    request = Request(algorithm, problem, rounds, lr=steps[0], seeds=tuple(chosen), **same)
     every = checks.whole("evaluate_every", evaluate_every)
     with jax.enable_x64(request.precision == "float64"):
         ready, group = _grouped(prepare(request), len(grid))
@@ -80,9 +80,10 @@ def sweep(
             progress_line(progress, rounds),
         )
     runs: list[list[Run]] = [[] for _ in steps]
-    for i, (j, _) in enumerate(grid):
+    for i, (j, k) in enumerate(grid):
         state = jax.tree.map(lambda a: a[i], outcome.state)  # noqa: B023
-        runs[j].append(finished(request._replace(lr=steps[j]), ready, state, outcome.table[i], outcome.seconds))
+        done = finished(request._replace(lr=steps[j]), ready, chosen[k], state, outcome.table[i], outcome.seconds)
+        runs[j].append(done)
     return Sweep(tuple(steps), tuple(chosen), runs, outcome.seconds)
 
 

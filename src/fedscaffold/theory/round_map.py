@@ -1,13 +1,15 @@
 """The affine map of one noiseless round with all clients, by differentiating the algorithm's own code.
 
 On quadratics f_c(x) = x'A_c x / 2 - b_c'x a round is affine in the state X, which is x alone for a method without
-memory and (x, c, c_1 .. c_N) for one with control variates:
+memory, (x, c) where only the server has one, and (x, c, c_1 .. c_N) for one with control variates:
 
     X+ = M X + v
 
-`round_map` runs the engine's own round and pushes a basis through it in forward mode, so M and v are those of the code
-that simulations run: any algorithm has one. Its cost grows with the number of local steps; `quadratics.py` has closed
-forms, free of that cost, for every algorithm whose own functions have the `Form` of SCAFFOLD or FedAvg.
+`round_map` runs the engine's own round and pushes a basis through it in forward mode, so M and v are those of the
+code that simulations run: any algorithm has one. Where a coin decides the number of local steps (Scaffnew) it is the
+expected map, summed over all numbers that matter: that of the mean state. Its cost grows with the number of local
+steps; `quadratics.py` has closed forms, free of that cost, for every algorithm whose own functions have the `Form` of
+SCAFFOLD or FedAvg.
 
 On the states with c = mean c_i, where every correct run stays, the map is one of (x, c_1 .. c_N). Off them it conserves
 c - mean c_i, that is, it has the eigenvalue 1 with multiplicity d (I15), so rates are taken on them.
@@ -15,7 +17,8 @@ c - mean c_i, that is, it has the eigenvalue 1 with multiplicity d (I15), so rat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +42,7 @@ PROBE = (0.7, -1.3, 0.4, 1.9)  # arguments at which a function that is linear mu
 
 
 class AffineMap(NamedTuple):
-    """X+ = matrix X + offset, for X = (x), or X = (x, c, c_1 .. c_N) where clients have a memory."""
+    """X+ = matrix X + offset, for X = (x), (x, c), or (x, c, c_1 .. c_N) where clients have a memory."""
 
     matrix: Floats
     offset: Floats
@@ -93,20 +96,39 @@ def round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algor
         settings = Settings(ready.lr, np.zeros(2, np.uint32), np.array(np.nan))
         federation = ready.federation._replace(noise=None)
         arguments = (ready.spec, federation, settings, ready.drawer.draw(0, 0, 1, 1), ready.start)
-        offset, matrix = map(np.array, _differentiated(*arguments))
-        somewhere = np.cos(np.arange(1, len(offset) + 1))
-        there = np.asarray(_round(*arguments, jnp.asarray(somewhere)))
+        somewhere = np.cos(np.arange(1, _size(ready.start) + 1))
+        parts: list[tuple[Floats, ...]] = []
+        for chance, draws in _outcomes(ready.spec, arguments[3]):
+            given = (*arguments[:3], draws, ready.start)
+            one = (*_differentiated(*given), _round(*given, jnp.asarray(somewhere)))
+            parts.append(tuple(chance * np.array(part) for part in one))
+    offset, matrix, there = (np.sum(part, axis=0) for part in zip(*parts, strict=True))
     found = AffineMap(matrix, offset, problem.num_clients, problem.dim, ready.start.c_i is not None)
     if not np.allclose(there, found(somewhere), rtol=1e-9, atol=1e-9 * (1 + np.abs(there).max())):
         raise InputError(f"a round of {algorithm.name} is not affine on quadratics: it has no matrix")
     return found
 
 
+def _outcomes(spec: Spec, draws: Draws) -> Iterator[tuple[float, Draws]]:
+    """The numbers of local steps that a coin may allow, with their chances, up to one in 1e17; or the one there is."""
+    if spec.mean_steps is None:
+        yield 1.0, draws
+        return
+    tails = 1 - 1 / spec.mean_steps
+    most = 1 if tails == 0 else math.ceil(math.log(1e-17) / math.log(tails))
+    for steps in range(1, most + 1):
+        yield tails ** (steps - 1) / spec.mean_steps, draws._replace(steps=np.array([steps], np.int32))
+
+
+def _size(start: State) -> int:
+    return sum(np.size(a) for a in (start.x, start.c, start.c_i) if a is not None)
+
+
 @partial(jax.jit, static_argnums=0)
 def _differentiated(spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State) -> Any:
     """The round at X = 0 and its Jacobian; forward mode, as the program is made of loops."""
     one = partial(_round, spec, federation, settings, draws, start)
-    origin = jnp.zeros(sum(jnp.size(a) for a in (start.x, start.c, start.c_i) if a is not None))
+    origin = jnp.zeros(_size(start))
     return one(origin), jax.jacfwd(one)(origin)
 
 
@@ -115,9 +137,10 @@ def _round(spec: Spec, federation: Federation, settings: Settings, draws: Draws,
     """The engine's round as a function of the stacked state."""
     d = spec.layout.size
     state = start._replace(x=stacked[:d])
+    if start.c is not None:
+        state = state._replace(c=stacked[d : 2 * d])
     if start.c_i is not None:
-        c = stacked[d : 2 * d]
-        state = state._replace(c=c, c_i=stacked[2 * d :].reshape(start.c_i.shape), mean=c)
+        state = state._replace(c_i=stacked[2 * d :].reshape(start.c_i.shape), mean=state.c)
     after, _ = rounds(spec, federation, settings, state, draws, jnp.int32(1), jnp.int32(1))
     return jnp.concatenate([jnp.ravel(a) for a in (after.x, after.c, after.c_i) if a is not None])
 
@@ -182,6 +205,8 @@ def form_of(algorithm: Algorithm) -> Form | None:
     """
     if not isinstance(algorithm, Algorithm):
         raise InputError(f"algorithm must be one such as fs.scaffold(), got {algorithm!r}")
+    if algorithm.coin:
+        return None
     to_x = _linear(lambda x, c, move, d: algorithm.server(x, c, move, d, 1.0)[0], 4)
     if to_x is None or (to_x[0], to_x[1], to_x[3]) != (1, 0, 0):
         return None

@@ -1,0 +1,48 @@
+"""FedDyn (Acar et al. 2021): each client's objective is bent so that its minimiser moves to the common one.
+
+    client     d = g_i(y) - c_i + alpha (y - x)        K times from y = x   shift, direction
+               c_i+ = c_i + alpha (x - y)                                   remember
+    server     c+ = c + alpha * heard * move,    move = sum p_i (x - y_i) / heard
+               x+ = x - server_lr * (move + c+ / alpha)
+
+c_i is the gradient the client reached if it solved its problem exactly, and c = sum p_i c_i at all times, as in
+SCAFFOLD: the same gauge watches it. At a fixed point y_i = x and c = 0, hence c_i = grad f_i(x) and sum p_i grad f_i(x)
+= 0: no bias, whatever the heterogeneity. alpha is a step size in disguise: the clients must come near their minimisers.
+
+Symbols: lambda_i (the paper's gradient of L_i) = c_i, h = c.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from fedscaffold import checks
+from fedscaffold.algorithms.base import Algorithm, Vector
+
+
+@cache
+def feddyn(alpha: float = 1.0, server_lr: float = 1.0) -> Algorithm:
+    """FedDyn with regularisation `alpha`.
+
+    >>> feddyn(alpha=0.5).direction(1.0, 3.0, 1.0, -0.25)
+    1.75
+    """
+    alpha = checks.number("alpha", alpha, above=0)
+    server_lr = checks.number("server_lr", server_lr, above=0)
+
+    def direction(g: Vector, y: Vector, x: Vector, shift: Vector) -> Vector:
+        return g + shift + alpha * (y - x)
+
+    def remember(c: Vector, c_i: Vector, move: Vector) -> Vector:
+        return c_i + alpha * move
+
+    def server(x: Vector, c: Vector, move: Vector, d: Vector, heard: float) -> tuple[Vector, Vector]:
+        c = c + (alpha * heard) * move
+        return x - server_lr * (move + c / alpha), c
+
+    return Algorithm("feddyn", direction, server, shift, remember, by_move=True)
+
+
+def shift(c: Vector, c_i: Vector) -> Vector:
+    """What the client subtracts from its gradients all round long."""
+    return -c_i

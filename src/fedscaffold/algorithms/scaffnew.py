@@ -1,0 +1,32 @@
+"""Scaffnew (Mishchenko et al. 2022), or ProxSkip on the consensus problem: a shared coin decides when to communicate.
+
+    each step      y_i <- y_i - lr (g_i(y_i) - h_i)
+    with prob. p   x = mean y_j,   h_i <- h_i + (p / lr) (x - y_i),   y_i = x      one coin for all clients
+
+Between two communications every client takes the same number of steps, geometric with mean K = 1/p. So it is
+SCAFFOLD with h_i = c_i - c and a shared random number of local steps, but with the mean direction divided by the
+expected travel lr / p = K lr instead of the actual one:
+
+    d_i = p (x - y_i) / lr,    c_i+ = c_i - c + d_i,    c+ = D = mean d_i
+
+(then h_i+ = h_i + d_i - D, the line above). With p = sqrt(lr mu), lr = 1/L it needs O(sqrt(L/mu) log 1/eps) rounds.
+
+Symbols: gamma = lr, p = 1 / local_steps, x_i,t = y, h_i = c_i - c.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from fedscaffold.algorithms.base import Algorithm
+from fedscaffold.algorithms.scaffold import scaffold
+
+
+@cache
+def scaffnew() -> Algorithm:
+    """Scaffnew with p = 1 / local_steps; all clients take part in every round.
+
+    >>> scaffnew().coin
+    True
+    """
+    return scaffold()._replace(name="scaffnew", coin=True, everyone=True)

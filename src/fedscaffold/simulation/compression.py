@@ -1,0 +1,134 @@
+"""Compression of what clients send, with error feedback, so that client and server see the same value.
+
+A client that is to send v sends C(v + e) instead, decodes it as the server does, and keeps the error:
+
+    sent = C(v + e),    e <- v + e - sent
+
+What it remembers (its c_i) is made from `sent`, not from v. Compressing only what the server sees would leave c and
+the c_i apart for ever. All C here are contractions, E|C(v) - v|^2 <= (1 - share) |v|^2, so the errors stay bounded
+and vanish with what is sent: the limit is exact.
+
+    top_k(share)      the largest coordinates                    k values and k indices
+    random_k(share)   coordinates drawn anew every time          k values and a seed
+    quantise(bits)    stochastic rounding to 2^bits levels between -m and m, m = the largest |v_j| in 64 coordinates,
+                      divided by 1 + w, w = 64 / (2^bits - 1)^2 (its relative variance, so that C is a contraction)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedscaffold import checks
+from fedscaffold.checks import InputError
+from fedscaffold.simulation.spec import Array
+
+__all__ = ["Compressor", "of", "quantise", "random_k", "top_k"]
+
+GROUP = 64  # coordinates that share a scale
+INDEX = SEED = SCALE = 4  # bytes
+
+
+class Compressor(NamedTuple):
+    """A way to compress vectors."""
+
+    name: str
+    decoded: Callable[[Array, Array], Array]
+    """(v, key) -> what both sides read, for a vector and a random key."""
+    bytes: Callable[[int, int], int]
+    """(d, itemsize) -> bytes of a message with d numbers."""
+
+
+@cache
+def top_k(share: float) -> Compressor:
+    """Keep the `share` of coordinates that are largest in size.
+
+    >>> import numpy as np
+    >>> top_k(0.5).decoded(np.array([3.0, -1.0, 0.5, -4.0]), None).tolist(), top_k(0.5).bytes(1000, 4)
+    ([3.0, 0.0, 0.0, -4.0], 4000)
+    """
+    share = _share(share)
+
+    def decoded(v: Array, key: Array) -> Array:
+        return _only(v, jnp.abs(v), share)
+
+    return Compressor(f"top_k:{share:g}", decoded, lambda d, itemsize: _count(share, d) * (itemsize + INDEX))
+
+
+@cache
+def random_k(share: float) -> Compressor:
+    """Keep a random `share` of the coordinates, drawn anew for every message.
+
+    >>> random_k(0.1).bytes(1000, 4)
+    404
+    """
+    share = _share(share)
+
+    def decoded(v: Array, key: Array) -> Array:
+        return _only(v, jax.random.uniform(key, jnp.shape(v)), share)
+
+    return Compressor(f"random_k:{share:g}", decoded, lambda d, itemsize: _count(share, d) * itemsize + SEED)
+
+
+@cache
+def quantise(bits: int) -> Compressor:
+    """Round every coordinate at random to one of 2^bits levels.
+
+    >>> quantise(4).bytes(640, 4)
+    360
+    """
+    bits = checks.whole("bits", bits, at_most=16)
+    levels = 2**bits - 1
+    shrunk = 1 / (1 + GROUP / levels**2)
+
+    def decoded(v: Array, key: Array) -> Array:
+        groups = jnp.pad(v, (0, -len(v) % GROUP)).reshape(-1, GROUP)
+        most = jnp.abs(groups).max(axis=1, keepdims=True)
+        most = jnp.where(most > levels * jnp.finfo(groups.dtype).tiny, most, 0)  # the step must not round to zero
+        step = 2 * jnp.where(most > 0, most, 1) / levels
+        level = jnp.floor((groups + most) / step + jax.random.uniform(key, groups.shape, groups.dtype))
+        return shrunk * (jnp.clip(level, 0, levels) * step - most).reshape(-1)[: len(v)]
+
+    def size(d: int, itemsize: int) -> int:
+        return -(-d * bits // 8) + -(-d // GROUP) * SCALE
+
+    return Compressor(f"quantise:{bits}", decoded, size)
+
+
+def of(text: str) -> Compressor | None:
+    """The compressor that a word names: top_k:0.1, random_k:0.1, quantise:4, or none.
+
+    >>> of("top_k:0.1").name
+    'top_k:0.1'
+    """
+    name, _, value = text.partition(":")
+    factory = {"none": None, "quantise": quantise, "random_k": random_k, "top_k": top_k}
+    made = factory[checks.choice("compression", name, factory)]
+    if made is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        raise InputError(f"{name} needs a number, such as {name}:{4 if name == 'quantise' else 0.1}") from None
+    return made(number)
+
+
+def _share(share: float) -> float:
+    share = checks.number("share", share, above=0)
+    if share > 1:
+        raise InputError(f"share must be a number above 0 and at most 1, got {share:g}")
+    return share
+
+
+def _count(share: float, d: int) -> int:
+    return max(1, round(share * d))
+
+
+def _only(v: Array, rank: Array, share: float) -> Array:
+    """Keep v where `rank` is among the largest."""
+    _, chosen = jax.lax.top_k(rank, _count(share, len(v)))
+    return jnp.zeros_like(v).at[chosen].set(jnp.asarray(v)[chosen])

@@ -1,0 +1,94 @@
+"""What becomes of control variates that grow old, by name; every policy keeps c = sum p_i c_i exactly.
+
+The age of c_i is the number of rounds since client i was last heard: N/S - 1 on average when S of N are drawn
+uniformly.
+
+    keep              nothing: the default
+    decay(rate)       all c_i and c are multiplied by `rate` at the start of every round
+    drop(after)       a client not heard for `after` rounds in a row is forgotten: c loses p_i c_i, and c_i is 0
+    refresh(after)    a client that returns after `after` missed rounds first takes c_i = grad f_i(x), over all its data
+                      (option I, one more vector up); c gains p_i times the change
+
+Whatever is done to c_i is done to c with the weight p_i, in the same round: the gauge stays at rounding.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from fedscaffold import checks
+from fedscaffold.checks import InputError
+
+__all__ = ["Policy", "decay", "drop", "keep", "of", "refresh"]
+
+
+class Policy(NamedTuple):
+    """What to do about old control variates; at most one of the three is set."""
+
+    name: str = "keep"
+    rate: float | None = None
+    drop_after: int | None = None
+    refresh_after: int | None = None
+
+
+@cache
+def keep() -> Policy:
+    """Keep control variates however old they are.
+
+    >>> keep().name
+    'keep'
+    """
+    return Policy()
+
+
+@cache
+def decay(rate: float) -> Policy:
+    """Let all control variates fade by `rate` a round.
+
+    >>> decay(0.9).rate
+    0.9
+    """
+    rate = checks.number("rate", rate, at_least=0)
+    if rate > 1:
+        raise InputError(f"rate must be a number between 0 and 1, got {rate:g}")
+    return Policy(f"decay:{rate:g}", rate=rate)
+
+
+@cache
+def drop(after: int) -> Policy:
+    """Forget the control variate of a client not heard for `after` rounds.
+
+    >>> drop(10).drop_after
+    10
+    """
+    return Policy(f"drop:{after}", drop_after=checks.whole("after", after))
+
+
+@cache
+def refresh(after: int) -> Policy:
+    """Renew the control variate of a client that returns after `after` missed rounds, or more.
+
+    >>> refresh(3).refresh_after
+    3
+    """
+    return Policy(f"refresh:{after}", refresh_after=checks.whole("after", after))
+
+
+def of(text: str) -> Policy:
+    """The policy that a word names: keep, decay:0.9, drop:20 or refresh:5.
+
+    >>> of("drop:20").name
+    'drop:20'
+    """
+    name, _, value = text.partition(":")
+    checks.choice("stale policy", name, ("decay", "drop", "keep", "refresh"))
+    if name == "keep":
+        return keep()
+    try:
+        number = float(value)
+    except ValueError:
+        raise InputError(f"{name} needs a number, such as {name}:{0.9 if name == 'decay' else 10}") from None
+    if name == "decay":
+        return decay(number)
+    return (drop if name == "drop" else refresh)(checks.whole("after", number))
