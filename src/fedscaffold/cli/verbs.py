@@ -98,7 +98,9 @@ def compare(
     model: Annotated[str, typer.Option(help="softmax, mlp:WIDTH, logistic or linear.")] = "softmax",
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     cohort: Annotated[str, typer.Option(help="Share (0.2, 1.0) or number (5) of clients in a round.")] = "1.0",
-    algorithms: Annotated[str, typer.Option(help="Names, with commas between.")] = "scaffold,fedavg",
+    algorithms: Annotated[
+        str, typer.Option(help="Names, with commas between, or 'all' that go with the rest.")
+    ] = "scaffold,fedavg",
     rounds: Annotated[int, typer.Option(help="Rounds at most.")] = 100,
     local_epochs: Annotated[int | None, typer.Option(help="Passes over the client's records in a round.")] = None,
     local_steps: Annotated[int | None, typer.Option(help="Instead: steps in a round.")] = None,
@@ -200,22 +202,26 @@ def _compare(config: Config, names: str, seeds: int, target: str | None, out: Pa
     from fedscaffold import checks
     from fedscaffold.algorithms import ALGORITHMS
 
-    chosen = [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
+    every = names.strip() == "all"
+    chosen = [] if every else [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
     checks.whole("seeds", seeds)
     built = prepared(config)
     from fedscaffold.experiments import compare as room
     from fedscaffold.report import tables
 
+    chosen, refused = room.fitting(config, built) if every else (chosen, {})
     study = room.compare(config, built, chosen, seeds, target, _command(), lambda line: _progress(line, as_json))
     page = room.keep(study, out)
     answer = {
         "rows": study.rows,
         "target": study.target,
+        "left_out": refused,
         "seconds": study.seconds,
         "folder": str(out),
         "report": str(page),
     }
-    say(answer, [study.problem, "", tables.terminal(study.rows), "", *_warnings(study), f"report: {page}"], as_json)
+    notes = [*_warnings(study), *(f"left out: {reason}" for reason in refused.values())]
+    say(answer, [study.problem, "", tables.terminal(study.rows), "", *notes, f"report: {page}"], as_json)
 
 
 def _warnings(study: Study) -> list[str]:

@@ -14,14 +14,18 @@ from typing import Any
 import numpy as np
 
 from fedscaffold import algorithms
-from fedscaffold.experiments.config import Config, Local, to_toml
+from fedscaffold.checks import InputError
+from fedscaffold.experiments import arguments
+from fedscaffold.experiments.config import Config, to_toml
 from fedscaffold.experiments.federation import Built
+from fedscaffold.experiments.limits import limit
 from fedscaffold.metrics import target_of
 from fedscaffold.report import Curve, Study, tables, versions, write
 from fedscaffold.simulation import Run, Sweep, simulate, sweep
 from fedscaffold.simulation.evaluation import usual
+from fedscaffold.simulation.setup import Request, prepare
 
-__all__ = ["GRID", "compare", "keep", "run"]
+__all__ = ["GRID", "compare", "fitting", "keep", "run"]
 
 GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
@@ -41,8 +45,10 @@ def run(config: Config, built: Built, command: str, progress: bool | None = None
         done, lr = _best(found)[0], found.lr[_best_index(found)]
         seconds = found.seconds
     else:
-        local = _local(config.local)
-        done = simulate(algorithm, built.problem, seed=config.seed, progress=progress, **local, **_shared(config))
+        local = arguments.local(config.local)
+        done = simulate(
+            algorithm, built.problem, seed=config.seed, progress=progress, **local, **arguments.shared(config)
+        )
         lr, seconds = config.local.lr, done.seconds
     target = None if config.stop_at is None else target_of(config.stop_at)
     curves = [_curve(algorithm.name, config.seed, lr, done, target)]
@@ -72,6 +78,7 @@ def compare(
     config = config.model_copy(update={"metrics": sorted(wanted)})
     curves: list[Curve] = []
     seconds: dict[str, float] = {}
+    limits: dict[str, dict[str, Any]] = {}
     for name in names:
         own = config.algorithm.parameters if name == config.algorithm.name else {}
         algorithm = algorithms.make(name, **own)
@@ -81,10 +88,35 @@ def compare(
             _curve(name, seed, found.lr[best], done, aim)
             for seed, done in zip(found.seeds, found.runs[best], strict=True)
         ]
+        limits[name] = limit(config, built.problem, algorithm, found.lr[best], found.runs[best])
         seconds[name] = found.seconds.compile + found.seconds.wall
         tell(f"{name}: {len(found.lr)} step sizes x {seeds} seeds, {seconds[name]:.1f} s")
     title = "Comparison of " + ", ".join(names)
-    return _study(config, built, title, curves, command, seconds, aim)
+    study = _study(config, built, title, curves, command, seconds, aim)
+    return study._replace(rows=[row | limits[row["algorithm"]] for row in study.rows])
+
+
+def fitting(config: Config, built: Built) -> tuple[list[str], dict[str, str]]:
+    r"""The algorithms that go with a configuration, and the others with the reason why not.
+
+    >>> from fedscaffold.experiments.config import parse
+    >>> from fedscaffold.experiments.federation import build
+    >>> config = parse("cohort.size = 0.5\nlocal.steps = 2\nproblem.dataset = 'quadratic'")
+    >>> sorted(fitting(config, build(config.problem))[1])
+    ['scaffnew', 'scaffold-xi']
+    """
+    shared = {key: value for key, value in arguments.shared(config).items() if key != "evaluate_every"}
+    local = {"lr": GRID[0]} if config.local.lr == "tuned" else arguments.local(config.local)
+    good, refused = [], {}
+    for name, factory in algorithms.ALGORITHMS.items():
+        try:
+            prepare(Request(factory(), built.problem, **shared, **local))
+            good.append(name)
+        except InputError as error:
+            refused[name] = str(error)
+    if not good:
+        raise InputError(next(iter(refused.values())))
+    return good, refused
 
 
 def keep(study: Study, folder: Path) -> Path:
@@ -99,46 +131,17 @@ def keep(study: Study, folder: Path) -> Path:
     return path
 
 
-def _shared(config: Config) -> dict[str, Any]:
-    """The arguments of `simulate` that a configuration gives, but for the local optimiser and the seed."""
-    return {
-        "rounds": config.rounds,
-        "local_steps": config.local.steps,
-        "local_epochs": config.local.epochs,
-        "batch_size": config.local.batch_size,
-        "draw": config.local.draw,
-        "cohort": config.cohort.size,
-        "weights": config.weights,
-        "stop_at": config.stop_at,
-        "metrics": config.metrics,
-        "evaluate_every": config.evaluate_every,
-        "precision": config.precision,
-        "block": config.block,
-    }
-
-
-def _local(local: Local) -> dict[str, Any]:
-    """The step size, or the optimiser that brings it."""
-    if local.optimizer == "sgd":
-        return {"lr": local.lr}
-    import optax
-
-    if local.optimizer == "adam":
-        return {"local_optimizer": optax.adam(local.lr)}
-    return {"local_optimizer": optax.sgd(local.lr, momentum=local.momentum)}
-
-
 def _swept(config: Config, built: Built, algorithm: Any, seeds: Sequence[int], progress: bool | None) -> Sweep:
     """All step sizes and seeds of one algorithm, measured by the training loss at least."""
     grid: Sequence[float] = GRID if config.local.lr == "tuned" else (config.local.lr,)
-    shared = _shared(config)
+    shared = arguments.shared(config)
     if config.metrics is not None and config.local.lr == "tuned":
         shared["metrics"] = sorted({*config.metrics, "loss"})
     if config.local.optimizer == "sgd":
         return sweep(algorithm, built.problem, lr=grid, seeds=list(seeds), progress=progress, **shared)
 
     def one(lr: float, seed: int) -> Run:
-        local = _local(config.local.model_copy(update={"lr": lr}))
+        local = arguments.local(config.local.model_copy(update={"lr": lr}))
         return simulate(algorithm, built.problem, seed=seed, progress=progress, **local, **shared)
 
     runs = [[one(lr, seed) for seed in seeds] for lr in grid]

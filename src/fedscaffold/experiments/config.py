@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedscaffold.checks import InputError
 
-__all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "load", "parse", "to_toml"]
+__all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Server", "load", "parse", "to_toml"]
 
 
 class Section(BaseModel):
@@ -63,9 +63,19 @@ class Local(Section):
 
 
 class Cohort(Section):
-    """Who takes part in a round: a share or a number of clients."""
+    """Who takes part in a round: a share or a number of clients, among those who can be reached."""
 
     size: int | float = 1.0
+    availability: str | None = None
+    """A CSV file of zeros and ones: a line for each round, over and over, a column for each client."""
+
+
+class Server(Section):
+    """The optimiser of the server's step: with FedAvg these are FedAvgM, FedAdam, FedYogi and FedAdagrad."""
+
+    optimizer: Literal["none", "momentum", "nesterov", "adam", "yogi", "adagrad"] = "none"
+    lr: float = 1.0
+    momentum: float = 0.9
 
 
 class Output(Section):
@@ -85,10 +95,13 @@ class Config(Section):
     metrics: list[str] | None = None
     evaluate_every: int = 1
     block: int | None = None
+    stale: str = "keep"
+    compression: str = "none"
     problem: ProblemConfig = ProblemConfig()
     algorithm: Algorithm = Algorithm()
     local: Local = Local()
     cohort: Cohort = Cohort()
+    server: Server = Server()
     output: Output = Output()
 
 

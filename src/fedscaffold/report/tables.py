@@ -32,7 +32,12 @@ NAMES = {
     "fedavg": "FedAvg",
     "fedprox": "FedProx",
     "sgd": "SGD",
+    "dane": "DANE",
+    "feddyn": "FedDyn",
+    "fednova": "FedNova",
+    "mime": "Mime",
     "scaffnew": "Scaffnew",
+    "scaffold-xi": "SCAFFOLD (xi)",
 }
 NOTHING = "-"
 HUGE = 1e300  # as good as infinite: sums and squares of more are
@@ -160,8 +165,8 @@ class Column(NamedTuple):
     heading: str
     """With places for {metric} and {goal}."""
     show: Callable[[Row], str]
-    aim: bool = False
-    """Only there when the study has a target."""
+    needs: str = "algorithm"
+    """Only there when the rows know this."""
 
 
 def _number(key: str, digits: int = 4) -> Callable[[Row], str]:
@@ -190,11 +195,12 @@ def _data(row: Row) -> str:
 COLUMNS = (
     Column("algorithm", lambda row: named(row["algorithm"])),
     Column("lr", _number("lr")),
-    Column("rounds to {goal}", _rounds, aim=True),
-    Column("seeds that reached it", lambda row: f"{row['reached']} of {row['seeds']}", aim=True),
-    Column("data sent until then", _data, aim=True),
+    Column("rounds to {goal}", _rounds, needs="target"),
+    Column("seeds that reached it", lambda row: f"{row['reached']} of {row['seeds']}", needs="target"),
+    Column("data sent until then", _data, needs="target"),
     Column("best {metric}", _best),
     Column("final loss", _number("final_loss")),
+    Column("ends", lambda row: row.get("ends", NOTHING), needs="ends"),
     Column("residual", _number("residual", 2)),
     Column("diverged", lambda row: f"{row['diverged']} of {row['seeds']}"),
 )
@@ -207,7 +213,8 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     'algorithm'
     """
     first: Row = {"metric": "metric", "target": "target"} | (dict(rows[0]) if rows else {"target": None})
-    columns = [c for c in COLUMNS if first["target"] is not None or not c.aim]
+    known = {key for row in (first, *rows) for key, value in row.items() if value is not None} | {"algorithm"}
+    columns = [c for c in COLUMNS if c.needs in known]
     metric = first["metric"].replace("_", " ")
     goal = f"{metric} {first['target']:g}" if isinstance(first["target"], float | int) else "target"
     headings = [c.heading.format(metric=metric, goal=goal) for c in columns]
