@@ -17,10 +17,16 @@ from numpy.typing import ArrayLike, NDArray
 from fedscaffold.checks import InputError
 from fedscaffold.problems.layout import Layout
 
-__all__ = ["Facts", "Functions", "Problem", "weights_of"]
+__all__ = ["Facts", "Functions", "Problem", "no_loss", "weights_of"]
 
 Tree: TypeAlias = Any
 Floats: TypeAlias = NDArray[Any]  # of float64
+NO_LOSS = "{} has an oracle but no loss: watch 'distance' or 'grad_norm' instead of 'loss' and 'gap'"
+
+
+def no_loss(params: Tree, batch: Tree) -> Any:
+    """The loss of a problem that has only an oracle: whoever asks for it is told so."""
+    raise InputError(NO_LOSS.format("this problem"))
 
 
 class Functions(NamedTuple):
@@ -33,6 +39,11 @@ class Functions(NamedTuple):
     gradient: Callable[[Tree, Tree], Tree] | None = None
     """(params, batch) -> what the clients descend along; the gradient of the loss unless given."""
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the oracle is the gradient of anything."""
+        return self.loss is not no_loss
+
 
 class Facts(NamedTuple):
     """What is known of a problem in closed form; None where it is not."""
@@ -42,13 +53,15 @@ class Facts(NamedTuple):
     smoothness: float | None = None
     """L: the largest eigenvalue of any client's Hessian."""
     optimum: Callable[[Floats], Floats] | None = None
-    """(weights) -> the minimiser of sum p_i f_i."""
+    """(weights) -> the minimiser of sum p_i f_i; the zero of the mean oracle where there is no loss."""
     client_losses: Callable[[Floats], Floats] | None = None
     """(x) -> the N exact client losses at x."""
     client_gradients: Callable[[Floats], Floats] | None = None
     """(x) -> the N exact client gradients at x, one a row."""
     noise_covariance: Callable[[Floats, int | None], Floats] | None = None
     """(x, batch_size) -> covariance of the stochastic gradient at x, one (d, d) per client."""
+    population: tuple[Floats, Floats] | None = None
+    """A (N, d, d) and b (N, d) of the mean oracles A_i x - b_i over what the clients' records were drawn from."""
 
 
 class Problem:
@@ -56,7 +69,8 @@ class Problem:
 
     `loss(params, batch)` is the mean loss over the batch's records, for any JAX pytree `params`; `clients` is a list
     with one tree of arrays per client (an array, a tuple `(x, y)`, a dict ...), all leaves of one client having the
-    same number of rows. `test` is a batch kept apart for `accuracy(params, batch)`.
+    same number of rows. `test` is a batch kept apart for `accuracy(params, batch)`. Where clients follow an oracle that
+    is no gradient, `loss` is None and `gradient(params, batch)`, the oracle's mean over the batch, is given instead.
 
     >>> import numpy as np
     >>> import fedscaffold as fs
@@ -71,7 +85,7 @@ class Problem:
 
     def __init__(
         self,
-        loss: Callable[[Tree, Tree], Any],
+        loss: Callable[[Tree, Tree], Any] | None,
         params: Tree,
         clients: Sequence[Tree],
         *,
@@ -84,7 +98,9 @@ class Problem:
     ) -> None:
         if len(clients) == 0:
             raise InputError("clients must hold at least one client, got an empty list")
-        self.functions = Functions(loss, accuracy, gradient)
+        if loss is None and gradient is None:
+            raise InputError("a problem needs a loss, or a gradient for an oracle that comes from none; got neither")
+        self.functions = Functions(no_loss if loss is None else loss, accuracy, gradient)
         self.params = jax.tree.map(np.asarray, params)
         self.layout = Layout.of(self.params)
         _refuse_non_finite("params", self.params)
@@ -149,6 +165,8 @@ class Problem:
     def optimal_loss(self, weights: str | ArrayLike = "equal") -> float:
         """Return f(x*)."""
         optimum = self.optimum(weights)
+        if not self.functions.has_loss:
+            raise InputError(NO_LOSS.format(self.name))
         assert self.facts.client_losses is not None, "a problem that knows its optimum knows its losses"
         return float(weights_of(self, weights) @ self.facts.client_losses(optimum))
 
