@@ -1,12 +1,17 @@
-"""Compression of what clients send, with error feedback, so that client and server see the same value.
+"""Compression of what clients send, so that client and server see the same value and nothing is lost for good.
 
-A client that is to send v sends C(v + e) instead, decodes it as the server does, and keeps the error:
+A move v = x - y is an increment, and what is left out of it is sent later: error feedback.
 
     sent = C(v + e),    e <- v + e - sent
 
-What it remembers (its c_i) is made from `sent`, not from v. Compressing only what the server sees would leave c and
-the c_i apart for ever. All C here are contractions, E|C(v) - v|^2 <= (1 - share) |v|^2, so the errors stay bounded
-and vanish with what is sent: the limit is exact.
+A direction d_i makes the new c_i, and is sent as its difference from c, which both sides know:
+
+    sent = c + C(d_i - c),    hence    c_i+ = c_i - c + sent = c_i + C(mean gradient - c_i)
+
+Here c_i is the error feedback (Richtarik et al. 2021): what is left out now is in the next difference again. Kept as an
+error e as well it would be counted twice, and c_i would swing ever wider. What the client remembers is made from
+`sent`: compressing only what the server sees would leave c and the c_i apart for ever. All C here are contractions,
+E|C(v) - v|^2 <= (1 - share) |v|^2, so what is left out vanishes with what is sent, and the limit is exact.
 
     top_k(share)      the largest coordinates                    k values and k indices
     random_k(share)   coordinates drawn anew every time          k values and a seed

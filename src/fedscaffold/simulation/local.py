@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
     c_i: Array
     errors: Array
-    """(vectors, d) what compression left out of its messages."""
+    """(d,) what compression left out of its moves so far."""
 
 
 class Reply(NamedTuple):
@@ -103,7 +103,7 @@ def local_round(
         d = travelled(x, _flat(y), work.steps.astype(x.dtype) if spec.unequal else spec.travel_steps, settings.lr)
     travel = _travel(spec, settings, work, x.dtype)
     move = x - _flat(y) if spec.sends_move else None
-    d, move, errors = _sent(spec, held, work, d, move if travel is None else move / travel)
+    d, move, errors = _sent(spec, c, held, work, d, move if travel is None else move / travel)
     kept = None
     if spec.algorithm.remember is not None:
         kept = spec.algorithm.remember(c, c_i, move if spec.algorithm.by_move else d)
@@ -134,14 +134,19 @@ def _travel(spec: Spec, settings: Settings, work: Work, dtype: Any) -> Array:
     return work.steps.astype(dtype) * settings.lr
 
 
-def _sent(spec: Spec, held: Held, work: Work, d: Array, move: Array) -> tuple[Array, Array, Array]:
-    """What both sides see of the messages, and the errors that the client keeps."""
+def _sent(spec: Spec, c: Array, held: Held, work: Work, d: Array, move: Array) -> tuple[Array, Array, Array]:
+    """What both sides see of the messages, and the error of its move that the client keeps."""
     if spec.compressor is None:
         return d, move, None
-    message = jnp.stack([v for v in (d, move) if v is not None]) + held.errors
-    keys = jax.random.split(jax.random.fold_in(work.key, 1), len(message))
-    seen = jax.vmap(spec.compressor.decoded)(message, keys)
-    return None if d is None else seen[0], None if move is None else seen[-1], message - seen
+    first, second = jax.random.split(jax.random.fold_in(work.key, 1))
+    if d is not None:
+        # what is left out of d - c is in the next one again; kept as an error as well it would count twice, and grow
+        d = c + spec.compressor.decoded(d - c, first)
+    if move is None:
+        return d, None, None
+    move = move + held.errors
+    seen = spec.compressor.decoded(move, second)
+    return d, seen, move - seen
 
 
 def record_values(function: Callable[[Any, Any], Array], params: Any, batch: Any) -> Array:

@@ -179,7 +179,6 @@ def _start(request: Request, spec: Spec) -> State:
     vector = _vector(problem, problem.params if request.x0 is None else request.x0, dtype)
     zeros = np.zeros(problem.dim, dtype)
     shape = (problem.num_clients, problem.dim)
-    messages = (problem.num_clients, spec.vectors_up, problem.dim)
     return State(
         vector,
         zeros if request.algorithm.shift is not None else None,
@@ -190,7 +189,7 @@ def _start(request: Request, spec: Spec) -> State:
         np.bool_(False),
         None if spec.server_optimizer is None else jax.tree.map(np.asarray, spec.server_optimizer.init(vector)),
         np.zeros(problem.num_clients, np.int32) if spec.ages else None,
-        np.zeros(messages, dtype) if spec.compressor is not None else None,
+        np.zeros(shape, dtype) if spec.compressor is not None and spec.sends_move else None,
     )
 
 

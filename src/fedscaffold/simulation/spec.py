@@ -146,7 +146,7 @@ class State(NamedTuple):
     heard_at: Array = None
     """(N,) the round in which each client was last heard; 0 for never."""
     errors: Array = None
-    """(N, vectors, d) what compression left out of each client's messages so far."""
+    """(N, d) what compression left out of each client's moves so far, where moves are sent."""
 
 
 class Draws(NamedTuple):
