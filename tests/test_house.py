@@ -17,14 +17,16 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ARROWS = {
     "algorithms": set(),
     "data": set(),
+    "state": set(),
     "problems": {"algorithms", "data"},
-    "simulation": {"problems", "data", "algorithms"},
+    "simulation": {"state", "problems", "data", "algorithms"},
     "conformance": {"simulation", "problems", "algorithms"},
     "theory": {"simulation", "problems", "data", "algorithms"},
+    "deploy": {"state", "algorithms"},
     "report": {"simulation", "problems", "data", "algorithms"},
     "experiments": {"report", "theory", "simulation", "problems", "data", "algorithms"},
     "bench": {"experiments", "simulation", "problems", "data", "algorithms"},
-    "cli": {"bench", "conformance", "experiments", "report", "theory", "simulation", "problems", "data", "algorithms"},
+    "cli": {"bench", "conformance", "deploy", "experiments", "report", "theory", "simulation", "problems", "data", "algorithms"},
 }
 SHARED = {"checks", "metrics"}
 

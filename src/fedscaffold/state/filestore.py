@@ -1,0 +1,288 @@
+"""Vectors of clients in files: as many as the disk holds, at a cost per round that does not depend on their number.
+
+Files of a store, all named after a random identity so that two runs never mix:
+
+    rows-<id>            the base: row i of N at its place; sparse, clients never heard take no room
+    rows-<id>-<number>   a segment: the rows written between two commits, in the order they came
+
+Rows are written to the current segment only: nothing that a commit refers to is ever changed, and no fsync is needed
+before the next commit. `snapshot` syncs the segment and hands out what the commit must know: the bitmap of clients
+seen, the segments that lie over the base, who is in them and their checksums. After a crash, `restore` goes by these
+and ignores whatever was written later.
+
+Segments do not pile up. Let s(g) be the rows written between the commits g-1 and g. Commit g lists s(g-1) and s(g), so
+once it is done, both generations one might have to go back to, g and g-1, contain and list s(g-1): its rows may go to
+the base, as many with each write as are written, the rest with the next snapshot. Either generation still reads them
+from the segment, so that a base half written does not matter. A segment is deleted when neither of the last two commits
+lists it; older generations then miss it, and are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedscaffold import checks
+from fedscaffold.state.files import StateError, locked, make_folder, reported, sync_folder
+from fedscaffold.state.rowfile import RowFile, Segment
+from fedscaffold.state.stores import Clients, known, members, part, vectors
+from fedscaffold.state.tensors import Array
+
+__all__ = ["FileStore"]
+
+INTACT = "the generations committed before are intact; resume from the last"
+
+
+class FileStore:
+    """The vectors of clients in files of `folder`; see the head of this file.
+
+    One process may write. With `read_only` others may look on: they restore a generation and read, and what they read
+    is of that generation if its commit is still there afterwards, as nothing it refers to changes before it is deleted.
+
+    >>> import tempfile
+    >>> store = FileStore(tempfile.mkdtemp(), 1_000_000, 3, "float64")
+    >>> store.write([999_999], np.array([[1.0, 2.0, 3.0]]))
+    >>> store.read([999_999, 4])
+    array([[1., 2., 3.],
+           [0., 0., 0.]])
+    >>> store.close()
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        num_clients: int,
+        dim: int,
+        dtype: npt.DTypeLike = np.float32,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self.folder, self.num_clients, self.dim = Path(folder), checks.whole("num_clients", num_clients), dim
+        self.dtype = np.dtype(dtype)
+        self.identity = secrets.token_hex(8)
+        self.seen = np.zeros((num_clients + 7) // 8, np.uint8)
+        self.base: RowFile | None = None
+        self.spent: list[Segment] = []  # listed by the commit before the last only; in the base
+        self.listed: list[Segment] = []  # listed by the last commit, the newer one last
+        self.current: Segment | None = None
+        self.due: list[int] = []  # clients of the older listed segment whose rows are not yet in the base
+        self.pending = False  # a snapshot is out: what it speaks of must not change
+        self.read_only, self.held = read_only, ExitStack()
+        if not read_only:
+            with reported(f"opening {folder}", intact=INTACT):
+                make_folder(self.folder)
+                self.held.enter_context(locked(self.folder / ".rows.lock"))
+
+    def read(self, clients: npt.ArrayLike) -> Array:
+        """(S, d) the vectors of these clients; a damaged row is refused by name."""
+        who = members(clients, self.num_clients)
+        rows = np.zeros((len(who), self.dim), self.dtype)
+        heard = np.flatnonzero(bits(self.seen, who))
+        places = [
+            (place, client, self.segment(client)) for place, client in zip(heard, who[heard].tolist(), strict=True)
+        ]
+        with reported(f"reading client rows in {self.folder}", intact=INTACT):
+            for _, client, segment in places:
+                if segment is None:
+                    self.bottom().soon(client)
+            for place, client, segment in places:
+                if segment is None:
+                    self.bottom().get(client, client, rows[place])
+                else:
+                    segment.get(client, rows[place])
+        return rows
+
+    def write(self, clients: npt.ArrayLike, rows: Array) -> None:
+        """Keep `rows` as the vectors of these clients, in the current segment."""
+        who = members(clients, self.num_clients)
+        given = vectors(rows, len(who), self.dim, self.dtype)
+        if self.pending:
+            raise StateError("rows must not be written between snapshot() and committed()")
+        with reported(f"writing client rows in {self.folder}", intact=INTACT):
+            segment = self.opened()
+            for client, row in zip(who.tolist(), given, strict=True):
+                segment.put(client, row)
+            self.settle(len(who))
+        np.bitwise_or.at(self.seen, who >> 3, np.left_shift(1, who & 7).astype(np.uint8))
+
+    def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
+        """The clients ever written, `size` at a time."""
+        step = 1 << 16
+        for start in range(0, len(self.seen), step):
+            heard = np.flatnonzero(np.unpackbits(self.seen[start : start + step], bitorder="little")) + 8 * start
+            for first in range(0, len(heard), size):
+                yield heard[first : first + size], self.read(heard[first : first + size])
+
+    def snapshot(self) -> dict[str, Array]:
+        """Make all rows durable and return what the commit must know of them; no writes until `committed`."""
+        with reported(f"keeping client rows in {self.folder}", intact=INTACT):
+            segment = self.opened()
+            self.settle(len(self.due))
+            for file in (segment.file, self.base):
+                if file is not None:
+                    file.sync()
+            sync_folder(self.folder)
+        self.pending = True
+        listed = [*self.listed[-1:], segment]
+        return {
+            "identity": np.frombuffer(bytes.fromhex(self.identity), np.uint8),
+            "shape": np.array([self.num_clients, self.dim, self.dtype.itemsize]),
+            "seen": self.seen,
+            "segments": np.array([each.number for each in listed]),
+            "counts": np.array([len(each.slots) for each in listed]),
+            "clients": np.concatenate([np.fromiter(each.slots, np.int64) for each in listed]),
+            "sums": np.concatenate([np.array(each.sums, np.uint32) for each in listed]),
+        }
+
+    def committed(self) -> None:
+        """Begin a new segment, and delete those that neither this commit nor the one before lists."""
+        if not self.pending or self.current is None:
+            raise StateError("committed() must follow snapshot() and the commit of what it returned")
+        for segment in self.spent:
+            segment.file.close()
+        self.spent, self.listed = self.listed[:-1], [*self.listed[-1:], self.current]
+        self.current, self.pending = None, False
+        self.plan()
+        kept = {segment.number for segment in self.spent + self.listed}
+        with reported(f"tidying {self.folder}", intact="all that was committed is intact"):
+            for number in self.numbers() - kept:
+                self.path(number).unlink(missing_ok=True)
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Go to the state of a snapshot, if every row above the base is the one committed."""
+        self.release()
+        try:
+            self.take(arrays)
+        except BaseException:
+            self.release()
+            raise
+
+    def close(self) -> None:
+        """Close all files; rows since the last commit are gone."""
+        self.release()
+        self.held.close()
+
+    # Inside
+
+    def segment(self, client: int) -> Segment | None:
+        """The newest segment with a row of this client; None: its row is in the base."""
+        for segment in (self.current, *reversed(self.listed)):
+            if segment is not None and client in segment.slots:
+                return segment
+        return None
+
+    def bottom(self) -> RowFile:
+        """The base, which must be there when a client seen is in no segment."""
+        if self.base is None:
+            raise StateError(f"{self.path().name} is missing from {self.folder}; it holds rows of clients")
+        return self.base
+
+    def opened(self) -> Segment:
+        """The current segment, created when first needed, with a number never used before."""
+        if self.read_only:
+            raise StateError(f"the rows in {self.folder} were opened to be read only")
+        if self.current is None:
+            number = 1 + max(self.numbers(), default=0)
+            self.current = Segment(number, RowFile(self.path(number), self.dim, self.dtype))
+        return self.current
+
+    def plan(self) -> None:
+        """All rows of the older of two listed segments are due in the base."""
+        self.due = sorted(self.listed[0].slots, reverse=True) if len(self.listed) == 2 else []
+
+    def settle(self, count: int) -> None:
+        """Write up to `count` of the rows that are due into the base."""
+        if self.due and self.base is None:
+            self.base = RowFile(self.path(), self.dim, self.dtype)
+        row = np.empty(self.dim, self.dtype)
+        for client in self.due[: -count - 1 : -1]:
+            self.listed[0].get(client, row)
+            self.bottom().put(client, client, row)
+            self.due.pop()
+
+    def take(self, arrays: Mapping[str, Array]) -> None:
+        """Open the files a snapshot speaks of and check every row above the base."""
+        self.identity, seen, segments = described(arrays, self.num_clients, self.dim, self.dtype)
+        row = np.empty(self.dim, self.dtype)
+        for number, clients, sums in segments:
+            segment = Segment(number, self.existing(self.path(number)))
+            self.listed.append(segment)
+            segment.slots = {client: slot for slot, client in enumerate(clients.tolist())}
+            segment.sums.extend(sums.tolist())
+            with reported(f"reading {segment.file.path}", intact="an older generation may be whole"):
+                for client in segment.slots:
+                    segment.get(client, row)
+        above = {client for segment in self.listed for client in segment.slots}
+        if self.path().exists() or np.bitwise_count(seen).sum() > len(above):
+            self.base = self.existing(self.path())
+        self.seen = seen
+        self.plan()
+
+    def existing(self, path: Path) -> RowFile:
+        """A file of rows that must be there."""
+        with reported(f"opening {path.name} in {self.folder}", intact="an older generation may be whole"):
+            return RowFile(path, self.dim, self.dtype, os.O_RDONLY if self.read_only else os.O_RDWR)
+
+    def path(self, number: int | None = None) -> Path:
+        """The base, or the segment of that number."""
+        return self.folder / (f"rows-{self.identity}" + ("" if number is None else f"-{number:08d}"))
+
+    def numbers(self) -> set[int]:
+        """The numbers of this store's segments on the disk."""
+        begin = f"rows-{self.identity}-"
+        return {int(path.name.removeprefix(begin)) for path in self.folder.glob(begin + "[0-9]*")}
+
+    def release(self) -> None:
+        """Close all files and forget all rows; a segment that no commit lists is deleted."""
+        current = [] if self.current is None else [self.current]
+        for segment in current:
+            if not self.pending:
+                segment.file.path.unlink(missing_ok=True)
+        for file in [segment.file for segment in self.spent + self.listed + current] + [self.base]:
+            if file is not None:
+                file.close()
+        self.base, self.current, self.pending = None, None, False
+        self.spent, self.listed, self.due = [], [], []
+        self.seen = np.zeros_like(self.seen)
+
+
+def described(
+    arrays: Mapping[str, Array], num_clients: int, dim: int, dtype: np.dtype[np.generic]
+) -> tuple[str, Array, list[tuple[int, Clients, Array]]]:
+    """The identity, the bitmap and the segments (number, clients, checksums) of a snapshot, if they fit the store."""
+    identity = part(arrays, "identity", np.uint8, (8,)).tobytes().hex()
+    shape = part(arrays, "shape", np.int64, (3,)).tolist()
+    if shape != [num_clients, dim, dtype.itemsize]:
+        raise StateError(f"the snapshot has {shape[0]} clients, d = {shape[1]} and {shape[2]} bytes for a number")
+    seen = part(arrays, "seen", np.uint8, ((num_clients + 7) // 8,)).copy()
+    numbers = part(arrays, "segments", np.int64, (None,))
+    counts = part(arrays, "counts", np.int64, (len(numbers),))
+    clients = part(arrays, "clients", np.int64, (None,))
+    sums = part(arrays, "sums", np.uint32, (len(clients),))
+    if not 1 <= len(numbers) <= 2 or min(*counts, *numbers) < 0 or counts.sum() != len(clients):
+        raise StateError("the snapshot's segments do not fit their lists of clients")
+    ends = np.cumsum(counts)
+    segments = [
+        (number, clients[end - count : end], sums[end - count : end])
+        for number, count, end in zip(numbers.tolist(), counts, ends, strict=True)
+    ]
+    for _, who, _ in segments:
+        if not bits(seen, known(who, num_clients)).all():
+            raise StateError("the snapshot has rows of clients it has not seen")
+    return identity, seen, segments
+
+
+def bits(packed: Array, places: Clients) -> npt.NDArray[np.bool_]:
+    """Which of `places` are set in a bitmap.
+
+    >>> bits(np.array([0b101], np.uint8), np.array([0, 1, 2]))
+    array([ True, False,  True])
+    """
+    flags: npt.NDArray[np.bool_] = np.right_shift(packed[places >> 3], places & 7) % 2 == 1
+    return flags

@@ -1,0 +1,127 @@
+"""Reading ahead: the next cohort's rows come from the disk while this round computes.
+
+One thread does all reading and writing of the store, in the order asked for, so no row is ever read while it is
+written. The next cohort may share clients with the cohort at work, whose new rows are not there yet: these are left
+out when reading ahead, and read when they are needed, behind the write in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedscaffold.state.stores import Clients, Store, members, vectors
+from fedscaffold.state.tensors import Array
+
+__all__ = ["Prefetched"]
+
+
+class Prefetched:
+    """A store with a reader thread; the same interface, and `ask`.
+
+        rows = store.read(cohort)       # waits only for what is not there yet
+        store.ask(next_cohort)          # starts reading; returns at once
+        ...                             # compute
+        store.write(cohort, new_rows)   # starts writing; `new_rows` must not change any more
+
+    Clients read and not yet written count as at work: what `ask` reads of them would be stale. An error of the
+    thread is raised by the next call.
+
+    >>> from fedscaffold.state.stores import ArrayStore
+    >>> store = Prefetched(ArrayStore(3, 1, "float64"))
+    >>> rows = store.read([0, 1])
+    >>> store.ask([1, 2])
+    >>> store.write([0, 1], rows + 5)
+    >>> store.read([1, 2])
+    array([[5.],
+           [0.]])
+    >>> store.close()
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.num_clients, self.dim, self.dtype = store.num_clients, store.dim, store.dtype
+        self.thread = ThreadPoolExecutor(1, "client state")
+        self.at_work: set[int] = set()
+        self.asked: list[int] = []
+        self.early: dict[int, int] = {}
+        self.ahead: Future[Array] | None = None
+        self.writing: list[Future[None]] = []
+
+    def ask(self, clients: npt.ArrayLike) -> None:
+        """Begin to read the rows of `clients`, the next cohort."""
+        self.asked = members(clients, self.num_clients).tolist()
+        ready = [client for client in self.asked if client not in self.at_work]
+        self.early = {client: place for place, client in enumerate(ready)}
+        self.ahead = self.thread.submit(self.store.read, ready)
+
+    def read(self, clients: npt.ArrayLike) -> Array:
+        """(S, d) the vectors of these clients; they are at work from now on until written."""
+        who = members(clients, self.num_clients).tolist()
+        self.settle(wait=False)
+        early = self.early if self.asked == who else {}
+        late = [client for client in who if client not in early]
+        rest = self.thread.submit(self.store.read, late)
+        if self.ahead is None or not early:
+            rows = rest.result()
+        else:
+            known = np.isin(who, list(early))
+            rows = np.empty((len(who), self.dim), self.dtype)
+            rows[known] = self.ahead.result()[list(early.values())]  # both in the order asked for
+            rows[~known] = rest.result()
+        self.asked, self.early, self.ahead = [], {}, None
+        self.at_work.update(who)
+        return rows
+
+    def write(self, clients: npt.ArrayLike, rows: Array) -> None:
+        """Begin to write `rows`; later reads of these clients see them."""
+        who = members(clients, self.num_clients).tolist()
+        rows = vectors(rows, len(who), self.dim, self.dtype)
+        self.settle(wait=False)
+        for client in who:
+            self.early.pop(client, None)  # read ahead, and stale from now on
+        self.writing.append(self.thread.submit(self.store.write, who, rows))
+        self.at_work.difference_update(who)
+
+    def settle(self, wait: bool = True) -> None:
+        """Raise the error of a write that failed; with `wait`, until all writes are done."""
+        while self.writing and (wait or self.writing[0].done()):
+            self.writing.pop(0).result()
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        """The result of `function` in the store's thread, behind everything asked for before."""
+        self.settle()
+        return self.thread.submit(function, *arguments).result()
+
+    def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
+        """As the store's, when all writes are done."""
+        chunks = self.call(self.store.chunks, size)
+        while (chunk := self.call(next, chunks, None)) is not None:
+            yield chunk
+
+    def snapshot(self) -> dict[str, Array]:
+        """As the store's, when all writes are done."""
+        result: dict[str, Array] = self.call(self.store.snapshot)
+        return result
+
+    def committed(self) -> None:
+        """As the store's."""
+        self.call(self.store.committed)
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """As the store's; what was read ahead is forgotten."""
+        self.asked, self.early, self.ahead = [], {}, None
+        self.at_work.clear()
+        self.call(self.store.restore, arrays)
+
+    def close(self) -> None:
+        """Finish the writes, end the thread, close the store."""
+        try:
+            self.settle()
+        finally:
+            self.thread.shutdown()
+            self.store.close()

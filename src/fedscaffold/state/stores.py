@@ -1,0 +1,233 @@
+"""Vectors of many clients behind one small interface: in memory, in memory for those heard only, or in a file.
+
+A client that was never written has the zero vector: control variates start at zero. All stores give back the very bits
+that were written, and refuse a request that names a client twice: which row would win?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedscaffold import checks
+from fedscaffold.state.files import StateError
+from fedscaffold.state.tensors import Array
+
+__all__ = ["ArrayStore", "Clients", "SparseStore", "Store", "choose", "mean"]
+
+Clients: TypeAlias = npt.NDArray[np.int64]
+
+
+class Store(Protocol):
+    """What every store offers."""
+
+    num_clients: int
+    dim: int
+    dtype: np.dtype[Any]
+
+    def read(self, clients: npt.ArrayLike) -> Array:
+        """(S, d) the vectors of these clients, in memory of their own."""
+
+    def write(self, clients: npt.ArrayLike, rows: Array) -> None:
+        """Keep `rows` (S, d), of the store's dtype, as the vectors of these clients."""
+
+    def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
+        """(clients, their vectors), `size` at a time and ascending, of all that may differ from zero."""
+
+    def snapshot(self) -> dict[str, Array]:
+        """What belongs in the next commit so that `restore` gives this state; valid until the next write."""
+
+    def committed(self) -> None:
+        """Told after every commit that holds the last snapshot: what only older commits need may go."""
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Go to the state of a snapshot; StateError if it does not fit this store or the files it needs are damaged."""
+
+    def close(self) -> None:
+        """Give files and threads back; what was not committed is gone."""
+
+
+def members(clients: npt.ArrayLike, num_clients: int) -> Clients:
+    """Clients as positions, if they are distinct whole numbers in range.
+
+    >>> members([3, 1, 3], 5)
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: clients must be named once in a request, got client 3 more than once
+    """
+    given = np.asarray(clients)
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+        raise checks.InputError(f"clients must be a list of whole numbers, got {given.dtype} of shape {given.shape}")
+    order = np.sort(given)
+    if order.size and (order[0] < 0 or order[-1] >= num_clients):
+        raise checks.InputError(f"clients must be from 0 to {num_clients - 1}, got {order[0]} to {order[-1]}")
+    if (twice := order[1:][order[1:] == order[:-1]]).size:
+        raise checks.InputError(f"clients must be named once in a request, got client {twice[0]} more than once")
+    return given.astype(np.int64)
+
+
+def known(clients: Array, num_clients: int) -> Clients:
+    """Clients of a snapshot; what would be a wrong request is a damaged snapshot here."""
+    try:
+        return members(clients, num_clients)
+    except checks.InputError as error:
+        raise StateError(f"the snapshot does not fit this store: {error}") from error
+
+
+def vectors(rows: Any, count: int, dim: int, dtype: np.dtype[Any]) -> Array:
+    """Rows as they are kept, if there is one of the store's dtype for each client: nothing is rounded in silence."""
+    given = np.asarray(rows)
+    if given.shape != (count, dim) or given.dtype != dtype:
+        raise checks.InputError(f"rows must be {dtype} of shape {(count, dim)}, got {given.dtype} of {given.shape}")
+    return np.ascontiguousarray(given)
+
+
+def part(arrays: Mapping[str, Array], name: str, dtype: npt.DTypeLike, shape: tuple[int | None, ...]) -> Array:
+    """One array of a snapshot, if it has the dtype and shape expected (None: any length)."""
+    array = arrays.get(name)
+    if array is None or array.dtype != dtype or array.ndim != len(shape):
+        raise StateError(f"the snapshot has no {np.dtype(dtype)} array {name!r} of {len(shape)} dimensions")
+    if any(want is not None and have != want for have, want in zip(array.shape, shape, strict=True)):
+        raise StateError(f"{name!r} of the snapshot has shape {array.shape}; this store needs {shape}")
+    return array
+
+
+class ArrayStore:
+    """All vectors in one array: the fastest, N d numbers of memory.
+
+    >>> store = ArrayStore(3, 2, "float64")
+    >>> store.write([2], np.array([[1.0, 2.0]]))
+    >>> store.read([2, 0])
+    array([[1., 2.],
+           [0., 0.]])
+    """
+
+    def __init__(self, num_clients: int, dim: int, dtype: npt.DTypeLike = np.float32) -> None:
+        self.num_clients, self.dim, self.dtype = checks.whole("num_clients", num_clients), dim, np.dtype(dtype)
+        self.rows = np.zeros((num_clients, dim), dtype)
+
+    def read(self, clients: npt.ArrayLike) -> Array:
+        """(S, d) the vectors of these clients."""
+        return self.rows[members(clients, self.num_clients)]
+
+    def write(self, clients: npt.ArrayLike, rows: Array) -> None:
+        """Keep `rows` as the vectors of these clients."""
+        who = members(clients, self.num_clients)
+        self.rows[who] = vectors(rows, len(who), self.dim, self.dtype)
+
+    def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
+        """All clients, `size` at a time."""
+        for start in range(0, self.num_clients, size):
+            yield np.arange(start, min(start + size, self.num_clients)), self.rows[start : start + size]
+
+    def snapshot(self) -> dict[str, Array]:
+        """All rows, not copied."""
+        return {"rows": self.rows}
+
+    def committed(self) -> None:
+        """Nothing to let go."""
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Take the rows of a snapshot."""
+        self.rows = part(arrays, "rows", self.dtype, (self.num_clients, self.dim)).copy()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class SparseStore:
+    """The vectors of clients ever written, in memory; the others are zero and take no room.
+
+    >>> store = SparseStore(1_000_000_000, 2, "float64")
+    >>> store.write([999_999_999, 5], np.array([[1.0, 2.0], [3.0, 4.0]]))
+    >>> store.read([5, 6])
+    array([[3., 4.],
+           [0., 0.]])
+    >>> store.snapshot()["clients"]
+    array([999999999,         5])
+    """
+
+    def __init__(self, num_clients: int, dim: int, dtype: npt.DTypeLike = np.float32) -> None:
+        self.num_clients, self.dim, self.dtype = checks.whole("num_clients", num_clients), dim, np.dtype(dtype)
+        self.slots: dict[int, int] = {}
+        self.rows = np.empty((0, dim), dtype)
+
+    def read(self, clients: npt.ArrayLike) -> Array:
+        """(S, d) the vectors of these clients, zero for those never written."""
+        places = [self.slots.get(client, -1) for client in members(clients, self.num_clients).tolist()]
+        slots = np.array(places, np.int64)
+        out = np.zeros((len(slots), self.dim), self.dtype)
+        out[slots >= 0] = self.rows[slots[slots >= 0]]
+        return out
+
+    def write(self, clients: npt.ArrayLike, rows: Array) -> None:
+        """Keep `rows` as the vectors of these clients; room doubles when it runs out."""
+        who = members(clients, self.num_clients)
+        given = vectors(rows, len(who), self.dim, self.dtype)
+        slots = [self.slots.setdefault(client, len(self.slots)) for client in who.tolist()]
+        if len(self.slots) > len(self.rows):
+            grown = np.empty((min(2 * len(self.slots), self.num_clients), self.dim), self.dtype)
+            grown[: len(self.rows)] = self.rows
+            self.rows = grown
+        self.rows[slots] = given
+
+    def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
+        """The clients ever written, `size` at a time."""
+        heard = np.array(sorted(self.slots), np.int64)
+        for start in range(0, len(heard), size):
+            yield heard[start : start + size], self.read(heard[start : start + size])
+
+    def snapshot(self) -> dict[str, Array]:
+        """The clients ever written, in the order they came, and their rows, not copied."""
+        return {"clients": np.array(list(self.slots), np.int64), "rows": self.rows[: len(self.slots)]}
+
+    def committed(self) -> None:
+        """Nothing to let go."""
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Take the clients and rows of a snapshot."""
+        clients = known(part(arrays, "clients", np.int64, (None,)), self.num_clients)
+        self.rows = part(arrays, "rows", self.dtype, (len(clients), self.dim)).copy()
+        self.slots = {client: slot for slot, client in enumerate(clients.tolist())}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def mean(store: Store, weights: Array | None = None) -> npt.NDArray[np.float64]:
+    """Sum of p_i c_i over all clients, in float64, chunk by chunk; p_i = 1/N where no weights are given.
+
+    >>> store = SparseStore(4, 1, "float64")
+    >>> store.write([0, 2], np.array([[1.0], [2.0]]))
+    >>> mean(store), mean(store, np.array([0.1, 0.2, 0.3, 0.4]))
+    (array([0.75]), array([0.7]))
+    """
+    total = np.zeros(store.dim)
+    for clients, rows in store.chunks():
+        share = np.full(len(clients), 1.0 / store.num_clients) if weights is None else np.asarray(weights)[clients]
+        total += share.astype(np.float64) @ rows.astype(np.float64)
+    return total
+
+
+def choose(
+    num_clients: int, dim: int, dtype: npt.DTypeLike, cohort: int, rounds: int, memory_limit: int = 1 << 30
+) -> str:
+    """The store that holds the run within `memory_limit` bytes: "array", else "sparse", else "file".
+
+    N d numbers fit: array. The clients expected to be heard, N (1 - (1 - S/N)^R) with some to spare, fit: sparse.
+
+    >>> choose(1000, 100, "float32", cohort=10, rounds=1000)
+    'array'
+    >>> choose(1_000_000, 10_000, "float32", cohort=100, rounds=100)
+    'sparse'
+    >>> choose(1_000_000, 10_000, "float32", cohort=100, rounds=100_000)
+    'file'
+    """
+    row = dim * np.dtype(dtype).itemsize
+    if num_clients * row <= memory_limit:
+        return "array"
+    heard = num_clients * -np.expm1(rounds * np.log1p(-min(cohort / num_clients, 1 - 1e-16)))
+    room = 2 * (heard + 3 * np.sqrt(heard))  # rows double when they grow; three standard deviations at the most
+    return "sparse" if room * (row + 200) <= memory_limit else "file"
