@@ -11,7 +11,8 @@ A direction d_i makes the new c_i, and is sent as its difference from c, which b
 Here c_i is the error feedback (Richtarik et al. 2021): what is left out now is in the next difference again. Kept as an
 error e as well it would be counted twice, and c_i would swing ever wider. What the client remembers is made from
 `sent`: compressing only what the server sees would leave c and the c_i apart for ever. All C here are contractions,
-E|C(v) - v|^2 <= (1 - share) |v|^2, so what is left out vanishes with what is sent, and the limit is exact.
+E|C(v) - v|^2 <= (1 - share) |v|^2, so what is left out vanishes with what is sent, and the limit of a method with
+control variates is exact. The moves of FedAvg do not vanish at its limit, and compressing them may add to its bias.
 
     top_k(share)      the largest coordinates                    k values and k indices
     random_k(share)   coordinates drawn anew every time          k values and a seed

@@ -49,6 +49,11 @@ def refuse(request: Request, steps: NDArray[np.int64], size: int, policy: Policy
             f"{name} exchanges gradients before the local steps, and these have no error feedback; "
             "compress scaffold instead"
         )
+    if algorithm.by_move and request.compression not in (None, "none"):
+        raise InputError(
+            f"{name} remembers its moves, so what compression leaves out of one would count twice, in its memory and "
+            "in its error feedback, and grow; compress scaffold instead"
+        )
     _refuse_policy(request, policy)
 
 
