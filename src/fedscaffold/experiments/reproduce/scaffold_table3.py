@@ -1,0 +1,304 @@
+"""004 Table 3: rounds to a test accuracy of 0.5, by the number of local epochs and the similarity of the clients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from fedscaffold.experiments.reproduce.claim import (
+    Check,
+    Claim,
+    Data,
+    Drawing,
+    Settings,
+    Table,
+    at_most,
+    holds,
+    undecided,
+)
+from fedscaffold.experiments.reproduce.emnist import fingerprint, measure, median
+from fedscaffold.report import paper
+
+__all__ = ["CLAIM", "FULL", "QUICK", "TIED", "no_slower", "reached", "told"]
+
+METHODS = ("scaffold", "fedavg", "fedprox")
+QUICK = {
+    "dataset": "digits",
+    "validation": 350,
+    "test": 350,
+    "clients": 100,
+    "cohorts": [0.2],
+    "batch": 0.2,
+    "grid": [0.03, 0.1, 0.3, 1.0, 3.0],
+    "sgd_grid": [0.3, 1.0, 3.0, 10.0, 30.0],
+    "tune_work": 200,
+    "tune_least": 40,
+    "tune_most": 40,
+    "seeds": [0, 1, 2, 3, 4],
+    "at_once": 5,
+}
+FULL = {
+    "dataset": "emnist",
+    "validation": 5000,
+    "clients": 100,
+    "cohorts": [0.2],
+    "batch": 0.2,
+    "grid": [0.03, 0.1, 0.3, 1.0, 3.0],
+    "sgd_grid": [0.1, 0.3, 1.0, 3.0, 10.0],
+    "tune_work": 300,
+    "tune_least": 15,
+    "tune_most": 100,
+    "seeds": [0, 1, 2],
+    "at_once": 1,
+}
+SIZES: dict[str, Settings] = {
+    "quick": QUICK
+    | {
+        "similarities": [0, 10],
+        "rows": [["sgd", 1], *([name, e] for name in ("scaffold", "fedavg") for e in (1, 5)), ["fedprox", 5]],
+        "target": 0.9,
+        "rounds": 150,
+        "ties": True,
+    },
+    "full": FULL
+    | {
+        "similarities": [0, 10, 100],
+        "rows": [["sgd", 1], *([name, e] for name in METHODS for e in (1, 5, 10, 20))],
+        "target": 0.5,
+        "rounds": 1000,
+    },
+}
+SURROGATE = (
+    "needs --full: the quick size has 0 and 10 % only. In a trial on the digits with 100 % as well SGD took 23, 21 and "
+    "9 rounds, a ratio of 2.6: on this surrogate the criterion fails. In that trial FedAvg at 0 % took 21, 23 and 21 "
+    "rounds with 1, 5 and 20 epochs: neither steadily worse nor, with 20, slower than SGD"
+)
+TIED = "medians out of order, but the seeds overlap: a tie, to be decided by --full"
+OVER = math.inf  # "1k+" in the paper
+PUBLISHED = {
+    ("sgd", 1): (317, 365, 416),
+    ("scaffold", 1): (77, 62, 60),
+    ("scaffold", 5): (152, 20, 10),
+    ("scaffold", 10): (286, 16, 7),
+    ("scaffold", 20): (266, 11, 4),
+    ("fedavg", 1): (258, 74, 83),
+    ("fedavg", 5): (428, 34, 10),
+    ("fedavg", 10): (711, 25, 6),
+    ("fedavg", 20): (OVER, 18, 4),
+    ("fedprox", 1): (OVER, 979, 459),
+    ("fedprox", 5): (OVER, 794, 351),
+    ("fedprox", 10): (OVER, 894, 308),
+    ("fedprox", 20): (OVER, 916, 351),
+}
+
+
+def told(rounds: float, most: int) -> str:
+    """A number of rounds, or that there were more."""
+    return f"{rounds:.0f}" if math.isfinite(rounds) else f"{most}+"
+
+
+def medians(data: Data) -> dict[tuple[str, int, int], float]:
+    """Rounds by method, epochs and similarity."""
+    return {(c["method"], c["epochs"], c["similarity"]): median(c) for c in data["cells"]}
+
+
+def reached(cell: Data) -> list[float]:
+    """Rounds of every seed."""
+    return [math.inf if run["reached"] is None else float(run["reached"]) for run in cell["runs"]]
+
+
+def no_slower(pairs: Sequence[tuple[Data, Data]], slack: float, ties: bool) -> bool | None:
+    """Whether in every pair the first cell's median is no larger than the second's, but for a share and two rounds.
+
+    With `ties`, a pair whose seeds overlap decides nothing against it: None, where no other pair fails.
+    """
+    wrong = [(a, b) for a, b in pairs if not median(a) <= median(b) + (max(2, slack * median(b)) if slack else 0)]
+    clear = [(a, b) for a, b in wrong if not ties or min(reached(a)) > max(reached(b))]
+    return False if clear else None if wrong else True
+
+
+def judge(data: Data, settings: Settings) -> list[Check]:
+    """X9, Table 3."""
+    cells = {(c["method"], c["epochs"], c["similarity"]): c for c in data["cells"]}
+    epochs = sorted({e for name, e, _ in cells if name == "fedavg"})
+    ties, most = bool(settings.get("ties")), settings["rounds"]
+    unlike, *alike = settings["similarities"]
+    sgd = cells["sgd", 1, unlike]
+
+    def row(name: str, similarity: int) -> list[Data]:
+        return [cells[name, e, similarity] for e in epochs]
+
+    def check(statement: str, name: str, similarity: int, criterion: str, pairs: Sequence[tuple[Data, Data]]) -> Check:
+        column = (0, 10, 100).index(similarity)
+        published = ", ".join(told(PUBLISHED[name, e][column], 1000) for e in epochs)
+        measured = ", ".join(told(median(cell), most) for cell in row(name, similarity))
+        passed = no_slower(pairs, 0.0, ties)
+        return Check(statement, published, measured, criterion, passed, note=TIED if passed is None else "")
+
+    base = told(median(sgd), most)
+    fedavg = row("fedavg", unlike)
+    later = [cell for cell in fedavg if cell["epochs"] >= 5]
+    made = [
+        check(
+            f"0 %: SCAFFOLD no slower than SGD for any number of epochs (SGD: {base})",
+            "scaffold",
+            0,
+            "at most SGD's",
+            [(cell, sgd) for cell in row("scaffold", unlike)],
+        ),
+        check("0 %: FedAvg gets worse with more epochs", "fedavg", 0, "non-decreasing", list(pairwise(fedavg))),
+        check(
+            f"0 %: FedAvg no faster than SGD from 5 epochs on (SGD: {base})",
+            "fedavg",
+            0,
+            "at least SGD's",
+            [(sgd, cell) for cell in later],
+        ),
+    ]
+    for similarity in alike:
+        for name in ("scaffold", "fedavg"):
+            of = row(name, similarity)
+            words = f"{similarity} %: {paper.METHODS[name].label} improves from {epochs[0]} to {epochs[-1]} epochs"
+            one = check(words, name, similarity, "last below first", [(of[-1], of[0])])
+            if one.passed and median(of[-1]) == median(of[0]):
+                one = one._replace(passed=None if ties else False, note=TIED if ties else "")
+            short = "" if epochs[-1] >= 20 else "the criterion asks for 20 epochs, which --full runs"
+            made.append(one._replace(note=one.note or short))
+    return [*made, *_everywhere(cells, ties)]
+
+
+def _everywhere(cells: dict[tuple[str, int, int], Data], ties: bool) -> list[Check]:
+    """What must hold in every cell."""
+    pairs = [(cell, cells["fedavg", e, s]) for (name, e, s), cell in cells.items() if name == "scaffold"]
+    slow = [
+        (cells[other, e, s], cell)
+        for (name, e, s), cell in cells.items()
+        if name == "fedprox"
+        for other in ("scaffold", "fedavg")
+    ]
+    first = [
+        median(cell) <= min(median(cells["fedavg", e, s]), median(cells["sgd", 1, s]))
+        for (name, e, s), cell in cells.items()
+        if name == "scaffold"
+    ]
+    base = [median(cell) for (name, _, _), cell in cells.items() if name == "sgd"]
+    slowest, near = no_slower(slow, 0.0, ties), no_slower(pairs, 0.2, ties)
+    return [
+        Check(
+            "FedProx is the slowest local method",
+            "in all cells",
+            f"{sum(median(a) <= median(b) for a, b in slow)} of {len(slow)} pairs",
+            "in every pair",
+            slowest,
+            note=TIED if slowest is None else "",
+        ),
+        _steady(base, {s for name, _, s in cells if name == "sgd"}),
+        Check(
+            "SCAFFOLD no slower than FedAvg, but for 2 rounds or 20 %",
+            "12 of 12",
+            f"{sum(no_slower([pair], 0.2, False) is True for pair in pairs)} of {len(pairs)}",
+            "in every cell",
+            near,
+            note="the paper's own table has FedAvg 6 and SCAFFOLD 7 at 100 %, 10 epochs",
+        ),
+        holds(
+            '"SCAFFOLD is the fastest across all parameters"',
+            "all",
+            f"{sum(first)} of {len(first)}",
+            "at most FedAvg's and SGD's rounds in every cell",
+            all(first),
+            kind="paper",
+        ),
+    ]
+
+
+def _steady(base: Sequence[float], similarities: set[int]) -> Check:
+    """SGD hardly depends on similarity; to be judged on all three of the paper's."""
+    words = "SGD's rounds, largest over smallest similarity's"
+    if similarities == {0, 10, 100}:
+        return at_most(words, 416 / 317, max(base) / min(base), 1.5)
+    return undecided(words, 416 / 317, "at most 1.5", SURROGATE)
+
+
+def tables(data: Data) -> list[Table]:
+    """The table of the paper, published and measured side by side."""
+    at = medians(data)
+    similarities = list(dict.fromkeys(c["similarity"] for c in data["cells"]))
+    rows = []
+    for name, epochs in dict.fromkeys((c["method"], c["epochs"]) for c in data["cells"]):
+        row: list[Any] = [paper.METHODS[name].label, epochs]
+        for s in similarities:
+            known = PUBLISHED[name, epochs][(0, 10, 100).index(s)]
+            cell = next(c for c in data["cells"] if (c["method"], c["epochs"], c["similarity"]) == (name, epochs, s))
+            found = [run["reached"] for run in cell["runs"] if run["reached"] is not None]
+            spread = f" ({min(found)}-{max(found)})" if len(set(found)) > 1 else ""
+            mine, sgd = at[name, epochs, s], at["sgd", 1, s]
+            ratio = mine / known if math.isfinite(mine) and math.isfinite(known) else None
+            gain = sgd / mine if math.isfinite(sgd) and math.isfinite(mine) else None
+            row += [
+                told(known, 1000),
+                told(mine, max(run["rounds"] for run in cell["runs"])) + spread,
+                ratio,
+                gain,
+                cell["lr"],
+            ]
+        rows.append(row)
+    head = ["method", "epochs"]
+    for s in similarities:
+        head += [f"{s} %: published", "median (seeds)", "ratio", "speed-up on SGD", "lr"]
+    note = f"Data: {data['dataset']}, target {data['target']}; steps tuned on held-out records. Published: EMNIST, 0.5."
+    edge = [f"{c['method']} {c['epochs']} epochs {c['similarity']} %" for c in data["cells"] if c["edge"]]
+    note += f" Best step size at the end of the grid: {', '.join(edge)}." if edge else ""
+    return [Table("Rounds to the target accuracy", head, rows, note)]
+
+
+def draw(data: Data) -> list[Drawing]:
+    """Rounds against epochs, one panel for each similarity."""
+    at = medians(data)
+    similarities = list(dict.fromkeys(c["similarity"] for c in data["cells"]))
+    figure, panels = paper.canvas(len(similarities), wide=0.92)
+    most, worst = data["rounds"], max(r for r in at.values() if math.isfinite(r))
+    missed = any(not math.isfinite(r) for r in at.values())
+    for panel, s in zip(panels, similarities, strict=True):
+        panel.axhline(min(at["sgd", 1, s], 1.5 * most), **paper.METHODS["sgd"].line())
+        for name in METHODS:
+            epochs = sorted(e for other, e, t in at if other == name and t == s)
+            panel.plot(epochs, [min(at[name, e, s], 1.5 * most) for e in epochs], **paper.METHODS[name].points())
+        if missed:
+            panel.axhline(most, color=paper.GREY, linewidth=0.6)
+        panel.set(title=f"similarity {s} %", xlabel="local epochs", xscale="log", yscale="log")
+        shown = sorted({e for _, e, _ in at})
+        panel.set_xticks(shown, [str(e) for e in shown])
+        panel.minorticks_off()
+        panel.set_ylim(1, 2.2 * most if missed else 2 * worst)
+    panels[0].set_ylabel(f"rounds to {data['target']:g}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    caption = (
+        f"Median rounds to an accuracy of {data['target']:g} ({data['dataset']}); above the grey line: not reached."
+    )
+    return [Drawing("scaffold-table3", caption, figure)]
+
+
+CLAIM = Claim(
+    "scaffold-table3",
+    "Rounds to accuracy, by epochs and similarity",
+    "004 Table 3",
+    "SCAFFOLD is the fastest and gains from more epochs; FedAvg is slower than SGD on unlike clients; FedProx is "
+    "slower than FedAvg.",
+    SIZES,
+    measure,
+    judge,
+    tables,
+    draw,
+    {"quick": 14, "full": 25_000},
+    lambda data: [
+        '004.5: "SCAFFOLD is the fastest across all parameters" and "FedAvg always slower" are contradicted by the '
+        "published "
+        'table itself (100 %, 10 epochs: FedAvg 6, SCAFFOLD 7; ties elsewhere); "more than 5 epochs" makes FedAvg '
+        "slower than SGD: at 5 it already is, 428 against 317.",
+        "Not given in the paper: which EMNIST and how many records, the grid of step sizes, the seeds, regularisation.",
+    ],
+    depends=fingerprint,
+)
