@@ -1,0 +1,275 @@
+"""`deploy`: from one file with a model to a federation of hospitals."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedscaffold.checks import InputError
+from fedscaffold.cli.verbs import Json, app, say
+
+if TYPE_CHECKING:
+    from fedscaffold.deploy.server import Outcome
+
+__all__ = ["deploy_app"]
+
+deploy_app = typer.Typer(
+    help="Take a model to a real federation: one file, one TOML, then simulate, local, kit.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(deploy_app, name="deploy")
+
+AppDir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder with app.py and federation.toml.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for state, log, metrics and model.")]
+Rounds = Annotated[int | None, typer.Option(help="Rounds in all, instead of the TOML's.")]
+
+
+@deploy_app.command(epilog="Example: fedscaffold deploy new hospitals --torch")
+def new(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    torch: Annotated[bool, typer.Option("--torch", help="A torch app (the default).")] = False,
+    jax: Annotated[bool, typer.Option("--jax", help="A JAX app.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a working example: heart disease at four hospitals, or digits where that data is absent, and its test."""
+    from fedscaffold.deploy.example import write_example
+
+    if torch and jax:
+        raise InputError("give either --torch or --jax")
+    paths = [str(path) for path in write_example(folder, "jax" if jax else "torch")]
+    next_ = f"try it: fedscaffold deploy simulate {folder}, then: fedscaffold deploy local {folder}"
+    say({"files": paths}, [*paths, next_], as_json)
+
+
+@deploy_app.command(epilog="Example: fedscaffold deploy simulate hospitals --out runs/hospitals")
+def simulate(
+    folder: AppDir,
+    out: Out = Path("runs/deploy"),
+    rounds: Rounds = None,
+    engine: Annotated[
+        str, typer.Option(help="in-process: the deployed code without a network; simulator: JAX apps in our simulator.")
+    ] = "in-process",
+    as_json: Json = False,
+) -> int:
+    """Run exactly this app on this machine, without processes or network."""
+    from fedscaffold import checks
+
+    if checks.choice("engine", engine, ("in-process", "simulator")) == "simulator":
+        return _simulator(folder, rounds, as_json)
+    _fresh(out, folder, "in-process")
+    return _in_process(folder, out, rounds, as_json)
+
+
+@deploy_app.command(epilog="Example: fedscaffold deploy local hospitals --out runs/hospitals")
+def local(
+    folder: AppDir,
+    out: Out = Path("runs/deploy"),
+    timeout: Annotated[float, typer.Option(help="Seconds after which to give up.")] = 3600.0,
+    as_json: Json = False,
+) -> int:
+    """Start a real federation on this machine (SuperLink, SuperNodes, TLS, keys), run it, and shut it down."""
+    _fresh(out, folder, "local")
+    return _local(folder, out, timeout, as_json)
+
+
+@deploy_app.command(epilog="Example: fedscaffold deploy resume runs/hospitals --rounds 20")
+def resume(
+    out: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The --out folder of `deploy simulate` or `deploy local`.")
+    ],
+    rounds: Rounds = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which to give up.")] = 3600.0,
+    as_json: Json = False,
+) -> int:
+    """Go on after a crash, or for more rounds: from the last round that was committed."""
+    path = out / "deployment.json"
+    if not path.is_file():
+        raise InputError(f"{out} is not the folder of a deployment: it has no deployment.json")
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    if facts["engine"] == "in-process":
+        return _in_process(Path(facts["app"]), out, rounds, as_json)
+    if rounds is not None:
+        raise InputError("for a federation of processes, set rounds in its federation.toml")
+    return _local(Path(facts["app"]), out, timeout, as_json)
+
+
+@deploy_app.command(epilog="Example: fedscaffold deploy kit sites.toml --out kits")
+def kit(
+    path: Annotated[
+        Path, typer.Argument(metavar="SITES.toml", help="Server address, app folder, sites' data folders.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="A new folder.")] = Path("kits"),
+    as_json: Json = False,
+) -> None:
+    """Make one folder for the server and one for each site: certificates, keys, start scripts, systemd units."""
+    from fedscaffold.deploy.kit import make_kit
+
+    folders = [str(folder) for folder in make_kit(path, out)]
+    lines = [f"{folder}/" for folder in folders]
+    say({"folders": folders}, [*lines, f"keep {folders[0]} off line; carry the others to their machines"], as_json)
+
+
+@deploy_app.command(epilog="Example: fedscaffold deploy check kits/cleveland")
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="KIT", help="A site's folder, made by `deploy kit`.")],
+    as_json: Json = False,
+) -> int:
+    """Preflight on a site: versions, certificate, server, clock, data, model. Exit code 1 if something is wrong."""
+    from fedscaffold.deploy.kit import check as preflight
+
+    if not (folder / "site.json").is_file():
+        raise InputError(f"{folder} is not a site's folder: it has no site.json; `fedscaffold deploy kit` makes them")
+    findings = preflight(folder)
+    lines = [f"{'good' if f.good else 'BAD '}  {f.what}: {f.said}" for f in findings]
+    good = all(finding.good for finding in findings)
+    say({"good": good, "findings": [finding._asdict() for finding in findings]}, lines, as_json)
+    return 0 if good else 1
+
+
+@deploy_app.command(epilog="Example: fedscaffold deploy status runs/hospitals")
+def status(
+    out: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")], as_json: Json = False
+) -> int:
+    """Show who is in, when each was last heard, whom the round waits for, and whether the audit log is whole."""
+    from fedscaffold.deploy.audit import verified
+
+    home = next((folder for folder in (out, out / "server") if (folder / "status.json").is_file()), None)
+    if home is None:
+        raise InputError(f"{out} has no status.json: nothing was started there")
+    now = json.loads((home / "status.json").read_text(encoding="utf-8"))
+    events = verified(home / "audit.jsonl")
+    refused = [event for event in events if event["event"] == "refused"]
+    answer = {**now, "audit_events": len(events), "refused": refused[-10:]}
+    say(answer, _status_lines(now, len(events), refused), as_json)
+    return 0
+
+
+def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]]) -> list[str]:
+    age = time.time() - now["at"]
+    gauge = "kept by the clients" if now["residual"] is None else f"residual {now['residual']:.2g}"
+    lines = [f"{now['phase']}, round {now['round']} of {now['rounds']}, {gauge}, {age:.0f} s ago"]
+    for site, facts in sorted(now["sites"].items()):
+        seen = "not yet heard" if facts["last_seen"] is None else f"heard {time.time() - facts['last_seen']:.0f} s ago"
+        waits = ", the round waits for it" if site in now["waiting_for"] else ""
+        lines.append(
+            f"  {site}: {facts['records']} records, counted in round {facts['counted_in_round']}, {seen}{waits}"
+        )
+    lines += [f"  {site}: absent" for site in now["absent"]]
+    lines += [f"  refused {event['at']} {event['site']}: {event['reason']}" for event in refused[-5:]]
+    return [*lines, f"audit log: {events} events, chain whole"]
+
+
+def _fresh(out: Path, folder: Path, engine: str) -> None:
+    """Refuse a folder in use; note what runs there, for `resume`."""
+    if (out / "deployment.json").exists():
+        raise InputError(f"{out} holds a deployment; `fedscaffold deploy resume {out}` goes on, or give another --out")
+    if not (folder / "federation.toml").is_file():
+        raise FileNotFoundError(f"{folder / 'federation.toml'} not found; `fedscaffold deploy new DIR` writes one")
+    out.mkdir(parents=True, exist_ok=True)
+    facts = json.dumps({"app": str(folder.resolve()), "engine": engine})
+    (out / "deployment.json").write_text(facts + "\n", encoding="utf-8")
+
+
+def _in_process(folder: Path, out: Path, rounds: int | None, as_json: bool) -> int:
+    from fedscaffold.deploy import InProcess, Server, Stopped, drive
+    from fedscaffold.deploy.apps import open_app
+
+    settings, learner = open_app(folder)
+    server = Server(settings, learner.schema, learner.start, out, buffers=learner.buffers)
+    try:
+        done = drive(
+            server,
+            InProcess(learner, settings, out),
+            settings.rounds if rounds is None else rounds,
+            tell=lambda outcome: _tell(outcome, as_json),
+        )
+    except Stopped as stopped:
+        return _stopped(stopped)
+    _say_summary({**done._asdict(), "model": str(done.model)}, out, as_json)
+    return 0
+
+
+def _local(folder: Path, out: Path, timeout: float, as_json: bool) -> int:
+    from fedscaffold.deploy import Stopped
+    from fedscaffold.deploy.local import Federation
+
+    shown: list[Any] = []
+
+    def tell(now: dict[str, Any]) -> None:
+        seen = [now["phase"], now["round"], now["waiting_for"]]
+        if seen != shown and not as_json and sys.stderr.isatty():
+            shown[:] = seen
+            waits = f", waiting for {', '.join(now['waiting_for'])}" if now["waiting_for"] else ""
+            typer.echo(f"{now['phase']}: {now['round']} of {now['rounds']} rounds done{waits}", err=True)
+
+    try:
+        with Federation(folder, out) as federation:
+            federation.up()
+            federation.submit()
+            answer = federation.outcome(timeout, tell)
+    except Stopped as stopped:
+        return _stopped(stopped)
+    _say_summary(answer, out, as_json)
+    return 0
+
+
+def _simulator(folder: Path, rounds: int | None, as_json: bool) -> int:
+    """A JAX app in the simulator: the same loss, start, data, algorithm and settings."""
+    from fedscaffold.deploy.apps import open_app
+    from fedscaffold.deploy.settings import algorithm_of
+
+    settings, learner = open_app(folder)
+    if not hasattr(learner, "params"):
+        raise InputError("the simulator runs JAX apps; for torch use --engine in-process")
+    from fedscaffold.problems import Problem
+    from fedscaffold.simulation import simulate as run
+
+    one: Any = learner
+    problem = Problem(one.loss, one.params, [one.data(site) for site in settings.deploy.sites])
+    local, momentum = settings.local, settings.local.optimizer
+    if momentum != "sgd":
+        raise InputError(f"--engine simulator takes local.optimizer = 'sgd', got {momentum!r}")
+    done = run(
+        algorithm_of(settings),
+        problem,
+        rounds=settings.rounds if rounds is None else rounds,
+        local_steps=local.steps,
+        local_epochs=local.epochs,
+        lr=local.lr,
+        cohort=settings.cohort,
+        batch_size=local.batch_size,
+        draw=local.draw,
+        weights=settings.weights,
+        seed=settings.seed,
+        precision=settings.precision,
+    )
+    last = {name: column[-1].item() for name, column in done.history.items()}
+    lines = [f"{done.rounds} rounds in the simulator", *(f"  {name} = {value:.6g}" for name, value in last.items())]
+    say({"rounds": done.rounds, "residual": done.residual, "last": last, "digest": done.digest}, lines, as_json)
+    return 0
+
+
+def _tell(outcome: Outcome, as_json: bool) -> None:
+    if not as_json and sys.stderr.isatty():
+        word = "committed" if outcome.committed else "abandoned"
+        means = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
+        typer.echo(f"round {outcome.round} {word}: heard {len(outcome.heard)}{', ' + means if means else ''}", err=True)
+
+
+def _say_summary(answer: dict[str, Any], out: Path, as_json: bool) -> None:
+    gauge = answer["residual"]
+    words = "kept by the clients" if gauge is None else f"residual {gauge:.2g}"
+    lines = [f"{answer['rounds']} rounds, {words}, {answer['seconds']:.1f} s"]
+    lines += [f"  {name} = {value:.6g}" for name, value in answer["metrics"].items()]
+    say({**answer, "folder": str(out)}, [*lines, f"model: {answer['model']}"], as_json)
+
+
+def _stopped(reason: Exception) -> int:
+    typer.echo(f"fedscaffold: {reason}", err=True)
+    return 1

@@ -1,0 +1,218 @@
+"""The loop of a deployment: greet, open, send, collect, close, until the rounds are done or nobody is left to wait for.
+
+A transport carries packets to sites and back; it may lose, delay, repeat and reorder them. Everything that must not go
+wrong is the server's business, so this loop is the same for processes on this machine, a real federation and a test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from fedscaffold.deploy.client import Learner, answer, greeting
+from fedscaffold.deploy.gate import Refused
+from fedscaffold.deploy.schema import Packet
+from fedscaffold.deploy.server import Outcome, Server
+from fedscaffold.deploy.settings import Settings
+from fedscaffold.state import tensors
+
+__all__ = ["InProcess", "Stopped", "Summary", "Transport", "drive"]
+
+POLL = 0.1  # seconds between two looks for replies
+LONGEST_PAUSE = 30.0
+
+
+class Stopped(RuntimeError):
+    """The run ended before its rounds were done; the text says why. What was committed is intact."""
+
+
+class Transport(Protocol):
+    """Carries packets between the server and its sites."""
+
+    def greetings(self) -> dict[str, Packet]:
+        """What sites that were not there before say of themselves."""
+
+    def present(self) -> set[str]:
+        """Sites that can be reached now."""
+
+    def send(self, requests: Mapping[str, Packet]) -> None:
+        """Send requests; returns at once."""
+
+    def collect(self) -> list[tuple[str, Packet | str]]:
+        """What came back since: a reply, or the reason why there is none."""
+
+
+class Summary(NamedTuple):
+    """What came of a run."""
+
+    rounds: int
+    residual: float | None
+    """|c - sum p_i c_i|; None where the clients keep the c_i, and only they know."""
+    metrics: dict[str, float]
+    seconds: float
+    model: Path
+
+
+class InProcess:
+    """All sites in this process, one after the other: the protocol with no network."""
+
+    def __init__(self, learner: Learner, settings: Settings, folder: Path) -> None:
+        self.learner, self.settings, self.folder = learner, settings, folder
+        self.queue: dict[str, Packet] = {}
+        self.known: set[str] = set()
+
+    def greetings(self) -> dict[str, Packet]:
+        """All sites, once."""
+        new = [site for site in self.settings.deploy.sites if site not in self.known]
+        self.known |= set(new)
+        return {site: greeting(self.learner, self.settings, site) for site in new}
+
+    def present(self) -> set[str]:
+        """All sites."""
+        return self.known
+
+    def send(self, requests: Mapping[str, Packet]) -> None:
+        """Keep the requests for `collect`."""
+        self.queue |= requests
+
+    def collect(self) -> list[tuple[str, Packet | str]]:
+        """Answer one request."""
+        if not self.queue:
+            return []
+        site, request = next(iter(self.queue.items()))
+        del self.queue[site]
+        return [(site, answer(request, self.learner, self.settings, site, self.folder / "sites"))]
+
+
+def drive(
+    server: Server,
+    transport: Transport,
+    rounds: int,
+    tell: Callable[[Outcome], None] = lambda outcome: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Summary:
+    """Run a deployment up to `rounds` rounds in all; raises `Stopped` when its quorum cannot be met any more."""
+    began = time.monotonic()
+    for site in sorted(set(server.roster) - set(server.settings.deploy.sites)):
+        server.leave(site)  # its name was taken out of the settings
+    _welcome(server, transport, sleep)
+    while server.state.round < rounds:
+        outcome = _round(server, transport, sleep, evaluate=False)
+        if outcome is not None:
+            tell(outcome)
+            _record(server, outcome)
+        if server.attempt > server.settings.deploy.retries:
+            _status(server, "stopped")
+            why = f"round {server.state.round + 1} failed its quorum {server.attempt} times in a row"
+            raise Stopped(f"{why}; rounds 1 to {server.state.round} are committed in {server.folder}")
+        if outcome is None or not outcome.committed:
+            sleep(min(LONGEST_PAUSE, 0.5 * 2**server.attempt))
+        _greet(server, transport)
+    last = _round(server, transport, sleep, evaluate=True)
+    model = server.folder / "model.safetensors"
+    save_model(server, model)
+    gauge, metrics = server.residual, {} if last is None else last.metrics
+    if metrics:
+        _line(server, {"round": server.state.round, **metrics, "residual": gauge})
+    summary = Summary(server.state.round, gauge, metrics, time.monotonic() - began, model)
+    _status(server, "finished")
+    return summary
+
+
+def save_model(server: Server, path: Path) -> None:
+    """Write the model as named arrays in a safetensors file; whole or not at all."""
+    arrays = {**server.schema.unflatten(server.state.x), **server.state.buffers}
+    temporary = path.with_name(path.name + ".part")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        tensors.write(fd, tensors.encode(arrays, {"round": str(server.state.round), "run": server.run}))
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+
+
+def _welcome(server: Server, transport: Transport, sleep: Callable[[float], None]) -> None:
+    """Let sites in until all are here or the time to wait for them is over."""
+    began = server.clock()
+    while True:
+        _greet(server, transport)
+        _status(server, "gathering")
+        waited = server.clock() - began
+        if len(transport.present() & set(server.roster)) == len(server.settings.deploy.sites):
+            return
+        if waited >= server.settings.deploy.wait:
+            return
+        sleep(POLL)
+
+
+def _greet(server: Server, transport: Transport) -> None:
+    for site, packet in sorted(transport.greetings().items()):
+        try:
+            server.hello(site, packet)
+        except Refused:
+            continue  # named in the audit log
+
+
+def _round(server: Server, transport: Transport, sleep: Callable[[float], None], evaluate: bool) -> Outcome | None:
+    requests = server.open(transport.present(), evaluate)
+    if not requests:
+        return None
+    _status(server, "waiting")
+    transport.send(requests)
+    while not server.due():
+        came = transport.collect()
+        for site, reply in came:
+            if isinstance(reply, str):
+                server.failed(site, reply)
+            else:
+                server.receive(site, reply)
+        if came:
+            _status(server, "waiting")
+        elif not server.due():
+            sleep(POLL)
+    return server.close()
+
+
+def _record(server: Server, outcome: Outcome) -> None:
+    _status(server, "between rounds")
+    if outcome.committed and outcome.kind == "train":
+        row: dict[str, Any] = {"round": outcome.round - 1, **outcome.metrics, "heard": list(outcome.heard)}
+        _line(server, {**row, "residual": server.residual})
+
+
+def _line(server: Server, row: dict[str, Any]) -> None:
+    with (server.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _status(server: Server, phase: str) -> None:
+    """Write status.json for `deploy status`; only a view, so it need not be durable, but it is never half written."""
+    now, wall = server.clock(), time.time()
+    sites = {
+        site: {
+            "records": member.records,
+            "counted_in_round": member.applied,
+            "last_seen": None if site not in server.seen else wall - (now - server.seen[site]),
+            "told": member.told,
+        }
+        for site, member in server.roster.items()
+    }
+    status = {
+        "phase": phase,
+        "round": server.state.round,
+        "rounds": server.settings.rounds,
+        "waiting_for": list(server.waiting),
+        "absent": [site for site in server.settings.deploy.sites if site not in server.roster],
+        "attempt": server.attempt,
+        "residual": server.residual,
+        "at": wall,
+        "pid": os.getpid(),
+        "sites": sites,
+    }
+    path = server.folder / "status.json"
+    path.with_name("status.json.part").write_text(json.dumps(status), encoding="utf-8")
+    path.with_name("status.json.part").replace(path)

@@ -1,0 +1,195 @@
+"""The same server and clients as a Flower app (flwr 1.41): its messages, its processes, its TLS and keys.
+
+Flower carries packets; nothing of ours lives in it. `context.state` is not used: it is kept in memory, and was seen to
+be lost without a word. Arrays travel as raw bytes under a type name of our own, so nothing is ever unpacked by a
+reader that believes headers. Who a node is, its registered name says (`flwr supernode register --name SITE`), and only
+where nodes are not registered, its own greeting.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedscaffold.deploy.apps import TOML, open_app
+from fedscaffold.deploy.client import answer
+from fedscaffold.deploy.drive import Stopped, drive
+from fedscaffold.deploy.schema import Blob, Packet
+from fedscaffold.deploy.server import Server
+
+__all__ = ["FlowerTransport", "client_app", "from_record", "server_app", "to_record"]
+
+RAW = "fedscaffold.raw"  # our arrays are plain bytes, not the files that flwr's own are
+PATIENCE = 30.0  # seconds after which a look for replies that hangs is left behind
+
+server_app = ServerApp()
+client_app = ClientApp()
+
+
+def to_record(packet: Packet) -> RecordDict:
+    """A packet as Flower carries it.
+
+    >>> from_record(to_record(Packet({"round": 1}, {"x": Blob("float32", (1,), b"1234")})))
+    Packet(facts={'round': 1}, blobs={'x': Blob(dtype='float32', shape=(1,), data=b'1234')})
+    """
+    arrays = {name: FlowerArray(b.dtype, b.shape, RAW, b.data) for name, b in packet.blobs.items()}
+    return RecordDict({"facts": ConfigRecord(dict(packet.facts)), "arrays": ArrayRecord(arrays)})
+
+
+def from_record(record: RecordDict) -> Packet:
+    """A packet out of what came over the wire; whatever is strange in it is left for the gate to refuse."""
+    facts: dict[str, Any] = {}
+    blobs: dict[str, Any] = {}
+    if set(record) <= {"facts", "arrays"}:
+        config, arrays = record.get("facts"), record.get("arrays")
+        if isinstance(config, ConfigRecord):
+            facts = dict(config)
+        if isinstance(arrays, ArrayRecord):
+            blobs = {
+                name: Blob(a.dtype, tuple(a.shape), a.data) if a.stype == RAW else None for name, a in arrays.items()
+            }
+    return Packet(facts, blobs)
+
+
+class FlowerTransport:
+    """Packets over a Flower grid, with a loop of our own: the built-in one sleeps 3 s and may block for minutes."""
+
+    def __init__(self, grid: Grid, deadline: float) -> None:
+        self.grid, self.deadline = grid, deadline
+        self.names: dict[int, str] = {}
+        """Site of each node that has greeted."""
+        self.online: set[int] = set()
+        self.asked: dict[str, tuple[int, str]] = {}
+        """By message: the node and the site it was sent to; "" for a greeting."""
+        self.found: list[tuple[int, str, Packet | str]] = []
+        self.lock = threading.Lock()
+        self.looking: tuple[threading.Thread, float] | None = None
+
+    def greetings(self) -> dict[str, Packet]:
+        """Ask nodes that are new who they are; returns the greetings that came in."""
+        nodes = {node.node_id: getattr(node, "name", "") or "" for node in self.grid.get_nodes()}
+        self.online = set(nodes)
+        waiting = {node for node, site in self.asked.values() if site == ""}
+        new = [node for node in nodes if node not in self.names and node not in waiting]
+        hello = Packet({"kind": "hello"}, {})
+        for node, message in zip(new, self._push([(node, hello) for node in new], MessageType.QUERY), strict=True):
+            if message is not None:
+                self.asked[message] = (node, "")
+        out: dict[str, Packet] = {}
+        for node, site, reply in self._found():
+            if site or isinstance(reply, str):
+                continue  # late, or a node that could not answer: it is asked again
+            claimed = reply.facts.get("site")
+            name = nodes.get(node) or (claimed if isinstance(claimed, str) else "")
+            if name and name not in self.names.values():
+                self.names[node] = name
+                out[name] = reply
+        return out
+
+    def present(self) -> set[str]:
+        """Sites whose node is online."""
+        return {site for node, site in self.names.items() if node in self.online}
+
+    def send(self, requests: Mapping[str, Packet]) -> None:
+        """Push the requests; one that cannot be pushed is a failed client."""
+        self.asked = {}  # replies to older requests are of no use any more
+        nodes = {site: node for node, site in self.names.items()}
+        sites = list(requests)
+        pushed = self._push([(nodes[site], requests[site]) for site in sites], MessageType.TRAIN)
+        for site, message in zip(sites, pushed, strict=True):
+            if message is None:
+                self.found.append((nodes[site], site, "its request could not be sent"))
+            else:
+                self.asked[message] = (nodes[site], site)
+
+    def collect(self) -> list[tuple[str, Packet | str]]:
+        """Replies that came in."""
+        return [(site, reply) for _, site, reply in self._found() if site]
+
+    def _push(self, packets: list[tuple[int, Packet]], kind: str) -> list[str | None]:
+        if not packets:
+            return []
+        messages = [Message(to_record(p), node, kind, ttl=self.deadline + 60.0) for node, p in packets]
+        pushed = list(self.grid.push_messages(messages))
+        return [*pushed, *[None] * (len(packets) - len(pushed))]
+
+    def _found(self) -> list[tuple[int, str, Packet | str]]:
+        """What came in since the last call. The look itself runs in a thread: flwr may hang in it for minutes."""
+        now = time.monotonic()
+        idle = self.looking is None or not self.looking[0].is_alive() or now - self.looking[1] > PATIENCE
+        if self.asked and idle:
+            thread = threading.Thread(target=self._look, args=(list(self.asked),), daemon=True)
+            thread.start()
+            self.looking = thread, now
+        if self.looking is not None:
+            self.looking[0].join(timeout=1.0)
+        with self.lock:
+            found, self.found = self.found, []
+        return found
+
+    def _look(self, messages: list[str]) -> None:
+        for reply in self.grid.pull_messages(messages):
+            with self.lock:
+                sent = self.asked.pop(reply.metadata.reply_to_message_id, None)
+                if sent is not None:
+                    self.found.append((*sent, _content(reply)))
+
+
+def _content(reply: Message) -> Packet | str:
+    if reply.has_error():
+        return f"error {reply.error.code}: {str(reply.error.reason)[:200]}"
+    return from_record(reply.content)
+
+
+def _folder() -> Path:
+    """The folder of the app that Flower has unpacked: the first on the path with settings in it."""
+    return next(Path(place) for place in sys.path if (Path(place) / TOML).is_file())
+
+
+@server_app.main()
+def serve(grid: Grid, context: Context) -> None:
+    """Run the federation; its state, log and model lie in the folder that the run's `home` names."""
+    home = Path(str(context.run_config["home"]))
+    home.mkdir(parents=True, exist_ok=True)
+    outcome: dict[str, Any] = {}
+    try:
+        settings, learner = open_app(_folder())
+        server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
+        summary = drive(server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds)
+        outcome = {**summary._asdict(), "model": str(summary.model)}
+    except (Stopped, ValueError, OSError) as error:
+        outcome = {"error": str(error)}
+        raise
+    finally:
+        part = home / "outcome.json.part"
+        part.write_text(json.dumps(outcome or {"error": "the server app failed; see its log"}), encoding="utf-8")
+        part.replace(home / "outcome.json")
+
+
+def _answered(message: Message, context: Context) -> Message:
+    settings, learner = open_app(_folder())
+    site = str(context.node_config["site"])
+    folder = Path(str(context.node_config["folder"]))
+    return Message(to_record(answer(from_record(message.content), learner, settings, site, folder)), reply_to=message)
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    """Answer a request."""
+    return _answered(message, context)
+
+
+@client_app.query()
+def query(message: Message, context: Context) -> Message:
+    """Say who is here."""
+    return _answered(message, context)

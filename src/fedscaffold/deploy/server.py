@@ -1,0 +1,289 @@
+"""The server: one round at a time, every reply through the gate, every round committed before the next request.
+
+    open     -> requests        choose a cohort among those present, one nonce for each request, start the clock
+    receive  -> verdict         a reply passes the gate or is refused by name; the round goes on
+    due      -> bool            all have answered or failed, or the deadline has passed
+    close    -> outcome         quorum met: aggregate and commit; else: nothing has changed, try again
+
+The server knows no transport and no wall clock: `drive` feeds it messages, deadlines run on a monotonic clock. It may
+be killed at any moment: what was committed is the truth, and what was not never happened. Clients learn from the next
+request what became of their last reply (`told`, and the digest of the c_i they must hold).
+
+Where clients keep their own c_i and one of them has lost it (or brings an old one, or another run's), c would keep a
+share that nobody holds. Then the next round is a resync: all report their c_i, c is made anew from them, and who does
+not report starts again from zeros.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import numpy as np
+
+from fedscaffold.checks import InputError
+from fedscaffold.deploy import cohorts, gate, requests, rounds
+from fedscaffold.deploy.audit import Audit
+from fedscaffold.deploy.gate import Refused, Update
+from fedscaffold.deploy.outcomes import Open, Outcome, Verdict
+from fedscaffold.deploy.rounds import Member, State
+from fedscaffold.deploy.schema import Array, Packet, Schema, fingerprint
+from fedscaffold.deploy.settings import Settings, algorithm_of
+from fedscaffold.deploy.store import Kept, keep, recall
+
+__all__ = ["Outcome", "Server", "Verdict"]
+
+
+class Server:
+    """The server's side of the protocol; `state` is what was committed last."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        schema: Schema,
+        start: Array,
+        folder: Path,
+        buffers: dict[str, Array] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        token: str | None = None,
+    ) -> None:
+        if not settings.deploy.sites:
+            raise InputError("deploy.sites must name the sites that may take part")
+        self.settings, self.schema, self.folder, self.clock = settings, schema, Path(folder), clock
+        self.algorithm = algorithm_of(settings)
+        self.server_keeps = settings.deploy.state == "server"
+        self.token = secrets.token_hex(8) if token is None else token  # makes the nonces of this life its own
+        self.audit = Audit(self.folder / "audit.jsonl")
+        self.open_round: Open | None = None
+        self.attempt = self.lives = 0
+        self.seen: dict[str, float] = {}
+        self._gauge: tuple[State, float] | None = None
+        kept = recall(self.folder / "state", settings, schema)
+        if kept is None:
+            x = np.asarray(start, settings.precision)
+            c = np.zeros_like(x) if self.algorithm.remember is not None else None
+            state = State(0, x, c, {}, {}, dict(buffers or {}) if settings.local.buffers == "average" else {})
+            kept = Kept(state, secrets.token_hex(8) if token is None else token, 0, False, ())
+        for warning in kept.warnings:
+            self.audit.write("fallback", note=warning)
+        self.state, self.run, self.generation, self.resync = kept.state, kept.run, kept.generation, kept.resync
+        self.audit.write("started", run=self.run, round=self.state.round, algorithm=self.algorithm.name)
+
+    # Who is in
+
+    def hello(self, site: str, packet: Packet) -> None:
+        """Let a site in, or renew its registration, between rounds; `Refused` where it may not take part."""
+        self._idle()
+        try:
+            records = self._registered(site, packet)
+        except Refused as refusal:
+            self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
+            raise
+        self.seen[site] = self.clock()
+        mass = float(records) if self.settings.weights == "records" else 1.0
+        old = self.state.roster.get(site)
+        if old is not None and (old.records, old.mass) == (records, mass):
+            return
+        member = Member(records, mass) if old is None else old._replace(records=records, mass=mass)
+        moved = old is not None and old.mass != mass and old.digest != ""  # we do not have the c_i it weighs
+        self._commit(rounds.joined(self.state, site, member), self.resync or moved)
+        self.audit.write("joined" if old is None else "changed", site=site, records=records, members=len(self.roster))
+
+    def leave(self, site: str, c_i: Array | None = None) -> None:
+        """Take a site out of the roster, between rounds; the c_i it keeps itself is wanted, else a resync follows."""
+        self._idle()
+        member = self.state.roster.get(site)
+        if member is None:
+            raise InputError(f"{site!r} is not in the roster; members: {', '.join(sorted(self.roster)) or 'none'}")
+        known = self.server_keeps or not member.digest or fingerprint(c_i) == member.digest
+        self._commit(rounds.left(self.state, site, c_i if known else None), self.resync or not known)
+        self.audit.write("left", site=site, members=len(self.roster))
+
+    @property
+    def roster(self) -> dict[str, Member]:
+        """The members."""
+        return self.state.roster
+
+    @property
+    def residual(self) -> float | None:
+        """|c - sum p_i c_i|, the health gauge; None where the clients keep the c_i, and only they know."""
+        if not self.server_keeps:
+            return None
+        if self._gauge is None or self._gauge[0] is not self.state:
+            self._gauge = self.state, rounds.residual(self.state)  # once a state: it costs as much as a round's sum
+        return self._gauge[1]
+
+    # A round
+
+    def open(self, present: Collection[str], evaluate: bool = False) -> dict[str, Packet]:
+        """Open a round among the members present; returns the requests, none where the quorum cannot be met."""
+        self._idle()
+        members = [site for site in self.settings.deploy.sites if site in self.roster]
+        here = [site for site in members if site in present]
+        kind = "evaluate" if evaluate else "resync" if self.resync else "train"
+        size = cohorts.size_of(self.settings.cohort, len(members)) if kind == "train" else len(members)
+        need = 1 if evaluate else cohorts.needed(self.settings.deploy.quorum, size)
+        if len(here) < max(need, 1):
+            self.attempt += 1
+            self.audit.write("waiting", round=self.state.round + 1, present=here, quorum=need)
+            return {}
+        cohort = cohorts.chosen(here, size, self.settings.seed, self.state.round, self.attempt)
+        life = f"{self.run} {self.token} {self.attempt} {self.lives}"
+        self.lives += 1
+        told = self.state, self.schema, self.settings, self.algorithm
+        asked = {site: requests.asked_of(site, kind, *told, life) for site in cohort}
+        self.open_round = Open(kind, asked, {}, {}, self.clock(), need)
+        self.audit.write("opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt)
+        return {
+            site: requests.request_for(asked[site], kind, self.run, self.state, self.settings, self.algorithm)
+            for site in cohort
+        }
+
+    def receive(self, site: str, packet: Packet) -> Verdict:
+        """Judge a reply. Whatever is wrong with it, the round goes on."""
+        self.seen[site] = self.clock()
+        try:
+            return self._admitted(site, packet)
+        except Refused as refusal:
+            current = self.open_round
+            if current is not None and site in current.asked and refusal.code not in ("stale", "late"):
+                current.failed.setdefault(site, str(refusal))
+            member = self.roster.get(site)
+            if member is not None:
+                self.roster[site] = member._replace(told=f"refused, {refusal}")
+            self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
+            return Verdict(False, str(refusal))
+
+    def failed(self, site: str, reason: str) -> None:
+        """Note that the transport lost a client of this round."""
+        current = self.open_round
+        if current is not None and site in current.asked and site not in current.updates:
+            current.failed.setdefault(site, reason)
+            self.audit.write("failed", site=site, round=self.state.round + 1, reason=reason[:300])
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Whom the open round waits for."""
+        current = self.open_round
+        return () if current is None else tuple(s for s in current.asked if s not in current.updates | current.failed)
+
+    def due(self) -> bool:
+        """Whether the open round is to be closed: nobody is left to wait for, or the deadline has passed."""
+        current = self.open_round
+        late = current is not None and self.clock() - current.began >= self.settings.deploy.deadline
+        return late or not self.waiting
+
+    def close(self) -> Outcome:
+        """Close the round: commit it if its quorum was heard, else leave everything as it was."""
+        current = self.open_round
+        if current is None:
+            raise RuntimeError("no round is open")
+        missing, heard = self.waiting, tuple(sorted(current.updates))
+        committed = len(heard) >= current.need
+        if committed and current.kind != "evaluate":
+            self._commit(self._after(current), False if current.kind == "resync" else self.resync)
+        self.open_round = None
+        self.attempt = 0 if committed else self.attempt + 1
+        number = self.state.round if committed else self.state.round + 1
+        done = "evaluated" if current.kind == "evaluate" else "committed"
+        event = done if committed else "abandoned"
+        gauge = {"residual": self.residual} if committed else {}
+        for site in missing:
+            self.roster[site] = self.roster[site]._replace(
+                told=f"too late for round {number}: it was closed without you"
+            )
+        facts = {"heard": list(heard), "failed": current.failed, "missing": list(missing)}
+        self.audit.write(event, round=number, kind=current.kind, **facts, **gauge)
+        metrics = self._means(current) if committed else {}
+        return Outcome(committed, current.kind, number, heard, dict(current.failed), missing, metrics)
+
+    # Inside
+
+    def _idle(self) -> None:
+        if self.open_round is not None:
+            raise RuntimeError("a round is open; close it first")
+
+    def _registered(self, site: str, packet: Packet) -> int:
+        """The number of records of a site that may take part."""
+        if site not in self.settings.deploy.sites or gate.text(packet.facts, "site") != site:
+            raise Refused("stranger", f"{site!r} is not one of the sites of this federation")
+        for what, mine in (("schema", self.schema.digest), ("settings", self.settings.digest)):
+            if gate.text(packet.facts, what) != mine:
+                raise Refused("config", f"its {what} differ from the server's; give it the same app and TOML")
+        records = gate.whole(packet.facts, "records")
+        if not 1 <= records <= self.settings.deploy.max_records:
+            raise Refused("implausible", f"{records} records; 1 to {self.settings.deploy.max_records} are allowed")
+        return records
+
+    def _admitted(self, site: str, packet: Packet) -> Verdict:
+        if site not in self.roster:
+            raise Refused("stranger", f"{site!r} is not in the roster")
+        current = self.open_round
+        if current is None or site not in current.asked:
+            raise Refused("late", "no reply of it is awaited: the round is closed, or went to others")
+        asked = current.asked[site]
+        if packet.facts.get("kind") in ("lost", "refusal"):
+            gate.fresh(packet, asked)
+            return self._declined(site, packet, current)
+        update = gate.admit(packet, asked)
+        if site in current.updates:
+            return Verdict(True, "already here: counted once")
+        current.failed.pop(site, None)
+        current.updates[site] = self._limited(site, update, current.kind)
+        return Verdict(True, "")
+
+    def _declined(self, site: str, packet: Packet, current: Open) -> Verdict:
+        """A client that says itself why it cannot take part."""
+        reason = gate.text(packet.facts, "reason")
+        if packet.facts["kind"] == "lost" and not self.server_keeps and site not in current.updates:
+            self.audit.write("lost", site=site, round=self.state.round + 1, reason=reason)
+            if current.kind == "resync":  # it has answered: it holds nothing, and starts again from zeros
+                current.updates[site] = Update({}, 1, {}, "", {})
+                return Verdict(True, reason)
+            self.resync = True
+        self.failed(site, reason)
+        return Verdict(False, reason)
+
+    def _limited(self, site: str, update: Update, kind: str) -> Update:
+        """Check a reported c_i against its digest; clip or refuse a pair that is too long."""
+        if kind == "resync":
+            c_i, digest = update.vectors["c_i"], self.roster[site].digest
+            if (fingerprint(c_i) != digest) if digest else np.any(c_i):
+                raise Refused("implausible", "the c_i it reports is not the one that counted last")
+            return update
+        if kind == "evaluate":
+            return update
+        if not self.server_keeps and self.algorithm.remember is not None and len(update.memory) != 32:
+            raise Refused("schema", "it does not say which c_i it holds now")
+        clip = self.settings.deploy.clip
+        if clip is None:
+            return update
+        update, length = gate.clipped(update, self.state.c, self._travel(update), clip)
+        if length > clip:
+            self.audit.write("clipped", site=site, round=self.state.round + 1, norm=length, cap=clip)
+        return update
+
+    def _travel(self, update: Update) -> float:
+        return update.steps * self.settings.local.lr
+
+    def _after(self, current: Open) -> State:
+        if current.kind == "resync":
+            return rounds.resynced(self.state, {s: u.vectors["c_i"] for s, u in current.updates.items() if u.vectors})
+        travel = {site: self._travel(update) for site, update in current.updates.items()}
+        return rounds.aggregated(self.algorithm, self.state, current.updates, travel, self.server_keeps)
+
+    def _commit(self, state: State, resync: bool) -> None:
+        kept = Kept(state, self.run, self.generation, resync, ())
+        self.generation = keep(self.folder / "state", kept, self.settings, self.schema)
+        self.state, self.resync = state, resync
+
+    def _means(self, current: Open) -> dict[str, float]:
+        p = rounds.shares(self.roster)
+        names = set.intersection(*(set(update.metrics) for update in current.updates.values()))
+        heard = sum(p[site] for site in current.updates)
+        return {
+            name: sum(p[site] * u.metrics[name] for site, u in sorted(current.updates.items())) / heard
+            for name in sorted(names)
+        }

@@ -1,0 +1,278 @@
+"""A learner for torch: any `nn.Module`, any loss, any data that gives batches, any optimiser, CPU or CUDA.
+
+    def learner(settings):
+        return TorchLearner(model, loss, data, precision=settings.precision)
+
+`model()` makes the module, `loss(module, batch)` the mean loss over a batch (None: skip this batch), `data(site)` the
+site's records: a tuple of tensors or a `Dataset`, cut into batches by the settings, or a `DataLoader`, used as it is.
+
+The module's trained parameters become views of one flat vector y, and their gradients views of another, so that a step
+adds the flat shift once, for all layers at a time. Parameters that need no gradient stay what `model()` made them.
+Buffers (BatchNorm's running means) are no parameters: they get no correction and travel apart, by name. A step counts
+when the optimiser performed it: one that a `GradScaler` skipped leaves no trace in the mean direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from fedscaffold.checks import InputError
+from fedscaffold.deploy.arrays_client import draws
+from fedscaffold.deploy.client import Site, Trained, Work
+from fedscaffold.deploy.schema import Array, Schema
+from fedscaffold.deploy.settings import Local
+
+__all__ = ["TorchLearner"]
+
+Module: TypeAlias = Any
+Tensor: TypeAlias = Any
+Batch: TypeAlias = Any
+
+
+class TorchLearner:
+    """A torch model and how it learns; see the module.
+
+    >>> def loss(module, batch):
+    ...     return ((module(batch[0]) - batch[1]) ** 2).mean()
+    >>> data = lambda site: (torch.ones(4, 3), torch.zeros(4, 1))
+    >>> TorchLearner(lambda: torch.nn.Linear(3, 1), loss, data).schema.names
+    ('weight', 'bias')
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], Module],
+        loss: Callable[[Module, Batch], Tensor | None],
+        data: Callable[[str], Any],
+        *,
+        metrics: Callable[[Module, Batch], dict[str, float]] | None = None,
+        test: Callable[[str], Any] | None = None,
+        optimizer: Callable[[Module], Any] | None = None,
+        scaler: Callable[[], Any] | None = None,
+        precision: str = "float32",
+        device: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        """Make a learner.
+
+        Args:
+            model: makes the module; called with torch's random seed at `seed`, so it is the same everywhere.
+            loss: (module, batch) -> mean loss over the batch, or None to skip it.
+            data: site -> its records.
+            metrics: (module, batch) -> means over a batch, beside the loss; measured in eval mode.
+            test: site -> the records to measure on; those of `data` unless given.
+            optimizer: module -> a torch optimiser, fresh every round; asked for by `local.optimizer = "own"`.
+            scaler: makes a `torch.amp.GradScaler`, for mixed precision (use autocast in `loss`).
+            precision: float32 or float64.
+            device: cpu, cuda, cuda:1 ... or auto.
+            seed: of the starting model.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.loss, self.data, self.test, self.metrics = loss, data, test or data, metrics
+        self.optimizer, self.scaler, self.device = optimizer, scaler, torch.device(device)
+        self.dtype = torch.float64 if precision == "float64" else torch.float32
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.module = model().to(device=self.device, dtype=self.dtype)
+        self.trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        saved = self.module.state_dict().keys()
+        self.kept = {name: b for name, b in self.module.named_buffers() if name in saved}
+        self.buffers = {name: b.detach().cpu().numpy().copy() for name, b in self.kept.items()}
+        arrays = {name: p.detach().cpu().numpy() for name, p in self.trained.items()}
+        self.schema = Schema.of(arrays, precision, self.buffers)
+        self.start = self.schema.flatten(arrays)
+        self.y = torch.from_numpy(self.start.copy()).to(self.device)
+        self.g = torch.zeros_like(self.y)
+        self._share_memory()
+
+    def site(self, name: str) -> Site:
+        """Open a site's data."""
+        records = self.data(name)
+        number = _count(records)
+        if number < 1:
+            raise InputError(f"{name} holds no records; every site needs at least one")
+
+        def train(work: Work) -> Trained:
+            return self._train(work, records)
+
+        return Site(number, train, lambda x, buffers: self._evaluate(x, buffers, self.test(name)))
+
+    def _share_memory(self) -> None:
+        """Make every parameter a view of y and its gradient a view of g."""
+        values, gradients = self.schema.unflatten(self.y), self.schema.unflatten(self.g)
+        for name, parameter in self.trained.items():
+            parameter.data = values[name]
+            parameter.grad = gradients[name]
+
+    def _load(self, x: Array, buffers: dict[str, Array]) -> None:
+        with torch.no_grad():
+            self.y.copy_(torch.from_numpy(x.copy()))
+            for name, value in buffers.items():
+                self.kept[name].copy_(torch.from_numpy(value.copy()))
+
+    def _train(self, work: Work, records: Any) -> Trained:
+        """K local steps from x; the mean direction where it is wanted."""
+        algorithm = work.algorithm
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(work.seed)
+            self._load(work.x, work.buffers)
+            self.module.train()
+            x = self.y.clone()
+            shift = None if work.shift is None else torch.from_numpy(work.shift.copy()).to(self.device)
+            at_x = None
+            if algorithm.at_x:
+                at_x = algorithm.direction(self._full_gradient(records), x, x, shift).cpu().numpy()
+                self._load(work.x, work.buffers)  # that pass has moved running means
+            total, steps = self._descend(work, records, x, shift)
+        buffers = {name: b.detach().cpu().numpy().copy() for name, b in self.kept.items()}
+        mean = (total / max(steps, 1)).cpu().numpy() if work.collect else None
+        return Trained(self.y.cpu().numpy().copy(), steps, mean if at_x is None else at_x, buffers)
+
+    def _descend(self, work: Work, records: Any, x: Tensor, shift: Tensor) -> tuple[Tensor, int]:
+        """The steps; returns the sum of the directions performed, and how many they were."""
+        optimizer, flat = self._make_optimizer(work.local)
+        scaler = None if self.scaler is None else self.scaler()
+        total, d, steps = torch.zeros_like(self.y), self.g, 0
+
+        def performed(*_: Any) -> None:
+            nonlocal steps
+            steps += 1
+            if work.collect:
+                total.add_(d)
+
+        optimizer.register_step_post_hook(performed)
+        for batch in _batches(records, work.local, work.seed, work.algorithm.one_step):
+            flat.grad = self.g
+            if batch is None:
+                self.g.copy_(self._full_gradient(records))
+            elif not self._backward(batch, scaler, optimizer):
+                continue
+            with torch.no_grad():
+                d = work.algorithm.direction(self.g, self.y, x, shift)
+                flat.grad = d
+                if work.local.optimizer == "own" and d is not self.g:
+                    self.g.copy_(d)  # it looks at the parameters' own gradients
+            if scaler is None or batch is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        return total, steps
+
+    def _backward(self, batch: Batch, scaler: Any, optimizer: Any) -> bool:
+        """The gradient of a batch in g; False where the loss says to skip it."""
+        self.g.zero_()
+        value = self.loss(self.module, _moved(batch, self.device))
+        if value is None:
+            return False
+        if scaler is None:
+            value.backward()
+        else:
+            scaler.scale(value).backward()
+            scaler.unscale_(optimizer)
+        return True
+
+    def _full_gradient(self, records: Any) -> Tensor:
+        """The mean gradient over all records, batch by batch."""
+        total, number = torch.zeros_like(self.g), 0
+        for batch in _passes(records):
+            if self._backward(batch, None, None):
+                size = _rows(batch)
+                total.add_(self.g, alpha=size)
+                number += size
+        return total / max(number, 1)
+
+    def _make_optimizer(self, local: Local) -> tuple[Any, Any]:
+        """The optimiser of one round, on the flat vector or the app's own on the module; and the flat parameter."""
+        flat = torch.nn.Parameter(self.y)  # shares its memory
+        if local.optimizer == "own":
+            if self.optimizer is None:
+                raise InputError('local.optimizer = "own" needs TorchLearner(..., optimizer=module -> optimiser)')
+            return self.optimizer(self.module), flat
+        if local.optimizer == "adam":
+            return torch.optim.Adam([flat], lr=local.lr), flat
+        momentum = local.momentum if local.optimizer == "momentum" else 0.0
+        return torch.optim.SGD([flat], lr=local.lr, momentum=momentum), flat
+
+    def _evaluate(self, x: Array, buffers: dict[str, Array], records: Any) -> dict[str, float]:
+        """Means of the loss and the metrics over the records, in eval mode."""
+        self._load(x, buffers)
+        self.module.eval()
+        sums: dict[str, float] = {}
+        number = 0
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)  # a loader that shuffles must not change the last bit of a mean
+            for batch in _passes(records):
+                moved, size = _moved(batch, self.device), _rows(batch)
+                value = self.loss(self.module, moved)
+                means = {} if self.metrics is None else self.metrics(self.module, moved)
+                means |= {} if value is None else {"loss": float(value)}
+                number += size
+                sums = {name: sums.get(name, 0.0) + size * float(mean) for name, mean in means.items()}
+        return {name: total / number for name, total in sums.items()}
+
+
+def _batches(records: Any, local: Local, seed: int, one_step: bool) -> Iterator[Batch]:
+    """The batches of a round; None stands for all records at once where they do not lie in tensors."""
+    if one_step and not isinstance(records, tuple):
+        yield None
+    elif isinstance(records, tuple):
+        for rows in draws(local, len(records[0]), seed, one_step):
+            yield records if rows is None else tuple(t[torch.from_numpy(rows)] for t in records)
+    else:
+        loader = _loader(records, local)
+        left = local.steps if local.steps is not None else (local.epochs or 1) * len(loader)
+        while left > 0:
+            for batch in loader:
+                yield batch
+                left -= 1
+                if left == 0:
+                    return
+
+
+def _loader(records: Any, local: Local) -> Any:
+    """A data set cut into batches by the settings; a loader as it is."""
+    if isinstance(records, torch.utils.data.DataLoader):
+        if local.batch_size is not None:
+            raise InputError("local.batch_size and a DataLoader's own batch size are both given; leave one out")
+        return records
+    number, size = len(records), local.batch_size
+    batch = number if size is None else max(1, round(size * number)) if isinstance(size, float) else size
+    return torch.utils.data.DataLoader(records, batch_size=batch, shuffle=True)
+
+
+def _passes(records: Any) -> Iterator[Batch]:
+    """All records once, in batches."""
+    if isinstance(records, tuple):
+        yield records
+    elif isinstance(records, torch.utils.data.DataLoader):
+        yield from records
+    else:
+        yield from torch.utils.data.DataLoader(records, batch_size=256)
+
+
+def _count(records: Any) -> int:
+    if isinstance(records, tuple):
+        return len(records[0])
+    return len(records.dataset if isinstance(records, torch.utils.data.DataLoader) else records)
+
+
+def _moved(batch: Batch, device: Any) -> Batch:
+    """A batch on the device: tensors, and tuples, lists and dicts of them."""
+    if isinstance(batch, dict):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_moved(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _rows(batch: Batch) -> int:
+    """Records in a batch: the length of its first tensor."""
+    if isinstance(batch, dict):
+        return _rows(next(iter(batch.values())))
+    return _rows(batch[0]) if isinstance(batch, (list, tuple)) else len(batch)

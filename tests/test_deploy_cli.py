@@ -1,0 +1,87 @@
+"""`fedscaffold deploy ...` as a user meets it: examples that work, one line for a mistake, --json everywhere."""
+
+import json
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from fedscaffold.cli import main
+
+pytest.importorskip("torch")
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def fedscaffold(monkeypatch, capsys, tmp_path):
+    """The command line, in this process: importing torch anew for every verb would take most of the time."""
+    monkeypatch.delenv("FEDSCAFFOLD_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["fedscaffold", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return Done(left.value.code, *capsys.readouterr())
+
+    return call
+
+
+def test_a_new_torch_app_learns_resumes_and_shows_its_status(fedscaffold):
+    made = fedscaffold("deploy", "new", "app", "--torch", "--json")
+    assert made.returncode == 0, made.stderr
+    assert len(json.loads(made.stdout)["files"]) == 3
+    first = fedscaffold("deploy", "simulate", "app", "--out", "run", "--rounds", 3, "--json")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["rounds"] == 3
+    again = fedscaffold("deploy", "simulate", "app", "--out", "run")
+    assert again.returncode == 2
+    assert "deploy resume run" in again.stderr
+    assert len(again.stderr.splitlines()) == 1
+    more = fedscaffold("deploy", "resume", "run", "--json")
+    answer = json.loads(more.stdout)
+    assert (answer["rounds"], answer["metrics"]["accuracy"] > 0.6) == (5, True)
+    assert answer["residual"] < 1e-5
+    shown = json.loads(fedscaffold("deploy", "status", "run", "--json").stdout)
+    assert (shown["phase"], shown["round"], shown["refused"]) == ("finished", 5, [])
+    assert "chain whole" in fedscaffold("deploy", "status", "run").stdout
+
+
+def test_a_new_jax_app_runs_in_the_simulator_too(fedscaffold):
+    fedscaffold("deploy", "new", "app", "--jax")
+    mine = fedscaffold("deploy", "simulate", "app", "--rounds", 2, "--json")
+    theirs = fedscaffold("deploy", "simulate", "app", "--engine", "simulator", "--rounds", 2, "--json")
+    assert json.loads(mine.stdout)["metrics"]["accuracy"] > 0.3, mine.stderr
+    assert json.loads(theirs.stdout)["rounds"] == 2, theirs.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["new", "here"], "is not empty"),
+        (["new", "there", "--torch", "--jax"], "either --torch or --jax"),
+        (["simulate", "nowhere"], "deploy new DIR"),
+        (["resume", "nowhere"], "no deployment.json"),
+        (["status", "nowhere"], "nothing was started there"),
+        (["check", "nowhere"], "no site.json"),
+        (["kit", "nowhere.toml"], "nowhere.toml"),
+        (["local", "here", "--out", "run"], "federation.toml not found"),
+    ],
+)
+def test_a_mistake_is_one_line(words, said, fedscaffold, tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").touch()
+    done = fedscaffold("deploy", *words)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_shows_examples(fedscaffold):
+    for verb in ("new", "simulate", "local", "resume", "kit", "check", "status"):
+        assert "Example: fedscaffold deploy" in fedscaffold("deploy", verb, "--help").stdout.replace("\n", " ")
