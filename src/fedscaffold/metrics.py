@@ -14,16 +14,28 @@ bytes_up, bytes_down    what the cohort sent and received in the round: always o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["ALWAYS", "METRICS", "met", "rises", "target_of"]
+__all__ = ["ALWAYS", "METRICS", "explained", "met", "rises", "target_of"]
 
 METRICS = ("loss", "accuracy", "grad_norm", "gap", "distance", "drift", "control_error", "age")
 ALWAYS = ("residual", "bytes_up", "bytes_down")
+
+
+def explained(dtype: Any, rounds: int, scale: float = 1.0) -> float:
+    """The residual that rounding explains: 1000 eps sqrt(rounds) of the size of the c_i; more than that is a fault.
+
+    >>> explained("float64", 100) < 1e-11
+    True
+    """
+    return 1000 * float(np.finfo(dtype).eps) * math.sqrt(max(1, rounds)) * scale
 
 
 def rises(metric: str) -> bool:

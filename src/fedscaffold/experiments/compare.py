@@ -7,13 +7,16 @@ seeds (a run that diverges counts as infinite). All step sizes and seeds of an a
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from fedscaffold import algorithms
+from fedscaffold import algorithms, checks
+from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.experiments import arguments
 from fedscaffold.experiments.config import Config, to_toml
@@ -25,13 +28,17 @@ from fedscaffold.simulation import Run, Sweep, simulate, sweep
 from fedscaffold.simulation.evaluation import usual
 from fedscaffold.simulation.setup import Request, prepare
 
-__all__ = ["GRID", "compare", "fitting", "keep", "run"]
+__all__ = ["GRID", "compare", "fitting", "keep", "refuse", "run"]
 
 GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
-def run(config: Config, built: Built, command: str, progress: bool | None = None) -> Study:
-    r"""Run one configuration on the problem built for it.
+def run(
+    config: Config, built: Built, command: str, progress: bool | None = None, checkpoint: Path | None = None
+) -> Study:
+    r"""Run one configuration on the problem built for it, from its checkpoint where there is one.
+
+    With a tuned step size it is a sweep, which has no checkpoints.
 
     >>> from fedscaffold.experiments.config import parse
     >>> from fedscaffold.experiments.federation import build
@@ -45,10 +52,10 @@ def run(config: Config, built: Built, command: str, progress: bool | None = None
         done, lr = _best(found)[0], found.lr[_best_index(found)]
         seconds = found.seconds
     else:
-        local = arguments.local(config.local)
-        done = simulate(
-            algorithm, built.problem, seed=config.seed, progress=progress, **local, **arguments.shared(config)
-        )
+        given = arguments.local(config.local) | arguments.shared(config)
+        if checkpoint is not None:
+            given |= {"checkpoint": checkpoint, "every": config.output.checkpoint_every}
+        done = simulate(algorithm, built.problem, seed=config.seed, progress=progress, **given)
         lr, seconds = config.local.lr, done.seconds
     target = None if config.stop_at is None else target_of(config.stop_at)
     curves = [_curve(algorithm.name, config.seed, lr, done, target)]
@@ -96,6 +103,28 @@ def compare(
     return study._replace(rows=[row | limits[row["algorithm"]] for row in study.rows])
 
 
+def refuse(config: Config, built: Built) -> None:
+    r"""Raise what is wrong with a configuration, before anything is run or any earlier run makes way.
+
+    >>> from fedscaffold.experiments.config import parse
+    >>> from fedscaffold.experiments.federation import build
+    >>> config = parse("cohort.size = 30\nlocal.steps = 2\nproblem.dataset = 'quadratic'")
+    >>> refuse(config, build(config.problem))
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: cohort must be a whole number of at least 1 and at most 10, got 30
+    """
+    checks.whole("seed", config.seed, at_least=0)
+    checks.whole("evaluate_every", config.evaluate_every)
+    _tried(config, built, algorithms.make(config.algorithm.name, **config.algorithm.parameters))
+
+
+def _tried(config: Config, built: Built, algorithm: Algorithm) -> None:
+    shared = {key: value for key, value in arguments.shared(config).items() if key != "evaluate_every"}
+    local = {"lr": GRID[0]} if config.local.lr == "tuned" else arguments.local(config.local)
+    with jax.enable_x64(config.precision == "float64"):
+        prepare(Request(algorithm, built.problem, **shared, **local))
+
+
 def fitting(config: Config, built: Built) -> tuple[list[str], dict[str, str]]:
     r"""The algorithms that go with a configuration, and the others with the reason why not.
 
@@ -105,12 +134,10 @@ def fitting(config: Config, built: Built) -> tuple[list[str], dict[str, str]]:
     >>> sorted(fitting(config, build(config.problem))[1])
     ['scaffnew', 'scaffold-xi']
     """
-    shared = {key: value for key, value in arguments.shared(config).items() if key != "evaluate_every"}
-    local = {"lr": GRID[0]} if config.local.lr == "tuned" else arguments.local(config.local)
     good, refused = [], {}
     for name, factory in algorithms.ALGORITHMS.items():
         try:
-            prepare(Request(factory(), built.problem, **shared, **local))
+            _tried(config, built, factory())
             good.append(name)
         except InputError as error:
             refused[name] = str(error)
@@ -120,15 +147,22 @@ def fitting(config: Config, built: Built) -> tuple[list[str], dict[str, str]]:
 
 
 def keep(study: Study, folder: Path) -> Path:
-    """Write a study's folder: its data, its table as CSV and LaTeX, and its page; returns the page's path."""
+    """Write a study's folder: its data, its table as CSV and LaTeX, and its page; returns the page's path.
+
+    Each file is written apart and moved to its place, so that whenever this is stopped none is half there.
+    """
     from fedscaffold.report import page
 
-    write(study, folder)
-    (folder / "table.csv").write_text(tables.csv(study.rows), encoding="utf-8")
-    (folder / "table.tex").write_text(tables.latex(study.rows), encoding="utf-8")
-    path = folder / "report.html"
-    path.write_text(page(study), encoding="utf-8")
-    return path
+    new = folder / ".new"
+    shutil.rmtree(new, ignore_errors=True)
+    write(study, new)
+    (new / "table.csv").write_text(tables.csv(study.rows), encoding="utf-8")
+    (new / "table.tex").write_text(tables.latex(study.rows), encoding="utf-8")
+    (new / "report.html").write_text(page(study), encoding="utf-8")
+    for path in sorted(new.iterdir()):
+        path.replace(folder / path.name)
+    new.rmdir()
+    return folder / "report.html"
 
 
 def _swept(config: Config, built: Built, algorithm: Any, seeds: Sequence[int], progress: bool | None) -> Sweep:

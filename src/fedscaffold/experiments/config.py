@@ -79,9 +79,11 @@ class Server(Section):
 
 
 class Output(Section):
-    """Where the run's folder goes."""
+    """Where the run's folder goes, and how often its state is kept there."""
 
     dir: str = "runs/latest"
+    checkpoint_every: int | None = None
+    """Rounds between two checkpoints; by the clock unless given."""
 
 
 class Config(Section):
@@ -112,7 +114,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} not found; give the path of a TOML configuration") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"{path} cannot be read: {error}; give the path of a TOML configuration, in UTF-8") from None
     return parse(text, overrides, source=str(path))
 
 

@@ -28,6 +28,7 @@ METRICS = {
     "grad_norm": "Norm of the gradient, |grad f(x)|",
     "drift": "Drift: spread of the local models at the round's end",
     "control_error": "Control error: distance of the c_i from grad f_i(x*)",
+    "age": "Age: rounds since a client was last heard, on average",
 }
 NOT_SHOWN = ("round", "residual", "bytes_up", "bytes_down")
 POINTS = 400  # of a line: more than a panel has pixels to show

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedscaffold.metrics import explained
 from fedscaffold.report import figures, tables
 from fedscaffold.report.study import Curve, Study
 from fedscaffold.report.tables import Row, named
@@ -102,7 +103,7 @@ def gauges(study: Study) -> list[Gauge]:
     for name in figures.looks(study):
         runs = [curve for curve in study.curves if curve.algorithm == name]
         rounds = max(len(run.columns["round"]) for run in runs)
-        limit = 1e3 * float(np.finfo(study.precision).eps) * math.sqrt(rounds or 1)
+        limit = explained(study.precision, rounds)
         worst = max((r for r in map(_relative, runs) if not math.isnan(r)), default=math.nan)
         state = "unknown" if math.isnan(worst) else "healthy" if worst < limit else "broken"
         none = worst == 0 and all(run.scale == 0 for run in runs)

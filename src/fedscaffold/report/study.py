@@ -104,11 +104,16 @@ def read(folder: Path) -> Study:
         with (folder / "config.toml").open(encoding="utf-8", newline="") as text:
             config = text.read()
         lines = list(map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()))
+        return _study(about, config, lines)
     except FileNotFoundError as error:
         missing = Path(str(error.filename)).name
         raise FileNotFoundError(f"{folder} holds no run: {missing} is missing") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{folder} holds a damaged run: {error}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+        raise InputError(f"{folder} holds a damaged run: {what}; run it again, or restore the folder") from None
+
+
+def _study(about: dict[str, Any], config: str, lines: list[dict[str, Any]]) -> Study:
     by_run: list[list[dict[str, Any]]] = [[] for _ in about["curves"]]
     for line in lines:
         by_run[line["run"]].append(line)

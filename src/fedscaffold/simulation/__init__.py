@@ -1,8 +1,21 @@
 """HOW a federation is simulated: one compiled program for all rounds, clients in cache-sized blocks."""
 
 from fedscaffold.simulation import compression, stale
+from fedscaffold.simulation.checkpoint import Interrupted
 from fedscaffold.simulation.extrapolation import Richardson, richardson
 from fedscaffold.simulation.run import Run, simulate
+from fedscaffold.simulation.sources import problem_on_disk
 from fedscaffold.simulation.sweeps import Sweep, sweep
 
-__all__ = ["Richardson", "Run", "Sweep", "compression", "richardson", "simulate", "stale", "sweep"]
+__all__ = [
+    "Interrupted",
+    "Richardson",
+    "Run",
+    "Sweep",
+    "compression",
+    "problem_on_disk",
+    "richardson",
+    "simulate",
+    "stale",
+    "sweep",
+]

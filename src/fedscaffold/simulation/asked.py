@@ -50,6 +50,7 @@ class Request(NamedTuple):
     stale: str | Policy = "keep"
     compression: str | Compressor | None = None
     seeds: Sequence[int] = (0,)
+    client_state: str = "array"
 
 
 def steps(request: Request, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:

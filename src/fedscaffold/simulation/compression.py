@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
@@ -94,7 +95,7 @@ def quantise(bits: int) -> Compressor:
     def decoded(v: Array, key: Array) -> Array:
         groups = jnp.pad(v, (0, -len(v) % GROUP)).reshape(-1, GROUP)
         most = jnp.abs(groups).max(axis=1, keepdims=True)
-        most = jnp.where(most > levels * jnp.finfo(groups.dtype).tiny, most, 0)  # the step must not round to zero
+        most = jnp.where(most > levels * float(np.finfo(groups.dtype).tiny), most, 0)  # the step must not round to zero
         step = 2 * jnp.where(most > 0, most, 1) / levels
         level = jnp.floor((groups + most) / step + jax.random.uniform(key, groups.shape, groups.dtype))
         return shrunk * (jnp.clip(level, 0, levels) * step - most).reshape(-1)[: len(v)]

@@ -47,6 +47,13 @@ class Drawer(NamedTuple):
     """(T, N) who can be reached in each round, over and over."""
     mean_steps: int | None = None
     """The mean number of local steps where a coin decides: one number for all clients."""
+    known: tuple[int, int, bool] | None = None
+    """`shape`, where all N clients are not to be looked at in every round."""
+
+    @property
+    def shape(self) -> tuple[int, int, bool]:
+        """Most local steps, the largest batch, and whether batches differ in size."""
+        return int(self.steps.max()), 0 if self.batch is None else int(self.batch.max()), self.ragged
 
     @property
     def ragged(self) -> bool:
@@ -81,13 +88,13 @@ class Drawer(NamedTuple):
 
     def draw(self, seed: int, start: int, number: int, room: int) -> Draws:
         """Draws of rounds start .. start + number, in arrays with room for `room` rounds."""
-        most = int(self.steps.max())
+        most, widest, ragged = self.known or self.shape
         shape = (room, self.slots)
         cohort = np.full(shape, self.num_clients, np.int32)
         rows = weights = None
         if self.batch is not None:
-            rows = np.zeros((*shape, most, int(self.batch.max())), np.int32)
-            weights = np.zeros(rows.shape, self.precision) if self.ragged else None
+            rows = np.zeros((*shape, most, widest), np.int32)
+            weights = np.zeros(rows.shape, self.precision) if ragged else None
         streams = Streams(seed)
         steps = None
         if self.mean_steps is not None:

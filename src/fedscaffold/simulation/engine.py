@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from fedscaffold.simulation.away import Away
+from fedscaffold.simulation.checkpoint import Checkpoint, Progress
 from fedscaffold.simulation.rounds import rounds as all_rounds
 from fedscaffold.simulation.setup import Ready
 from fedscaffold.simulation.spec import Draws, Settings, State
@@ -56,27 +58,40 @@ class Engine(NamedTuple):
     room: int
     """Most rounds in one call."""
     every: int
+    rounds: int
+    away: Away | None = None
 
     def advance(self, state: State, done: int, number: int) -> tuple[State, NDArray[Any]]:
         """Run rounds done + 1 .. done + number; returns the new state (the old one is used up) and their metrics."""
+        if self.away is not None:
+            return self.away.advance(self.program, self.settings, state, done, self.rounds, self.every)
         draws = self.draw(done, number)
         state, rows = self.program(self.federation, self.settings, state, draws, np.int32(number), np.int32(self.every))
         return state, np.asarray(rows)[..., :number, :]
 
 
-def start(ready: Ready, settings: Settings, seeds: list[int], every: int, group: int | None) -> tuple[Engine, State]:
+def start(
+    ready: Ready,
+    settings: Settings,
+    seeds: list[int],
+    every: int,
+    group: int | None,
+    rounds: int = 0,
+    away: Away | None = None,
+) -> tuple[Engine, State]:
     """Compile the program, or find it compiled, and lay out the first state.
 
-    `group` is None for a single run, else how many runs of a sweep are run at once.
+    `group` is None for a single run, else how many runs of a sweep are run at once. Of clients who are `away` one
+    round is run at a time.
     """
-    room = int(np.clip(DRAW_BYTES // _draw_bytes(ready), 1, MOST_ROUNDS))
+    room = int(np.clip(DRAW_BYTES // _draw_bytes(ready), 1, MOST_ROUNDS)) if away is None else 1
     draw = partial(_draws, ready, seeds, room, group)
     state = jax.device_put(_spread(ready.start, seeds, group), may_alias=False)  # its memory is the program's to reuse
     federation = jax.device_put(ready.federation)
     arguments = (federation, settings, state, draw(0, 0), np.int32(0), np.int32(every))
     program = _compiled(ready.spec, group, *_signature(arguments))
     jax.block_until_ready((state, federation))
-    return Engine(program, federation, settings, draw, room, every), state
+    return Engine(program, federation, settings, draw, room, every, rounds, away), state
 
 
 def drive(
@@ -87,26 +102,33 @@ def drive(
     every: int,
     group: int | None,
     tell: Callable[[int], None],
+    checkpoint: Checkpoint | None = None,
+    away: Away | None = None,
 ) -> Outcome:
-    """Run all rounds, in stretches of about half a second."""
+    """Run all rounds, or those that a checkpoint still lacks, in stretches of about half a second."""
     began = time.perf_counter()
-    engine, state = start(ready, settings, seeds, every, group)
+    now = Progress(ready.start, [], 0) if checkpoint is None else checkpoint.begin(ready.start)
+    if now.done >= rounds or np.all(now.state.done):  # the checkpoint is of the end
+        return Outcome(now.state, np.concatenate(now.table), Seconds(time.perf_counter() - began, 0.0, 0.0))
+    engine, state = start(ready._replace(start=now.state), settings, seeds, every, group, rounds, away)
+    now = now._replace(state=state)
     compiled, cpu = time.perf_counter(), time.process_time()
-    table: list[NDArray[Any]] = []
-    done, number = 0, 1
-    while done < rounds:
-        number = min(number, rounds - done, engine.room)
+    number = 1
+    while now.done < rounds and not np.all(now.state.done):
+        number = min(
+            number, rounds - now.done, engine.room, rounds if checkpoint is None else checkpoint.until(now.done)
+        )
         at = time.perf_counter()
-        state, rows = engine.advance(state, done, number)
-        table.append(rows)
-        done += number
-        tell(done)
-        if np.all(state.done):
-            break
+        state, rows = engine.advance(now.state, now.done, number)
+        now.table.append(rows)
+        now = Progress(state, now.table, now.done + number)
+        tell(now.done)
         number = max(1, int(number * STRETCH_SECONDS / max(time.perf_counter() - at, 1e-6)))
-    jax.block_until_ready(state)
+        if checkpoint is not None:
+            checkpoint.after(now)
+    jax.block_until_ready(now.state)
     seconds = Seconds(compiled - began, time.perf_counter() - compiled, time.process_time() - cpu)
-    return Outcome(jax.tree.map(np.asarray, state), np.concatenate(table, axis=-2), seconds)
+    return Outcome(jax.tree.map(np.asarray, now.state), np.concatenate(now.table, axis=-2), seconds)
 
 
 def _draw_bytes(ready: Ready) -> int:

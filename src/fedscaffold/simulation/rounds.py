@@ -122,7 +122,8 @@ def _called(spec: Spec, federation: Federation, settings: Settings, state: State
     p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), federation.weights[client], 0)
     key = jax.random.fold_in(settings.key, state.round)
     random = federation.noise is not None or spec.compressor is not None
-    keys = jax.vmap(partial(jax.random.fold_in, key))(client) if random else None
+    who = client if federation.who is None else federation.who
+    keys = jax.vmap(partial(jax.random.fold_in, key))(who) if random else None
     steps = federation.steps[client]
     work = Work(client, steps, keys, draw.rows, draw.row_weights, returning(spec, state, client))
     return Cohort(work, p)

@@ -6,6 +6,9 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +17,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.checks import InputError
 from fedscaffold.metrics import met
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.simulation.aging import ages, faded
+from fedscaffold.simulation.away import Away, clients_of, settled
+from fedscaffold.simulation.checkpoint import Checkpoint, listening
 from fedscaffold.simulation.compression import Compressor
 from fedscaffold.simulation.engine import Seconds, drive
+from fedscaffold.simulation.health import exact_mean, fault, residual_of
+from fedscaffold.simulation.identity import facts
 from fedscaffold.simulation.setup import Ready, Request, prepare
 from fedscaffold.simulation.spec import Settings, State
 from fedscaffold.simulation.stale import Policy
@@ -67,6 +75,8 @@ class Run(NamedTuple):
     seconds: Seconds
     digest: str
     """Fingerprint of the model's bits: equal digests, equal models."""
+    fault: str | None
+    """What is wrong with the state, if the residual is more than rounding explains."""
 
 
 def simulate(
@@ -94,6 +104,9 @@ def simulate(
     server_optimizer: Any = None,
     stale: str | Policy = "keep",
     compression: str | Compressor | None = None,
+    client_state: str = "array",
+    checkpoint: Path | str | None = None,
+    every: int | None = None,
     progress: bool | None = None,
 ) -> Run:
     """Simulate a federation: `rounds` rounds of `algorithm` on `problem`.
@@ -123,6 +136,12 @@ def simulate(
         server_optimizer: an optax transformation of the server's step, such as `optax.sgd(1.0, momentum=0.9)`.
         stale: what becomes of old control variates: "keep", "decay:0.9", "drop:20", "refresh:5" (see `fs.stale`).
         compression: of what clients send: "top_k:0.1", "random_k:0.1", "quantise:4" (see `fs.compression`).
+        client_state: where the clients' control variates are: "array" (in memory, all N), "sparse" (in memory, those of
+            clients ever heard), "file" (in the checkpoint folder), or "auto" by size; all but the first see only the
+            cohort of a round, records included (see docs/resume.md).
+        checkpoint: a folder to keep the whole state in. A run that was ended, however, goes on there when it is asked
+            for again, with the same bits; SIGINT and SIGTERM end it with a checkpoint (see docs/resume.md).
+        every: rounds between two checkpoints; by default by the clock, at some 2 % of the time at most.
         progress: show a line with the time left; by default on a terminal only.
 
     >>> import fedscaffold as fs
@@ -136,12 +155,23 @@ def simulate(
         local_optimizer, x0, stop_at, metrics, precision, block, availability, server_optimizer, stale, compression,
         (checks.whole("seed", seed, at_least=0, at_most=2**63 - 1),),
     )  # fmt: skip
-    every = checks.whole("evaluate_every", evaluate_every)
-    with jax.enable_x64(precision == "float64"):
+    measured = checks.whole("evaluate_every", evaluate_every)
+    if every is not None and checkpoint is None:
+        raise InputError("every says how often to write a checkpoint: give its folder, checkpoint=...")
+    request = settled(request, client_state)
+    with jax.enable_x64(precision == "float64"), ExitStack() as stack:
         ready = prepare(request)
         settings = Settings(ready.lr, noise_key(seed), np.array(ready.target, precision))
-        outcome = drive(ready, settings, [seed], rounds, every, None, progress_line(progress, rounds))
-    return finished(request, ready, seed, outcome.state, outcome.table, outcome.seconds)
+        keeper = away = None
+        if request.client_state != "array":
+            away = clients_of(request, ready, seed, checkpoint)
+            stack.callback(away.store.close)
+        if checkpoint is not None:
+            own = facts(request, ready, measured)
+            sound = partial(_fault, request, ready, away)
+            keeper = Checkpoint(checkpoint, every, own, rounds, sound, stack.enter_context(listening()), away)
+        outcome = drive(ready, settings, [seed], rounds, measured, None, progress_line(progress, rounds), keeper, away)
+        return finished(request, ready, seed, outcome.state, outcome.table, outcome.seconds, away)
 
 
 def noise_key(seed: int) -> NDArray[np.uint32]:
@@ -149,7 +179,15 @@ def noise_key(seed: int) -> NDArray[np.uint32]:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
-def finished(request: Request, ready: Ready, seed: int, state: State, table: NDArray[Any], seconds: Seconds) -> Run:
+def finished(
+    request: Request,
+    ready: Ready,
+    seed: int,
+    state: State,
+    table: NDArray[Any],
+    seconds: Seconds,
+    away: Away | None = None,
+) -> Run:
     """Gather a run's outcome, cut off at the round where it ended."""
     done = int(state.round)
     history = {"round": np.arange(1, done + 1)}
@@ -159,12 +197,11 @@ def finished(request: Request, ready: Ready, seed: int, state: State, table: NDA
     stop = ready.spec.stop
     reached = ended and stop is not None and bool(met(stop, history[stop][-1], ready.target))
     diverged = done if ended and not reached else None
-    c_i, residual = None, 0.0
-    if state.c_i is not None:
-        # summed in double precision; and not by BLAS, whose threads would go on spinning into the next run
-        c_i = faded(ready.spec, state, state.c_i)
-        p = weights_of(request.problem, request.weights)
-        residual = float(np.linalg.norm(state.c - np.einsum("n,nd->d", p, c_i, dtype=np.float64)))
+    if away is not None:
+        state, mean = state._replace(c_i=None, heard_at=away.heard_at), away.mean(done)
+    else:
+        mean = _mean(request, ready, state)
+    c_i = None if state.c_i is None else faded(ready.spec, state, state.c_i)
     return Run(
         ready.spec.layout.unflatten(state.x),
         state.x,
@@ -175,11 +212,24 @@ def finished(request: Request, ready: Ready, seed: int, state: State, table: NDA
         done if reached else None,
         diverged,
         None if diverged is None else _advice(request, ready, diverged),
-        residual,
+        residual_of(state, mean),
         float(state.scale),
         seconds,
         hashlib.sha256(np.ascontiguousarray(state.x).tobytes()).hexdigest()[:16],
+        fault(state, mean),
     )
+
+
+def _mean(request: Request, ready: Ready, state: State) -> NDArray[Any] | None:
+    if state.c_i is None:
+        return None
+    return exact_mean(ready.spec, state, weights_of(request.problem, request.weights))
+
+
+def _fault(request: Request, ready: Ready, away: Away | None, state: State) -> str | None:
+    state = jax.tree.map(np.asarray, state)
+    # of clients who are away the mean kept up from round to round: all their rows are read once, at the end
+    return fault(state, _mean(request, ready, state) if away is None else state.mean)
 
 
 def _bytes(request: Request, ready: Ready, seed: int, done: int) -> dict[str, NDArray[np.int64]]:

@@ -17,6 +17,7 @@ from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.simulation import asked, compression, stale
 from fedscaffold.simulation.asked import CACHE, Request
+from fedscaffold.simulation.away import refuse_away
 from fedscaffold.simulation.draws import Drawer, most_steps
 from fedscaffold.simulation.evaluation import usual
 from fedscaffold.simulation.guards import refuse
@@ -43,18 +44,14 @@ class Ready(NamedTuple):
 
 def prepare(request: Request) -> Ready:
     """Check a request and make everything that the compiled program is given."""
+    _check(request)
     problem, algorithm = request.problem, request.algorithm
-    if not isinstance(algorithm, Algorithm):
-        raise InputError(f"algorithm must be one such as fs.scaffold(), got {algorithm!r}")
-    if not isinstance(problem, Problem):
-        raise InputError(f"problem must be a Problem, got {type(problem).__name__}")
-    checks.whole("rounds", request.rounds)
-    checks.choice("precision", request.precision, ("float32", "float64"))
     batch, shuffle = asked.batch(request)
     steps = asked.steps(request, batch)
     size = asked.cohort_size(request)
     trace = asked.availability(request)
     policy = stale.of(request.stale) if isinstance(request.stale, str) else request.stale
+    away = request.client_state != "array"
     refuse(request, steps, size, policy)
     mean_steps = int(steps[0]) if algorithm.coin else None
     if mean_steps is not None:
@@ -91,7 +88,7 @@ def prepare(request: Request) -> Ready:
         unequal=bool((steps != steps[0]).any()),
         full_batch=batch is None,
         ragged_clients=bool((problem.counts != problem.counts[0]).any()),
-        everyone=request.cohorts is None and trace is None and slots == problem.num_clients,
+        everyone=away or (request.cohorts is None and trace is None and slots == problem.num_clients),
         stop=stop,
         mean_steps=mean_steps,
         server_optimizer=_optimizer(request),
@@ -102,7 +99,18 @@ def prepare(request: Request) -> Ready:
     )
     fitting = max(1, CACHE // (block * touched))
     lr = asked.lr(request, steps)
-    return Ready(spec, _federation(request, spec, steps), drawer, _start(request, spec), lr, target, fitting)
+    federation = _cohort_federation(request, spec, slots) if away else _federation(request, spec, steps)
+    start = _start(request, spec, slots if away else problem.num_clients)
+    return Ready(spec, federation, drawer, start, lr, target, fitting)
+
+
+def _check(request: Request) -> None:
+    if not isinstance(request.algorithm, Algorithm):
+        raise InputError(f"algorithm must be one such as fs.scaffold(), got {request.algorithm!r}")
+    if not isinstance(request.problem, Problem):
+        raise InputError(f"problem must be a Problem, got {type(request.problem).__name__}")
+    checks.whole("rounds", request.rounds)
+    checks.choice("precision", request.precision, ("float32", "float64"))
 
 
 def _optimizer(request: Request) -> Any:
@@ -174,11 +182,41 @@ def _federation(request: Request, spec: Spec, steps: NDArray[np.int64]) -> Feder
     )
 
 
-def _start(request: Request, spec: Spec) -> State:
+def _cohort_federation(request: Request, spec: Spec, slots: int) -> Federation:
+    """A federation as large as a cohort: shapes to compile for, and what is the same in every round."""
+    refuse_away(request, spec)
+    problem, dtype = request.problem, np.dtype(request.precision)
+
+    def room(column: NDArray[Any]) -> NDArray[Any]:
+        kind = dtype if np.issubdtype(column.dtype, np.floating) else column.dtype
+        return np.zeros((slots * spec.max_rows, *column.shape[1:]), kind)
+
+    def cast(a: Any) -> Any:
+        return a.astype(dtype) if np.issubdtype(a.dtype, np.floating) else a
+
+    numbers = np.zeros(slots, np.int32)
+    noise = None if problem.noise is None else cast(problem.noise)
+    return Federation(
+        jax.tree.map(room, problem.records),
+        np.arange(slots, dtype=np.int32) * np.int32(spec.max_rows),
+        numbers,
+        numbers,
+        np.zeros(slots, dtype),
+        jax.tree.map(cast, problem.test) if "accuracy" in spec.metrics else None,
+        noise if noise is None or noise.ndim < 3 or len(noise) == 1 else np.resize(noise, (slots, *noise.shape[1:])),
+        problem.optimum(request.weights).astype(dtype) if "distance" in spec.metrics else None,
+        None,
+        None,
+        None,
+        numbers,
+    )
+
+
+def _start(request: Request, spec: Spec, rows: int) -> State:
     problem, dtype = request.problem, request.precision
     vector = _vector(problem, problem.params if request.x0 is None else request.x0, dtype)
     zeros = np.zeros(problem.dim, dtype)
-    shape = (problem.num_clients, problem.dim)
+    shape = (rows, problem.dim)
     return State(
         vector,
         zeros if request.algorithm.shift is not None else None,
@@ -188,7 +226,7 @@ def _start(request: Request, spec: Spec) -> State:
         np.int32(0),
         np.bool_(False),
         None if spec.server_optimizer is None else jax.tree.map(np.asarray, spec.server_optimizer.init(vector)),
-        np.zeros(problem.num_clients, np.int32) if spec.ages else None,
+        np.zeros(rows, np.int32) if spec.ages else None,
         np.zeros(shape, dtype) if spec.compressor is not None and spec.sends_move else None,
     )
 

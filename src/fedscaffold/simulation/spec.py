@@ -115,6 +115,8 @@ class Federation(NamedTuple):
     optimal_loss: Array
     record_weights: Array
     """(records,) p_i / n_i, where a metric is a mean over all records."""
+    who: Array = None
+    """(S,) the clients' numbers among all N, where only a cohort is here."""
 
 
 class Settings(NamedTuple):

@@ -1,0 +1,127 @@
+"""`resume`: go on with a run that was ended, however; and what `run` and `resume` share."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedscaffold.checks import InputError
+from fedscaffold.cli.verbs import Json, app, prepared, say
+
+if TYPE_CHECKING:
+    from fedscaffold.experiments.config import Config
+    from fedscaffold.report import Study
+
+__all__ = ["carry_out", "resume"]
+
+CHECKPOINT = "checkpoint"
+
+
+@app.command(epilog="Example: fedscaffold resume runs/first")
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")],
+    rounds: Annotated[int | None, typer.Option(help="Rounds in all, instead of the config's.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Go on with a run from its last checkpoint, after a crash or for more rounds; same bits as without a break."""
+    from fedscaffold.experiments.config import load
+
+    if not (folder / "config.toml").is_file():
+        raise InputError(f"{folder} holds no run: config.toml is missing; `fedscaffold run CONFIG.toml` starts one")
+    config = load(folder / "config.toml", [] if rounds is None else [f"rounds={rounds}"])
+    return carry_out(config, folder, as_json)
+
+
+def make_way(folder: Path, fresh: bool) -> None:
+    """Let a new run into a folder: in place of a finished one, or of any if `fresh`."""
+    from fedscaffold.simulation.checkpoint import discard, unfinished
+
+    kept = folder / CHECKPOINT
+    at = None if fresh else unfinished(kept)
+    if at is not None:
+        raise InputError(
+            f"{folder} holds a run that stopped after round {at}: `fedscaffold resume {folder}` goes on; "
+            "or give another output.dir, or --fresh to start anew there"
+        )
+    discard(kept)
+
+
+def carry_out(config: Config, folder: Path, as_json: bool, fresh: bool | None = None) -> int:
+    """Run a configuration to its end and keep the results in `folder`, from where that stands if `fresh` is None."""
+    built = prepared(config)
+    from fedscaffold.experiments import compare as room
+    from fedscaffold.experiments.config import to_toml
+    from fedscaffold.simulation import Interrupted
+
+    room.refuse(config, built)
+    if fresh is not None:
+        make_way(folder, fresh)
+    _settled(folder / "config.toml", to_toml(config))
+    command = shlex.join(["fedscaffold", *sys.argv[1:]])
+    try:
+        with _told():
+            study = room.run(config, built, command, checkpoint=folder / CHECKPOINT)
+    except Interrupted as stop:
+        typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: fedscaffold resume {folder}", err=True)
+        return 128 + stop.signal
+    page = room.keep(study, folder)
+    _say_outcome(study, folder, page, as_json)
+    return 0
+
+
+def _settled(path: Path, text: str) -> None:
+    """Write the resolved configuration before the first round: `resume` goes by it."""
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(".config.toml.new")
+    new.write_text(text, encoding="utf-8", newline="")
+    new.replace(path)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Warnings about state as lines for the user."""
+    from fedscaffold.simulation.checkpoint import StateWarning
+
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, StateWarning):
+                typer.echo(f"fedscaffold: {message}", err=True)
+            else:
+                usual(message, category, *where, **more)
+
+        warnings.showwarning = show
+        warnings.simplefilter("always", StateWarning)
+        yield
+
+
+def _say_outcome(study: Study, folder: Path, page: Path, as_json: bool) -> None:
+    curve = study.curves[0]
+    last = {name: column[-1].item() for name, column in curve.columns.items()}
+    answer = {
+        "rounds": int(curve.columns["round"][-1]),
+        "reached_at": curve.reached_at,
+        "diverged_at": curve.diverged_at,
+        "advice": curve.advice,
+        "lr": curve.lr,
+        "last": last,
+        "residual": curve.residual,
+        "digest": curve.digest,
+        "seconds": study.seconds,
+        "folder": str(folder),
+        "report": str(page),
+    }
+    words = [f"{study.problem}: {curve.algorithm}, {answer['rounds']} rounds"]
+    words += [f"  {name} = {value:.6g}" for name, value in last.items() if isinstance(value, float)]
+    words += [f"  {curve.advice}"] if curve.advice else []
+    say(answer, [*words, f"report: {page}"], as_json)

@@ -1,0 +1,212 @@
+"""Checkpoints: a run's whole state in one atomic commit, and going on from it with the same bits.
+
+A commit holds the state the next round needs, the metrics of the rounds so far, and the facts that make the run this
+run. As every round has random streams of its own, that is all: whoever continues draws what the first would have drawn.
+A signal ends the run after the stretch of rounds at work, with a commit.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold import checks
+from fedscaffold.checks import InputError
+from fedscaffold.simulation.away import Away
+from fedscaffold.simulation.identity import differences
+from fedscaffold.simulation.spec import State
+from fedscaffold.state import Snapshot, StateError, commit, latest
+from fedscaffold.state.commit import generations
+
+__all__ = ["Checkpoint", "Interrupted", "Progress", "StateWarning", "discard", "listening", "unfinished"]
+
+SECONDS = 20.0  # between two commits by the clock
+SHARE = 50.0  # a commit takes at most one part in so many of the time
+METRICS = "metrics"
+
+
+class StateWarning(UserWarning):
+    """A checkpoint was passed over, and an older one is used."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run after a commit; calling again with the same folder goes on."""
+
+    def __init__(self, number: int, round: int, folder: Path) -> None:
+        super().__init__(f"{signal.Signals(number).name} after round {round}; the checkpoint in {folder} has it all")
+        self.signal, self.round, self.folder = number, round, folder
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    state: State
+    table: list[NDArray[Any]]
+    done: int
+
+
+class Checkpoint:
+    """The checkpoints of one run in `folder`, every so many rounds, or by the clock where `every` is None."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        every: int | None,
+        identity: dict[str, Any],
+        rounds: int,
+        fault: Callable[[State], str | None],
+        signals: list[int],
+        away: Away | None = None,
+    ) -> None:
+        self.folder, self.every = Path(folder), None if every is None else checks.whole("every", every)
+        self.identity, self.rounds, self.fault, self.signals = identity, rounds, fault, signals
+        self.away = away
+        self.generation: int | None = None
+        self.at = time.perf_counter()
+        self.pause = SECONDS
+
+    def begin(self, start: State) -> Progress:
+        """Where to go on: the newest whole checkpoint, or the start, which is committed at once."""
+        snapshot = latest(self.folder, accept=self.accept)
+        if snapshot is None:
+            begun = Progress(start, [], 0)
+            self.keep(begun)
+            return begun
+        for sentence in snapshot.warnings:
+            warnings.warn(sentence, StateWarning, stacklevel=2)
+        self.generation = snapshot.generation
+        found = restored(snapshot, self.own(start))
+        if self.away is not None:
+            found = found._replace(state=found.state._replace(c_i=start.c_i, heard_at=start.heard_at))
+        if found.done > self.rounds:
+            raise InputError(
+                f"the checkpoint in {self.folder} is after round {found.done}; "
+                f"rounds must be at least as many, got {self.rounds}"
+            )
+        self.refuse_faults(found.state)
+        return found
+
+    def accept(self, snapshot: Snapshot) -> None:
+        """Refuse the snapshot of another run; let clients who are away take theirs, or pass it over."""
+        changed = differences(snapshot.facts.get("run", {}), self.identity)
+        if changed is not None:
+            raise InputError(
+                f"the checkpoint in {self.folder} is of another run ({changed}); "
+                "ask for the same, or take another folder"
+            )
+        if self.away is not None:
+            self.away.restore(snapshot.arrays)
+
+    def own(self, state: State) -> State:
+        """The part of a state that is committed as it is: of clients who are away, their store is."""
+        return state if self.away is None else state._replace(c_i=None, heard_at=None)
+
+    def until(self, done: int) -> int:
+        """Rounds to run at most before the next commit."""
+        return self.rounds if self.every is None else self.every - done % self.every
+
+    def after(self, progress: Progress) -> None:
+        """Commit if it is time to, or if the run ends here; raise Interrupted if a signal came."""
+        ended = progress.done >= self.rounds or bool(progress.state.done)
+        waited = time.perf_counter() - self.at
+        due = waited >= self.pause if self.every is None else progress.done % self.every == 0
+        if due or ended or self.signals:
+            self.keep(progress)
+        if self.signals and not ended:
+            raise Interrupted(self.signals[0], progress.done, self.folder)
+
+    def keep(self, progress: Progress) -> None:
+        """Commit a state that is sound."""
+        began = time.perf_counter()
+        self.refuse_faults(progress.state)
+        arrays = {name: np.asarray(leaf) for name, leaf in named(self.own(progress.state))}
+        arrays |= {} if self.away is None else self.away.snapshot()
+        if progress.table:
+            progress.table[:] = [np.concatenate(progress.table)]
+            arrays[METRICS] = progress.table[0]
+        ended = progress.done >= self.rounds or bool(progress.state.done)
+        facts = {"run": self.identity, "round": int(progress.state.round), "rounds": self.rounds, "ended": ended}
+        self.generation = commit(self.folder, arrays, facts, after=self.generation)
+        if self.away is not None:
+            self.away.store.committed()
+        self.at = time.perf_counter()
+        self.pause = max(SECONDS, SHARE * (self.at - began))
+
+    def refuse_faults(self, state: State) -> None:
+        """Raise StateError for a state in which c is not the mean of the c_i."""
+        wrong = self.fault(state)
+        if wrong is not None:
+            whole = f"; the checkpoint in {self.folder} is of before" if self.generation is not None else ""
+            raise StateError(f"the state is not sound: {wrong}{whole}")
+
+
+def unfinished(folder: Path) -> int | None:
+    """The round after which the run of a checkpoint folder stopped; None where there is none, or it went to its end.
+
+    >>> unfinished(Path("nowhere")) is None
+    True
+    """
+    snapshot = latest(folder)
+    return None if snapshot is None or snapshot.facts.get("ended") else snapshot.facts.get("round", 0)
+
+
+def discard(folder: Path) -> None:
+    """Remove all checkpoints of a folder, the newest first: what is left in between is an older state, whole."""
+    for _, path in generations(folder):
+        path.unlink(missing_ok=True)
+
+
+def named(state: State) -> list[tuple[str, Any]]:
+    """The arrays of a state with their names."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [("state" + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
+def restored(snapshot: Snapshot, like: State) -> Progress:
+    """The progress a snapshot holds, if its arrays are those of this run's state."""
+    leaves = []
+    for name, leaf in named(like):
+        array = snapshot.arrays.get(name)
+        if array is None or array.shape != np.shape(leaf) or array.dtype != leaf.dtype:
+            raise StateError(f"the checkpoint has no array {name} of {leaf.dtype} {np.shape(leaf)}")
+        leaves.append(array)
+    state: State = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    table = [snapshot.arrays[METRICS]] if METRICS in snapshot.arrays else []
+    return Progress(state, table, sum(map(len, table)))
+
+
+@contextmanager
+def listening() -> Iterator[list[int]]:
+    """Note the first SIGINT or SIGTERM instead of dying of it; a second one acts as always.
+
+    Only the main thread may do so; signals that were ignored stay ignored.
+    """
+    caught: list[int] = []
+    before: dict[int, Any] = {}
+
+    def restore() -> None:
+        while before:
+            signal.signal(*before.popitem())
+
+    def note(number: int, frame: Any) -> None:
+        caught.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, note)
+    try:
+        yield caught
+    finally:
+        restore()

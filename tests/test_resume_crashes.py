@@ -1,0 +1,187 @@
+"""Runs killed at random moments, in processes of their own: the command line, and a soak of tiny rounds.
+
+One process imports everything once and forks a child for every attempt, so that ten kills cost ten runs and not ten
+imports; a child starts JAX by itself, runs the real command line, and dies by a real signal.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+rounds = 1000
+precision = "float64"
+[problem]
+dataset = "quadratic"
+clients = 6
+dim = 4
+noise = 0.01
+[local]
+steps = 2
+lr = 0.1
+[cohort]
+size = 0.5
+[output]
+dir = "runs/killed"
+checkpoint_every = 25
+"""
+
+FORKS = """
+import contextlib, io, json, os, random, resource, signal, sys, time
+import jax, optax, pydantic, scipy.linalg
+import fedscaffold as fs
+from fedscaffold.cli import deploy, exercise, main, reproduce, resume
+from fedscaffold.experiments import compare, federation, machine
+from fedscaffold.report import page
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = 99
+        try:
+            code = work() or 0
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+def command(*words):
+    def work():
+        sys.argv = ["fedscaffold", *words]
+        with contextlib.redirect_stdout(io.StringIO()):
+            main()
+    return child(work)
+
+def ended(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def newest(folder):
+    names = os.listdir(folder) if os.path.exists(folder) else []
+    return max((int(name.split("-")[1]) for name in names if name.startswith("state-")), default=0)
+
+def killed(pid, number, folder, commits, seconds):
+    '''Send a signal some commits and seconds from now, wherever the child may then be.'''
+    last = newest(folder) + commits
+    while newest(folder) < last and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.004)
+    time.sleep(seconds)
+    os.kill(pid, number)
+    return ended(pid)
+"""
+
+KILLS = """
+codes = [ended(command("run", "first.toml", "--set", "output.dir=runs/quiet"))]
+random.seed(1)
+for attempt in range(10):
+    words = ("resume", "runs/killed") if os.path.exists("runs/killed/config.toml") else ("run", "first.toml")
+    early = attempt < 3  # in the middle of its start; later ones between or inside commits
+    commits, seconds = (0, random.uniform(0, 1)) if early else (random.randrange(1, 6), random.uniform(0, 0.02))
+    codes.append(killed(command(*words), signal.SIGKILL, "runs/killed/checkpoint", commits, seconds))
+codes.append(ended(command("resume", "runs/killed")))
+
+def stopped(pid, number):
+    return killed(pid, number, "runs/stopped/checkpoint", 3, 0)
+
+more = ("--set", "output.dir=runs/stopped", "--set", "output.checkpoint_every=20")
+codes.append(stopped(command("run", "first.toml", *more), signal.SIGINT))
+codes.append(ended(command("run", "first.toml", *more)))
+codes.append(stopped(command("resume", "runs/stopped"), signal.SIGTERM))
+codes.append(ended(command("resume", "runs/stopped")))
+
+text = open("runs/stopped/config.toml").read()
+open("runs/stopped/config.toml", "w").write(text.replace("lr = 0.1", "lr = 0.2"))
+codes += [ended(command("resume", "runs/stopped")), ended(command("resume", "nowhere"))]
+"""
+
+SOAK = """
+problem = fs.problems.quadratic(num_clients=6, dim=4, mu=0.05, noise=0.01, seed=0)
+
+def run(rounds, **more):
+    return fs.simulate(fs.scaffold(), problem, rounds=rounds, local_steps=1, lr=0.1, cohort=2, precision="float64",
+                       metrics=(), **more)
+
+def soak(rounds):
+    return run(rounds, checkpoint="soak", every=100)
+
+def quiet():
+    json.dump(run(4000).digest, open("quiet.json", "w"))
+
+def last():
+    soak(3000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    done = soak(4000)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    json.dump([done.digest, grown, done.residual / done.scale], open("soak.json", "w"))
+
+codes = [ended(child(quiet))]
+random.seed(2)
+for attempt in range(6):
+    pid = child(lambda: soak(4000))
+    codes.append(killed(pid, signal.SIGKILL, "soak", random.randrange(1, 6), random.uniform(0, 0.02)))
+codes.append(ended(child(last)))
+"""
+
+
+def forked(script, folder):
+    (folder / "first.toml").write_text(CONFIG)
+    words = [sys.executable, "-c", FORKS + script + "\nprint(json.dumps(codes))"]
+    env = {
+        **os.environ,
+        "PJRT_NPROC": "1",
+        "PYTHONWARNINGS": "ignore",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+    }
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # children find the program compiled
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture(scope="module")
+def command_line(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command-line")
+    return *forked(KILLS, folder), folder / "runs"
+
+
+def test_killed_ten_times_the_command_line_ends_with_the_same_bits(command_line):
+    codes, said, runs = command_line
+    assert codes[:12] == [0, *[-9] * 10, 0], said
+    assert (runs / "quiet/metrics.jsonl").read_bytes() == (runs / "killed/metrics.jsonl").read_bytes()
+    assert digest(runs / "quiet") == digest(runs / "killed")
+    assert not (runs / "killed/.new").exists()
+
+
+def test_interrupted_runs_say_how_to_go_on(command_line):
+    codes, said, runs = command_line
+    assert codes[12:16] == [130, 2, 143, 0], said
+    assert "go on with: fedscaffold resume runs/stopped" in said
+    assert "runs/stopped holds a run that stopped after round" in said
+    assert (runs / "quiet/metrics.jsonl").read_bytes() == (runs / "stopped/metrics.jsonl").read_bytes()
+    assert digest(runs / "quiet") == digest(runs / "stopped")
+
+
+def test_a_config_that_does_not_fit_is_refused_with_the_difference(command_line):
+    codes, said, _ = command_line
+    assert codes[16:] == [2, 2], said
+    assert "lr: was 0.1, is 0.2" in said
+    assert "nowhere holds no run: config.toml is missing" in said
+
+
+def digest(folder: Path):
+    return json.loads((folder / "study.json").read_text())["curves"][0]["digest"]
+
+
+def test_a_soak_of_tiny_rounds_under_random_kills(tmp_path):
+    codes, said = forked(SOAK, tmp_path)
+    assert codes == [0, *[-9] * 6, 0], said
+    found, grown, relative = json.loads((tmp_path / "soak.json").read_text())
+    assert found == json.loads((tmp_path / "quiet.json").read_text())
+    assert grown < 20_000  # kilobytes
+    assert relative < 1000 * 2.3e-16 * 4000**0.5
