@@ -32,6 +32,7 @@ from fedscaffold.checks import InputError
 
 if TYPE_CHECKING:
     from fedscaffold import data, problems, theory
+    from fedscaffold.estimators import FederatedClassifier, FederatedRegressor
     from fedscaffold.problems import Problem
     from fedscaffold.simulation import Run, Sweep, compression, richardson, simulate, stale, sweep
     from fedscaffold.theory.heterogeneity import heterogeneity
@@ -41,6 +42,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "FederatedClassifier",
+    "FederatedRegressor",
     "InputError",
     "Problem",
     "Run",
@@ -69,15 +72,17 @@ __all__ = [
 
 _LATER = {"Problem": "problems", "heterogeneity": "theory", "plan": "theory"}
 _LATER |= dict.fromkeys(("Run", "Sweep", "compression", "richardson", "simulate", "stale", "sweep"), "simulation")
+_LATER |= dict.fromkeys(("FederatedClassifier", "FederatedRegressor"), "estimators")
 
 
 def __getattr__(name: str) -> Any:
     room = _LATER.get(name, name)
-    if room not in ("conformance", "data", "problems", "report", "simulation", "theory"):
+    if room not in ("conformance", "data", "deploy", "estimators", "problems", "report", "simulation", "theory"):
         raise AttributeError(f"module 'fedscaffold' has no attribute {name!r}")
     try:
         module = importlib.import_module(f"fedscaffold.{room}")
     except ModuleNotFoundError as error:
-        extra = {"problems": "sim", "simulation": "sim", "theory": "sim", "report": "report"}.get(room, "all")
-        raise ImportError(f"fs.{name} needs {error.name}: pip install 'fedscaffold[{extra}]'") from error
+        extra = {"conformance": "all", "data": "all", "deploy": "deploy", "report": "report"}.get(room, "sim")
+        missing = str(error.name).partition(".")[0]
+        raise ImportError(f"fs.{name} needs {missing}: pip install 'fedscaffold[{extra}]'") from error
     return getattr(module, name) if name in _LATER else module

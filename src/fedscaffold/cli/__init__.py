@@ -5,6 +5,7 @@ Heavy imports are inside the commands, so that `fedscaffold --help` answers at o
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import NoReturn
@@ -15,7 +16,15 @@ __all__ = ["main"]
 
 EXTRAS = dict.fromkeys(("typer", "click", "pydantic", "tomli_w"), "cli")
 EXTRAS |= dict.fromkeys(("jax", "scipy", "sklearn", "optax"), "sim")
+EXTRAS |= dict.fromkeys(("flwr", "cryptography"), "deploy")
 EXTRAS |= {"plotly": "report", "matplotlib": "report", "torch": "bench"}
+MENDS = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "mend its permissions or choose another place")
+MENDS |= dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way: choose another folder")
+MENDS |= {
+    errno.EISDIR: "this is a folder: give a file",
+    errno.ENOSPC: "the disk is full: make room or choose another place",
+    errno.EADDRINUSE: "another program has this port: end it or give another port",
+}
 
 
 def main() -> None:
@@ -26,21 +35,29 @@ def main() -> None:
         if os.environ.get("FEDSCAFFOLD_DEBUG"):
             raise
         _leave(str(error), 2)
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
+    except ImportError as error:
+        missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error  # the public face adds a line
+        name = (missing.name or "").partition(".")[0]
+        if name not in EXTRAS:
             raise
-        _leave(f"this needs {error.name}: pip install 'fedscaffold[{EXTRAS[error.name]}]'", 2)
+        _leave(f"this needs {name}: pip install 'fedscaffold[{EXTRAS[name]}]'", 2)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as error:
+        if error.errno not in MENDS or os.environ.get("FEDSCAFFOLD_DEBUG"):
+            raise
+        where = "" if error.filename is None else f"{error.filename}: "
+        _leave(f"{where}{error.strerror}; {MENDS[error.errno]}", 2)
     sys.exit(code)
 
 
 def _run() -> int:
     import click
 
+    from fedscaffold.cli import deploy, doctor, exercise, reproduce, resume, theatre  # noqa: F401 (their verbs)
     from fedscaffold.cli.theory import app
 
     try:

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,6 @@ __all__ = ["DataDir", "Json", "app", "prepared", "say"]
 app = typer.Typer(
     name="fedscaffold",
     help="Federated optimisation that does not drift: SCAFFOLD and its family.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -52,37 +52,16 @@ def demo(out: Out = Path("runs/demo"), as_json: Json = False) -> None:
 def run(
     path: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")],
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override a key: a.b=c.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even where an unfinished run is.")] = False,
     data: DataDir = None,
     as_json: Json = False,
-) -> None:
-    """Run one configuration; its folder gets the resolved config, metrics and a report."""
+) -> int:
+    """Run one configuration; its folder gets the resolved config, checkpoints, metrics and a report."""
+    from fedscaffold.cli.resume import carry_out
     from fedscaffold.experiments.config import load
 
     config = load(path, [*(sets or []), *_data_override(data)])
-    built = prepared(config)
-    from fedscaffold.experiments import compare as room
-
-    study = room.run(config, built, _command())
-    page = room.keep(study, Path(config.output.dir))
-    curve = study.curves[0]
-    last = {name: column[-1].item() for name, column in curve.columns.items()}
-    answer = {
-        "rounds": int(curve.columns["round"][-1]),
-        "reached_at": curve.reached_at,
-        "diverged_at": curve.diverged_at,
-        "advice": curve.advice,
-        "lr": curve.lr,
-        "last": last,
-        "residual": curve.residual,
-        "digest": curve.digest,
-        "seconds": study.seconds,
-        "folder": config.output.dir,
-        "report": str(page),
-    }
-    words = [f"{study.problem}: {curve.algorithm}, {answer['rounds']} rounds"]
-    words += [f"  {name} = {value:.6g}" for name, value in last.items() if isinstance(value, float)]
-    words += [f"  {curve.advice}"] if curve.advice else []
-    say(answer, [*words, f"report: {page}"], as_json)
+    return carry_out(config, Path(config.output.dir), as_json, fresh)
 
 
 @app.command(
@@ -162,12 +141,17 @@ def data_show(
 @app.command(epilog="Example: fedscaffold conform --target mypackage.adapter:run")
 def conform(
     target: Annotated[str | None, typer.Option(help="module:name of an adapter; our own SCAFFOLD by default.")] = None,
+    faults: Annotated[
+        bool, typer.Option("--faults", help="Instead: the fault scorecard of the deployed code.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Run the identities every SCAFFOLD must satisfy, on ours or on anybody's."""
-    from fedscaffold.cli.conform import judged
+    """Run the identities every SCAFFOLD must satisfy, on ours or on anybody's; or the faults of deployment."""
+    from fedscaffold.cli.conform import judged, survived
 
-    answer, lines, failed = judged(target)
+    if faults and target is not None:
+        raise InputError("--faults judges our own deployment: leave --target out")
+    answer, lines, failed = survived() if faults else judged(target)
     say(answer, lines, as_json)
     return 1 if failed else 0
 
@@ -178,7 +162,7 @@ def bench(
     growth: Annotated[bool, typer.Option(help="Also measure how cost grows with N, cohort and K.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Measure the simulator beside two PyTorch loops, in one run."""
+    """Measure the simulator beside three PyTorch loops, in one run."""
     from fedscaffold.bench import measure
 
     answer = measure.everything(only, growth, lambda line: None if as_json else typer.echo(line, err=True))
@@ -206,6 +190,7 @@ def _compare(config: Config, names: str, seeds: int, target: str | None, out: Pa
     chosen = [] if every else [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
     checks.whole("seeds", seeds)
     built = prepared(config)
+    _writable(out)
     from fedscaffold.experiments import compare as room
     from fedscaffold.report import tables
 
@@ -236,6 +221,13 @@ def prepared(config: Config) -> Built:
     built = build(config.problem)
     settle(step_flops(built.problem, config.local.batch_size))
     return built
+
+
+def _writable(folder: Path) -> None:
+    """Make the folder and see that files can be put there: better now than after the last round."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _data_override(data: str | None) -> list[str]:

@@ -1,0 +1,67 @@
+"""`FederatedRegressor`: linear regression, trained where the rows are held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import RegressorMixin
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+
+from fedscaffold import problems
+from fedscaffold.estimators.base import Federated
+from fedscaffold.estimators.classifier import with_intercept
+from fedscaffold.estimators.training import Client, Kept
+from fedscaffold.problems import Problem
+
+__all__ = ["FederatedRegressor"]
+
+
+class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # scikit-learn has no types
+    """Linear regression whose rows stay with their owners: half the mean squared error, plus l2/2 |params|^2.
+
+    The parameters are those of `FederatedClassifier`, but for `model`; so are the attributes, but for `classes_`,
+    beside `coef_` and `intercept_`. The penalty includes the intercept.
+
+    >>> import fedscaffold as fs
+    >>> X = np.array([[-1.0], [0.0], [1.0], [2.0]])
+    >>> model = fs.FederatedRegressor(rounds=200).fit(X, 3 * X.ravel() + 1, clients=[0, 0, 1, 1])
+    >>> model.coef_.round(3), round(model.intercept_, 3)
+    (array([3.]), 1.0)
+    """
+
+    def fit(self, X: Any, y: Any, clients: ArrayLike | None = None) -> FederatedRegressor:
+        """Train from the start; `clients` names the owner of each row, None that one client holds them all."""
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        self._learn(self._model, X, column_or_1d(y, warn=True), clients, None, False)
+        return self
+
+    def partial_fit(self, X: Any, y: Any, clients: ArrayLike | None = None) -> FederatedRegressor:
+        """Train one round more, or the first; see `FederatedClassifier.partial_fit`."""
+        before: Kept | None = getattr(self, "_kept", None)
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, reset=before is None)
+        self._learn(self._model, X, column_or_1d(y, warn=True), clients, before, True)
+        return self
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """The expected response of each row."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        expected: NDArray[Any] = X @ self.coef_ + self.intercept_
+        return expected
+
+    @property
+    def coef_(self) -> NDArray[Any]:
+        """The weights of the features."""
+        check_is_fitted(self)
+        return np.asarray(self.params_[:-1], np.float64)
+
+    @property
+    def intercept_(self) -> float:
+        """What is predicted where all features are 0."""
+        check_is_fitted(self)
+        return float(self.params_[-1])
+
+    def _model(self, clients: list[Client], seed: int) -> Problem:
+        return problems.linear(with_intercept(clients), l2=self.l2)
