@@ -18,6 +18,7 @@ from fedscaffold.simulation.spec import Spec, State
 
 __all__ = ["complaint", "exact_mean", "fault", "residual_of"]
 
+
 def exact_mean(spec: Spec, state: State, p: NDArray[Any]) -> NDArray[Any]:
     """Sum of p_i c_i over all clients, as they stand now, in double precision."""
     # not by BLAS, whose threads would go on spinning into the next run
