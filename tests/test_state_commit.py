@@ -319,7 +319,6 @@ def test_a_planted_link_is_not_written_through(tmp_path):
         ({}, {"object": object()}),
         ({}, {"long": "x" * (5 << 20)}),
     ],
-    ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_be_kept_exactly_is_refused_before(tmp_path, arrays, facts):
     commit(tmp_path, FIRST, {"round": 1})
