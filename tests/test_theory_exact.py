@@ -15,7 +15,7 @@ from fedscaffold.theory import local_steps, rates
 from fedscaffold.theory.law import chain
 from fedscaffold.theory.quadratics import geometric, lag, linear_round, power, spectra
 from fedscaffold.theory.round_map import form_of
-from fedscaffold.theory.stationary import _by_transfer
+from fedscaffold.theory.stationary import by_transfer
 
 SCAFFOLD, FEDAVG = fs.scaffold(), fs.fedavg()
 
@@ -291,7 +291,7 @@ def test_the_integral_is_the_doubling(lr, steps, server_lr):
         "algorithm": fs.scaffold(server_lr=server_lr),
     }
     dense = theory.stationary(problem, **options).x_covariance
-    np.testing.assert_allclose(_by_transfer(chain(problem, **options)), dense, rtol=0, atol=2e-10 * dense.max())
+    np.testing.assert_allclose(by_transfer(chain(problem, **options)), dense, rtol=0, atol=2e-10 * dense.max())
 
 
 def test_block_equations():

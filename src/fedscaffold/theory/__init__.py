@@ -16,10 +16,12 @@ And beyond, for smooth problems:
     expand                          first-order covariance and bias around the optimum, saturation with many clients
     heterogeneity, advise           how unlike the clients are; which method to use, and why
     plan, verify                    step size, local steps, rounds and bytes for a target; predicted against measured
+    speed_up, conjectures           linear speed-up in the number of clients: what is proved, what is found
     bounds_*, as_printed            the published bounds with their conditions; the formulas that are wrong in print
 """
 
 from fedscaffold.theory.advice import Advice, advise
+from fedscaffold.theory.conjectures import Conjectures, conjectures, stiff_and_noisy
 from fedscaffold.theory.expansion import Expansion, expand
 from fedscaffold.theory.heterogeneity import Heterogeneity, heterogeneity
 from fedscaffold.theory.law import mean_squared_error, sample_rounds
@@ -35,18 +37,21 @@ from fedscaffold.theory.rates import (
     rounds_per_digit,
 )
 from fedscaffold.theory.round_map import AffineMap, client_quadratics, is_quadratic, round_map
+from fedscaffold.theory.speed_up import SpeedUp, speed_up
 from fedscaffold.theory.stationary import Stationary, block_residual, stationary
 
 __all__ = [
     "Advice",
     "AffineMap",
     "BestLocalSteps",
+    "Conjectures",
     "ContractionRate",
     "Expansion",
     "Heterogeneity",
     "Plan",
     "Proposal",
     "Spectra",
+    "SpeedUp",
     "Stationary",
     "Verified",
     "XiMap",
@@ -55,6 +60,7 @@ __all__ = [
     "bias",
     "block_residual",
     "client_quadratics",
+    "conjectures",
     "contraction_curve",
     "contraction_rate",
     "expand",
@@ -67,7 +73,9 @@ __all__ = [
     "rounds_per_digit",
     "sample_rounds",
     "spectra",
+    "speed_up",
     "stationary",
+    "stiff_and_noisy",
     "verify",
     "xi_round_map",
 ]

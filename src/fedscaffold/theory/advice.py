@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from fedscaffold import checks
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.derivatives import client_gradients, client_products, noise_covariance, solve
 from fedscaffold.theory.expansion import drift
-from fedscaffold.theory.heterogeneity import SMALL, Heterogeneity, looks_at
+from fedscaffold.theory.heterogeneity import SMALL, Heterogeneity
+from fedscaffold.theory.samples import looks_at, redrawn
 
 __all__ = ["Advice", "advise"]
 
@@ -100,7 +100,7 @@ def advise(
     step = 1 / steepest if lr is None else checks.number("lr", lr, above=0)
     useful = _useful_steps(at, step * steepest, checks.whole("rounds", rounds))
     steps = useful if local_steps is None else checks.whole("local_steps", local_steps)
-    look = looks_at(problem, found.weights, False, np.random.default_rng(0))[0]
+    look = looks_at(problem, found.weights, False, np.random.default_rng(0)).mean
     case = _Case(look.problem, look.p, at, step, steps, useful, rounds, steepest)
     noise = step * at.noise * float(found.weights @ found.weights) / 4
     sampling = float(np.mean([_excess(case, error) for error in _sampling_errors(case)]))
@@ -138,16 +138,8 @@ def _excess(case: _Case, slope: Floats) -> float:
 
 def _sampling_errors(case: _Case) -> list[Floats]:
     """Changes of grad f when every client draws as many records anew, with replacement, from those it has."""
-    problem, rng = case.problem, np.random.default_rng(0)
-    cuts = list(zip(problem.offsets[:-1], problem.counts, strict=True))
-    before = client_gradients(problem, case.at.x)
-    errors = []
-    for _ in range(DRAWS):
-        drawn = [first + rng.integers(0, count, count) for first, count in cuts]
-        clients = [jax.tree.map(lambda a: a[rows], problem.records) for rows in drawn]  # noqa: B023
-        again = Problem(problem.functions.loss, problem.params, clients, gradient=problem.functions.gradient)
-        errors.append(case.p @ (client_gradients(again, case.at.x) - before))
-    return errors
+    rng = np.random.default_rng(0)
+    return [case.p @ redrawn(case.problem, case.at.x, rng) for _ in range(DRAWS)]
 
 
 def _gap(problem: Problem, at: Heterogeneity) -> float:

@@ -1,6 +1,6 @@
 """Formulas as the papers print them, where they are wrong: here only to show that they are. Never use them.
 
-Each name ends in `_as_printed`; the page docs/errata.md has the list in words, and tests/test_theory_bounds.py shows
+Each name ends in `_as_printed`; the page docs/errata.md has the list in words, and tests/test_theory_errata.py shows
 each one failing and its corrected form passing the same check. Tags: 000 quadratics, 002 stochastic, 004 original.
 """
 

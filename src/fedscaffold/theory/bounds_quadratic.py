@@ -17,11 +17,14 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.theory import bounds_stochastic
 from fedscaffold.theory.bounds import Bound, Prescription, at_most, bounded, convexity, not_negative, positive
+from fedscaffold.theory.quadratics import lag, power
 
 __all__ = [
     "branches",
     "chi",
     "error_noiseless",
+    "factor_lemma_1",
+    "factor_sharp",
     "prescribe",
     "published_local_steps",
     "rho",
@@ -48,13 +51,25 @@ def branches(eigenvalues: ArrayLike, *, lr: float, local_steps: int) -> tuple[Fl
     a = np.asarray(eigenvalues, np.float64)
     if not (np.isfinite(a).all() and (a >= 0).all()):
         raise InputError("eigenvalues must be finite and not negative")
-    x = lr * a
-    small = x < 0.5  # there 1 - x would lose digits that a large H brings back
-    with np.errstate(over="ignore"):
-        u = np.where(small, np.exp(steps * np.log1p(-np.where(small, x, 0.0))), (1.0 - x) ** steps)
-    # At a = 0 the client moves by -gamma H xi exactly, so nothing of xi is left.
-    v = np.where(x > 0, 1.0 - (1.0 - u) / (np.where(x > 0, x, 1.0) * steps), 0.0)
-    return u, v
+    return power(lr * a, steps), lag(lr * a, steps)
+
+
+def factor_sharp(u: Floats, v: Floats) -> float:
+    """F8': the largest u_a^2 + v_a^2.
+
+    >>> factor_sharp(np.array([0.5, 0.25]), np.array([0.0, 0.5]))
+    0.3125
+    """
+    return float((u**2 + v**2).max())
+
+
+def factor_lemma_1(*, mu: float, smoothness: float, lr: float, local_steps: int) -> float:
+    """F8: max{(1 - gamma mu)^H, 1 - (1 - 1/e) / (gamma L H)}.
+
+    >>> factor_lemma_1(mu=0.5, smoothness=1.0, lr=1.0, local_steps=1)
+    0.5
+    """
+    return max(float(power(np.asarray(lr * mu), local_steps)), 1.0 - SHARE / (lr * smoothness * local_steps))
 
 
 def chi(eigenvalues: ArrayLike, *, lr: float, local_steps: int) -> Floats:
@@ -83,7 +98,7 @@ def rho(*, mu: float, smoothness: float, lr: float, local_steps: int) -> Bound:
     convexity(mu, smoothness)
     positive(lr=lr)
     steps = checks.whole("local_steps", local_steps)
-    factor = max((1.0 - lr * mu) ** steps, 1.0 - SHARE / (lr * smoothness * steps))
+    factor = factor_lemma_1(mu=mu, smoothness=smoothness, lr=lr, local_steps=steps)
     return bounded(factor, "000 Lemma 1", at_most("lr <= 1 / L", lr, 1 / smoothness))
 
 
@@ -99,7 +114,7 @@ def rho_sharp(eigenvalues: ArrayLike, *, lr: float, local_steps: int) -> Bound:
     u, v = branches(eigenvalues, lr=lr, local_steps=local_steps)
     if not u.size:
         raise InputError("eigenvalues must hold at least one eigenvalue, got none")
-    return bounded(float((u**2 + v**2).max()), "000 Lemma 1 with Cauchy-Schwarz (F8')")
+    return bounded(factor_sharp(u, v), "000 Lemma 1 with Cauchy-Schwarz (F8')")
 
 
 def error_noiseless(

@@ -236,10 +236,7 @@ def _along(slope: Callable[[Array], Array], v: Array) -> Callable[[Array], Array
     return lambda x: jax.jvp(slope, (x,), (v,))[1]
 
 
-def _mapped(function: Callable[[Array], Array], rows: Any) -> Array:
-    return jax.lax.map(function, rows, batch_size=32)
-
-
+_mapped = partial(jax.lax.map, batch_size=32)
 TASKS: dict[str, Callable[..., Array]] = {
     "gradient": lambda i, x: i.slope(x),
     "product": lambda i, x, v: _along(i.slope, v)(x),
@@ -253,6 +250,8 @@ TASKS: dict[str, Callable[..., Array]] = {
 
 def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
     """Do a task for every client, on vectors shared by all or one a row; stacks what comes out."""
+    if task != "gradient" and not problem.functions.has_loss:
+        raise InputError(f"{problem.name} has an oracle but no loss: it has no Hessians, so this theory does not apply")
     n, d, counts = problem.num_clients, problem.dim, problem.counts
     arrays = [np.asarray(v, np.float64) for v in vectors]
     for a in arrays:

@@ -44,8 +44,9 @@ from fedscaffold.theory.derivatives import (
     find_optimum,
     noise_covariance,
 )
+from fedscaffold.theory.round_map import a_problem
 
-__all__ = ["Expansion", "drift", "expand", "lanczos", "lyapunov", "residual_factor"]
+__all__ = ["Expansion", "drift", "expand", "lanczos", "lanczos_chain", "lyapunov", "residual_factor"]
 
 
 class Expansion(NamedTuple):
@@ -117,7 +118,7 @@ def expand(
     (array([[0.000125]]), array([-0.]), array([0.0125]))
     """
     lr, local_steps = checks.number("lr", lr, above=0), checks.whole("local_steps", local_steps)
-    p = weights_of(problem, weights)
+    p = weights_of(a_problem(problem), weights)
     x = find_optimum(problem, p)
     hessians, noise = client_hessians(problem, x), noise_covariance(problem, x, batch_size)
     mean: Floats = np.tensordot(p, hessians, 1)
@@ -193,6 +194,46 @@ def drift(problem: Problem, x: Floats, p: Floats, lr: float, local_steps: int) -
     return total / local_steps
 
 
+class Chain(NamedTuple):
+    """Lanczos' three-term recurrences for k operators at once."""
+
+    diagonal: Floats
+    """(k, steps)."""
+    beside: Floats
+    """(k, steps); the last is what is left over."""
+    basis: Floats
+    """(k, steps, d), orthonormal rows."""
+
+    def tridiagonal(self, i: int) -> tuple[Floats, Floats, float]:
+        """Eigenvalues and eigenvectors of the i-th operator on its chain, and what leads out of the chain."""
+        a, b = self.diagonal[i], self.beside[i]
+        short = np.flatnonzero(b <= 1e-10 * np.abs(a).max())
+        m = int(short[0]) + 1 if len(short) else len(a)  # an invariant subspace was found: what follows is rounding
+        values, vectors = np.linalg.eigh(np.diag(a[:m]) + np.diag(b[: m - 1], 1) + np.diag(b[: m - 1], -1))
+        return values, vectors, float(b[m - 1])
+
+
+def lanczos_chain(apply: Callable[[Floats], Floats], start: Floats, steps: int) -> Chain:
+    """Lanczos' method for k symmetric operators at once, from the k rows `start`; `apply` maps rows to their products.
+
+    >>> chain = lanczos_chain(lambda v: v * np.array([1.0, 3.0]), np.ones((1, 2)), 2)
+    >>> chain.tridiagonal(0)[0].round(9)
+    array([1., 3.])
+    """
+    count = min(steps, start.shape[1])
+    basis = np.empty((len(start), count + 1, start.shape[1]))
+    basis[:, 0] = start / np.maximum(np.linalg.norm(start, axis=1, keepdims=True), 1e-300)
+    diagonal, beside = [], []
+    for j in range(count):
+        w, known = apply(basis[:, j]), basis[:, : j + 1]
+        diagonal.append((w * basis[:, j]).sum(axis=1))
+        for _ in range(2):  # full reorthogonalisation: without it eigenvalues appear twice
+            w = w - np.matmul(np.matmul(w[:, None], np.swapaxes(known, 1, 2)), known)[:, 0]
+        beside.append(np.linalg.norm(w, axis=1))
+        basis[:, j + 1] = w / np.maximum(beside[-1], 1e-300)[:, None]
+    return Chain(np.transpose(diagonal), np.transpose(beside), basis[:, :count])
+
+
 def lanczos(
     apply: Callable[[Floats], Floats], size: tuple[int, int], steps: int, rng: np.random.Generator
 ) -> tuple[Floats, Floats, Floats, Floats]:
@@ -205,28 +246,13 @@ def lanczos(
     >>> low.round(9), high.round(9)
     (array([1.]), array([5.]))
     """
-    q = rng.normal(size=size)
-    basis = [q / np.linalg.norm(q, axis=1, keepdims=True)]
-    diagonal, beside = [], []
-    for _ in range(min(steps, size[1])):
-        w = apply(basis[-1])
-        diagonal.append((w * basis[-1]).sum(axis=1))
-        for _ in range(2):  # full reorthogonalisation: without it eigenvalues appear twice
-            for b in basis:
-                w = w - (w * b).sum(axis=1, keepdims=True) * b
-        beside.append(np.linalg.norm(w, axis=1))
-        basis.append(w / np.maximum(beside[-1], 1e-300)[:, None])
-    ends = [_tridiagonal_ends(a, b) for a, b in zip(np.transpose(diagonal), np.transpose(beside), strict=True)]
+    chain = lanczos_chain(apply, rng.normal(size=size), steps)
+    ends = []
+    for i in range(size[0]):
+        values, vectors, out = chain.tridiagonal(i)
+        ends.append((values[0], values[-1], *(out * np.abs(vectors[-1, [0, -1]]))))
     low, high, low_error, high_error = np.transpose(ends)
     return low, high, low_error, high_error
-
-
-def _tridiagonal_ends(a: Floats, b: Floats) -> tuple[float, float, float, float]:
-    short = np.flatnonzero(b <= 1e-10 * np.abs(a).max())
-    m = int(short[0]) + 1 if len(short) else len(a)  # an invariant subspace was found: what follows is rounding
-    values, vectors = np.linalg.eigh(np.diag(a[:m]) + np.diag(b[: m - 1], 1) + np.diag(b[: m - 1], -1))
-    last = b[m - 1] * np.abs(vectors[-1])
-    return values[0], values[-1], last[0], last[-1]
 
 
 def _of_mean(p: Floats, noise: Floats) -> Floats:

@@ -15,20 +15,19 @@ At a point x (the optimum, where one can be found), with f = sum p_i f_i and Hes
     average_drift   |drift|^2 at the lr and local_steps asked for, see `fedscaffold.theory.expansion.drift`
 
 Exact for small d, by eigenvalues. Else by Lanczos on Hessian-vector products, on samples of clients and records where
-the problem is large; standard errors then come from the samples' spread and from Lanczos' residuals.
+the problem is large (`samples.py`); standard errors then come from the samples and from Lanczos' residuals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import nnls
 
+from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem, weights_of
 from fedscaffold.theory.derivatives import (
@@ -40,13 +39,28 @@ from fedscaffold.theory.derivatives import (
     noise_level,
 )
 from fedscaffold.theory.expansion import drift, lanczos
+from fedscaffold.theory.round_map import a_problem
+from fedscaffold.theory.samples import (
+    Look,
+    Looks,
+    client_ends,
+    drift_rate,
+    extreme_error,
+    halved,
+    looks_at,
+    mean_ends,
+    mean_error,
+    mean_off,
+    passes,
+    quartered,
+)
 
 __all__ = ["Heterogeneity", "heterogeneity"]
 
 SMALL, NUMBERS = 300, 20_000_000  # largest d, and largest N d^2, for eigenvalues of all matrices
-WORK, MEMORY = 100_000_000, 2_500_000  # records times d, and clients times d, beyond which both are sampled
-SAMPLES = 3
-LOOKED_AT = 20  # clients of whom ||H_i - H|| is found: each of them costs products with all
+LOOKED_AT, STEPS = 20, 12  # clients of whom ||H_i - H|| is found at most, and steps of Lanczos for each
+SOLVED = 300_000_000  # records times d up to which the optimum is looked for
+ENDS = ("mu", "smoothness", "mean_mu", "mean_smoothness")
 TRAINED = 50  # gradient steps from the start to where numbers are taken again if there is no optimum
 Numbers: TypeAlias = dict[str, float]
 
@@ -82,7 +96,7 @@ class Heterogeneity(NamedTuple):
     drift_rate: float
     average_drift: float
     errors: Numbers
-    """Standard errors of the numbers that have one."""
+    """Standard errors where there are any; of mu, smoothness and delta: what clients not seen may add."""
     later: Heterogeneity | None = None
     """The same a little training away, where there is no optimum to look at."""
 
@@ -99,23 +113,13 @@ class Heterogeneity(NamedTuple):
         return (self.zeta_1 / self.chance) ** 2 if self.chance > 0 else np.inf
 
 
-class Look(NamedTuple):
-    """A problem, or a part of one, small enough to be looked at; `clients` are those of the whole problem in it."""
-
-    problem: Problem
-    p: Floats
-    clients: NDArray[np.intp]
-    exact: bool
-    rng: np.random.Generator
-
-
 class _View(NamedTuple):
     """What is looked at, in which parts, and what is asked; `first` is the curvature at the start."""
 
     problem: Problem
     p: Floats
     batch_size: float | int | None
-    looks: list[Look]
+    looks: Looks
     first: Numbers
     convex: bool
     lr: float | None
@@ -144,23 +148,26 @@ def heterogeneity(
     >>> found.where, round(found.zeta_1, 9), round(found.delta, 9), round(found.mean_smoothness, 9)
     ('the optimum', 2.0, 0.05, 1.0)
     """
-    p = weights_of(problem, weights)
+    checks.number("lr", 1.0 if lr is None else lr, above=0)
+    checks.whole("local_steps", 1 if local_steps is None else local_steps)
+    rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
+    p = weights_of(a_problem(problem), weights)
     batch_sizes(problem, batch_size)  # refuses a wrong one before the work begins
     small = problem.dim <= SMALL and problem.num_clients * problem.dim**2 <= NUMBERS
-    looks = looks_at(problem, p, small if exact is None else exact, np.random.default_rng(seed))
+    looks = looks_at(problem, p, small if exact is None else exact, rng)
     start = problem.layout.flatten(problem.params)
-    first, _ = _averaged(looks, lambda look: _ends(look, start))
+    first, _ = _ends(looks, start)
     convex = _no_dip(first) or (problem.mu is not None and problem.mu >= 0)
     view = _View(problem, p, batch_size, looks, first, convex, lr, local_steps)
     if at is not None:
         flat = isinstance(at, np.ndarray) and at.shape == start.shape
         return _measured(view, "the given point", np.array(at, float) if flat else problem.layout.flatten(at), start)
-    if convex and (problem.facts.optimum is not None or problem.offsets[-1] * problem.dim <= 3 * WORK):
+    if convex and (problem.facts.optimum is not None or problem.offsets[-1] * problem.dim <= SOLVED):
         with suppress(InputError):  # there is none
             return _measured(view, "the optimum", find_optimum(problem, p), start)
     trained = start
     for _ in range(TRAINED):
-        trained = trained - looks[0].p @ client_gradients(looks[0].problem, trained) / first["smoothness"]
+        trained = trained - looks.mean.p @ client_gradients(looks.mean.problem, trained) / first["smoothness"]
     later = _measured(view, f"{TRAINED} gradient steps from the start", trained, start)
     return _measured(view, "the problem's own parameters", start, trained)._replace(later=later)
 
@@ -168,22 +175,20 @@ def heterogeneity(
 def _measured(view: _View, where: str, x: Floats, other: Floats) -> Heterogeneity:
     p, rows = view.p, client_gradients(view.problem, x)
     mean = p @ rows
-    numbers, errors = _averaged(
-        view.looks, lambda look: tuple(a | b for a, b in zip(_ends(look, x), _apart(look, x), strict=True))
-    )
+    ends, apart, noise = _ends(view.looks, x), _apart(view.looks, x), _noise(view, x)
+    numbers, errors = (ends[k] | apart[k] | noise[k] for k in (0, 1))
     numbers["delta"] = max(numbers["delta"], -numbers["mu"])
-    noise, noise_errors = _averaged(view.looks, lambda look: (_noise(view, look, x), {}))
     convex, asked = view.convex and _no_dip(numbers), np.nan
     ideal = where == "the optimum" and numbers["mu"] > -1e-3 * numbers["smoothness"]
     if view.lr is not None and view.local_steps is not None:
         asked = float(np.square(drift(view.problem, x, p, view.lr, view.local_steps)).sum())
-    fit_g, fit_b = _fitted(view.looks[0], x, other)
+    fit_g, fit_b = _fitted(view.looks.mean, x, other)
     return Heterogeneity(
         where=where,
         x=x,
         weights=p,
         batch_size=view.batch_size,
-        exact=all(look.exact for look in view.looks),
+        exact=view.looks.exact,
         convex=convex,
         gradient_norm=float(np.linalg.norm(mean)),
         zeta_1=float(np.sqrt(p @ np.square(rows - mean).sum(axis=1))),
@@ -193,96 +198,91 @@ def _measured(view: _View, where: str, x: Floats, other: Floats) -> Heterogeneit
         fit_b=fit_b,
         start_smoothness=view.first["smoothness"],
         average_drift=asked,
-        errors=errors | noise_errors,
+        errors=errors,
         later=None,
-        **(numbers | noise),
+        **numbers,
     )
 
 
-def looks_at(problem: Problem, p: Floats, exact: bool, rng: np.random.Generator) -> list[Look]:
-    """The whole problem if it is small enough, else samples of its clients and their records."""
-    n, d, counts = problem.num_clients, problem.dim, problem.counts
-    most = max(4, MEMORY // d)
-    if exact or (problem.offsets[-1] * d <= WORK and n <= most):
-        return [Look(problem, p, np.arange(n), exact, rng)]
-    looks = []
-    for _ in range(SAMPLES):
-        chosen = np.sort(rng.permutation(np.flatnonzero(p))[:most])
-        rows = max(2, WORK // (d * len(chosen)))
-        picked = [problem.offsets[i] + rng.permutation(counts[i])[:rows] for i in chosen]
-        clients = [jax.tree.map(lambda a: a[rows], problem.records) for rows in picked]  # noqa: B023
-        part = Problem(problem.functions.loss, problem.params, clients, gradient=problem.functions.gradient)
-        looks.append(Look(part, p[chosen] / p[chosen].sum(), chosen, False, rng))
-    return looks
-
-
-def _averaged(looks: list[Look], measure: Callable[[Look], tuple[Numbers, ...]]) -> tuple[Numbers, Numbers]:
-    """Mean over the samples, and standard errors: their spread, and what each is unsure of itself."""
-    found = [measure(look) for look in looks]
-    values = {name: float(np.mean([f[0][name] for f in found])) for name in found[0][0]}
-    errors = {name: float(np.mean([f[1][name] for f in found])) for name in found[0][1]}
-    if len(found) > 1:
-        for name in values:
-            spread = np.std([f[0][name] for f in found], ddof=1) / np.sqrt(len(found))
-            errors[name] = float(np.hypot(errors.get(name, 0.0), spread))
-    return values, errors
-
-
-def _ends(look: Look, x: Floats) -> tuple[Numbers, Numbers]:
+def _ends(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
     """Extreme eigenvalues of the clients' Hessians and of their mean."""
-    problem, p = look.problem, look.p
-    names = ("mu", "smoothness", "mean_mu", "mean_smoothness")
-    if look.exact:
-        hessians = client_hessians(problem, x)
-        each, mean = np.linalg.eigvalsh(hessians), np.linalg.eigvalsh(np.tensordot(p, hessians, 1))
-        return dict(zip(names, map(float, (each.min(), each.max(), mean[0], mean[-1])), strict=True)), {}
-    shape = (problem.num_clients, problem.dim)
-    low, high, below, above = lanczos(lambda v: client_products(problem, x, v), shape, 20, look.rng)
-    i, j = low.argmin(), high.argmax()
-    ends = lanczos(lambda v: (p @ client_products(problem, x, v[0]))[None], (1, problem.dim), 100, look.rng)
-    values, errors = (low[i], high[j], *ends[0], *ends[1]), (below[i], above[j], *ends[2], *ends[3])
-    return dict(zip(names, map(float, values), strict=True)), dict(zip(names, map(float, errors), strict=True))
+    if looks.exact:
+        hessians = client_hessians(looks.wide.problem, x)
+        each, mean = np.linalg.eigvalsh(hessians), np.linalg.eigvalsh(np.tensordot(looks.wide.p, hessians, 1))
+        return dict(zip(ENDS, map(float, (each.min(), each.max(), mean[0], mean[-1])), strict=True)), {}
+    found = [client_ends(look, x, looks.rng) for look in looks.near]
+    low, high, below, above = (np.concatenate(column) for column in zip(*found, strict=True))
+    i, j, n = low.argmin(), high.argmax(), looks.num_clients
+    low_error, high_error = np.hypot(below[i], extreme_error(low, n)), np.hypot(above[j], extreme_error(high, n))
+    steps = passes(looks.wide, 100)
+    mean, errors = mean_ends(looks.wide, x, steps, looks.rng)
+    if looks.quarters:
+        again = np.array([mean_ends(quarter, x, steps, looks.rng)[0] for quarter in looks.quarters])
+        errors = np.hypot(errors, quartered(mean, again))
+    values, unsure = (low[i], high[j], *mean), (low_error, high_error, *errors)
+    return dict(zip(ENDS, map(float, values), strict=True)), dict(zip(ENDS, map(float, unsure), strict=True))
 
 
-def _apart(look: Look, x: Floats) -> tuple[Numbers, Numbers]:
+def _apart(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
     """zeta_2, delta and the drift rate."""
-    problem, p = look.problem, look.p
-    rows = client_gradients(problem, x)
-    turned = p @ client_products(problem, x, rows) - p @ client_products(problem, x, p @ rows)
-    rate = float(np.linalg.norm(turned))
-    if look.exact:
-        hessians = client_hessians(problem, x)
-        norms = np.abs(np.linalg.eigvalsh(hessians - np.tensordot(p, hessians, 1))).max(axis=1)
-        return {"zeta_2": float(np.sqrt(p @ norms**2)), "delta": float(norms.max()), "drift_rate": rate}, {}
-    chosen = np.sort(look.rng.choice(len(p), min(len(p), LOOKED_AT), replace=False))
+    wide, rate, errors = looks.wide, drift_rate(looks.wide, x), {}
+    if looks.quarters:
+        again = np.array([drift_rate(quarter, x) for quarter in looks.quarters])
+        errors["drift_rate"] = float(quartered(np.array(rate), again))
+    if looks.exact:
+        hessians = client_hessians(wide.problem, x)
+        norms = np.abs(np.linalg.eigvalsh(hessians - np.tensordot(wide.p, hessians, 1))).max(axis=1)
+        return {"zeta_2": float(np.sqrt(wide.p @ norms**2)), "delta": float(norms.max()), "drift_rate": rate}, {}
+    found = [_distances(looks, look, x) for look in looks.near]
+    norms, unsure, q = (np.concatenate(column) for column in zip(*found, strict=True))
+    q, n, unsure = q / q.sum(), looks.num_clients, unsure + mean_off(looks, x)
+    zeta_2, delta = float(np.sqrt(q @ norms**2)), float(norms.max())
+    left_out = mean_error(norms**2, q, n) / (2 * max(zeta_2, 1e-300))
+    errors["zeta_2"] = float(np.hypot(np.sqrt(q @ unsure**2), left_out))
+    errors["delta"] = float(np.hypot(unsure[norms.argmax()], extreme_error(norms, n)))
+    return {"zeta_2": zeta_2, "delta": delta, "drift_rate": rate}, errors
+
+
+def _distances(looks: Looks, look: Look, x: Floats) -> tuple[Floats, Floats, Floats]:
+    """||H_i - H|| of some clients, its errors, and their weights: each of them costs products with all."""
+    most = passes(looks.mean, LOOKED_AT * STEPS, 4 * STEPS) // STEPS  # in all groups together
+    number = min(len(look.p), -(-most // len(looks.near)))
+    chosen = np.sort(looks.rng.choice(len(look.p), number, replace=False))
 
     def apply(v: Floats) -> Floats:
-        own = np.zeros((len(p), problem.dim))
+        own = np.zeros((len(look.p), look.problem.dim))
         own[chosen] = v
-        shared = np.stack([p @ client_products(problem, x, u) for u in v])
-        apart: Floats = client_products(problem, x, own)[chosen] - shared
+        shared = np.stack([looks.mean.p @ client_products(looks.mean.problem, x, u) for u in v])
+        apart: Floats = client_products(look.problem, x, own)[chosen] - shared
         return apart
 
-    low, high, below, above = lanczos(apply, (len(chosen), problem.dim), 12, look.rng)
-    norms, unsure = np.maximum(-low, high), np.where(high >= -low, above, below)
-    q = p[chosen] / p[chosen].sum()
-    zeta_2 = float(np.sqrt(q @ norms**2))
-    left_out = np.sqrt((1 - len(chosen) / len(p)) / len(chosen)) * np.std(norms**2) / (2 * max(zeta_2, 1e-300))
-    errors = {"zeta_2": float(np.hypot(q @ unsure, left_out)), "delta": float(unsure[norms.argmax()])}
-    return {"zeta_2": zeta_2, "delta": float(norms.max()), "drift_rate": rate}, errors
+    low, high, below, above = lanczos(apply, (number, look.problem.dim), STEPS, looks.rng)
+    few = halved(look, x, looks.rng)[chosen]
+    return np.maximum(-low, high), np.where(high >= -low, above, below) + few, look.p[chosen]
 
 
-def _noise(view: _View, look: Look, x: Floats) -> Numbers:
+def _noise(view: _View, x: Floats) -> tuple[Numbers, Numbers]:
     """Gradient noise of a batch and of a record, and the differences between clients that it explains."""
+    looks, q = view.looks, np.concatenate([view.p[look.clients] for look in view.looks.near])
+    columns = zip(*(_client_noise(view, look, x) for look in looks.near), strict=True)
+    q, (noise, record, chance) = q / q.sum(), (np.concatenate(column) for column in columns)
+    expected = float(np.sqrt(q @ chance))
+    values = {"noise": float(q @ noise), "record_noise": float(q @ record), "chance": expected}
+    if len(q) == looks.num_clients:
+        return values, {}
+    errors = [mean_error(column, q, looks.num_clients) for column in (noise, record, chance)]
+    return values, dict(zip(values, (*errors[:2], errors[2] / (2 * max(expected, 1e-300))), strict=True))
+
+
+def _client_noise(view: _View, look: Look, x: Floats) -> tuple[Floats, Floats, Floats]:
     additive = noise_level(view.problem, x)[look.clients]
     whole = look.problem is view.problem
     variance = noise_level(look.problem, x, 1) - (additive if whole else 0)
     sizes, counts = batch_sizes(view.problem, view.batch_size), look.problem.counts
     drawn = 0 if sizes is None else variance / sizes[look.clients]
     unbiased = variance * counts / np.maximum(counts - 1, 1)
-    explained = look.p @ ((1 - view.p[look.clients]) * unbiased / view.problem.counts[look.clients])
-    sums = look.p @ (drawn + additive), look.p @ variance, np.sqrt(explained)
-    return dict(zip(("noise", "record_noise", "chance"), map(float, sums), strict=True))
+    explained = (1 - view.p[look.clients]) * unbiased / view.problem.counts[look.clients]
+    return drawn + additive, variance, explained
 
 
 def _fitted(look: Look, x: Floats, other: Floats) -> tuple[float, float]:

@@ -26,10 +26,10 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.quadratics import LinearRound, Spectra, geometric, linear_round, spectra
-from fedscaffold.theory.rates import bias
+from fedscaffold.theory.rates import bias_of
 from fedscaffold.theory.round_map import SCAFFOLD, form_of
 
-__all__ = ["Chain", "Source", "chain", "mean_squared_error", "sample_rounds"]
+__all__ = ["Chain", "Source", "chain", "mean_squared_error", "sample_rounds", "walked"]
 
 
 class Source(NamedTuple):
@@ -73,13 +73,23 @@ def chain(problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, al
     given = spectra(problem)
     one = linear_round(given, form, lr=lr, local_steps=local_steps)
     turned = np.swapaxes(given.vectors, 1, 2) @ _covariances(noise, given) @ given.vectors
+    walk = Source(turned * walked(one), form.server_lr, float(form.memory and not form.at_x))
+    at_x = (Source(one.travel**2 * turned, 0.0, 1.0),) if form.memory and form.at_x else ()
+    return Chain(given, one, (walk, *at_x), given.optimum + bias_of(given, one))
+
+
+def walked(one: LinearRound) -> Floats:
+    """(N, d, d): what the local steps make of each entry of C_c in the eigenbasis of A_c, Cov(e_c)_jk / C_jk.
+
+    >>> import fedscaffold as fs
+    >>> one = linear_round(spectra(fs.problems.lower_bound_pair()), form_of(fs.scaffold()), lr=0.1, local_steps=2)
+    >>> walked(one).ravel()
+    array([0.0164, 0.02  ])
+    """
     w = one.rates
     pair = w[:, :, None] + w[:, None, :] - w[:, :, None] * w[:, None, :]  # 1 - f_j f_k
-    walked = (one.travel / one.steps) ** 2 * turned * geometric(pair, one.steps)
-    walk = Source(walked, form.server_lr, float(form.memory and not form.at_x))
-    at_x = (Source(one.travel**2 * turned, 0.0, 1.0),) if form.memory and form.at_x else ()
-    fixed = given.optimum + bias(problem, lr=lr, local_steps=local_steps, algorithm=algorithm)
-    return Chain(given, one, (walk, *at_x), fixed)
+    gain: Floats = (one.travel / one.steps) ** 2 * geometric(pair, one.steps)
+    return gain
 
 
 def mean_squared_error(
@@ -110,10 +120,12 @@ def mean_squared_error(
     back_u, back_r = np.eye(len(off)), np.zeros((r.size, len(off)))
     errors, spread = np.empty(rounds + 1), 0.0
     errors[0] = np.sum((u + off) ** 2)
+    noisy = any(source.covariance.any() for source in law.sources)
     for t in range(1, rounds + 1):
-        spread += sum(_trace(law.one, source, back_u, back_r) for source in law.sources)
         u, r = law.one.forward(u, r)
-        back_u, back_r = law.one.backward(back_u, back_r)
+        if noisy:
+            spread += sum(_trace(law.one, source, back_u, back_r) for source in law.sources)
+            back_u, back_r = law.one.backward(back_u, back_r)
         errors[t] = np.sum((u + off) ** 2) + spread
     return errors
 
@@ -166,10 +178,15 @@ def _trace(one: LinearRound, source: Source, back_u: Floats, back_r: Floats) -> 
 def _covariances(noise: ArrayLike, given: Spectra) -> Floats:
     """(N, d, d) or (1, d, d) covariances of the clients' gradients, from a variance or from matrices."""
     n, d = given.num_clients, given.dim
-    covariance = np.asarray(noise, np.float64)
+    try:
+        covariance = np.asarray(noise, np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"noise must be numbers: a variance or covariances, got {noise!r}") from None
+    if not np.isfinite(covariance).all():
+        raise InputError("noise must be finite, got NaN or infinite values")
     if covariance.ndim == 0:
         covariance = covariance * np.eye(d)
-    if covariance.shape not in ((d, d), (n, d, d)) or not np.isfinite(covariance).all():
+    if covariance.shape not in ((d, d), (n, d, d)):
         raise InputError(
             f"noise must be a variance, one ({d}, {d}) covariance, or ({n}, {d}, {d}), got shape {covariance.shape}"
         )

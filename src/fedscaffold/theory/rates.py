@@ -28,6 +28,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.theory.bounds_quadratic import chi, factor_lemma_1, factor_sharp
 from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round, spectra
 from fedscaffold.theory.round_map import SCAFFOLD, Form, form_of, round_map
 
@@ -112,8 +113,7 @@ def fixed_point(problem: Problem, *, lr: float, local_steps: int, algorithm: Alg
     >>> fixed_point(problem, lr=0.2, local_steps=4), fixed_point(problem, lr=0.2, local_steps=4, algorithm=fs.fedavg())
     (array([0.4]), array([0.28278679]))
     """
-    at: Floats = spectra(problem).optimum + bias(problem, lr=lr, local_steps=local_steps, algorithm=algorithm)
-    return at
+    return np.asarray(spectra(problem).optimum + bias(problem, lr=lr, local_steps=local_steps, algorithm=algorithm))
 
 
 def bias(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> Floats:
@@ -131,12 +131,15 @@ def bias(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm 
     if form is None:
         at = round_map(problem, lr=lr, local_steps=local_steps, algorithm=algorithm).fixed_point()
         return at[: given.dim] - given.optimum
-    one = linear_round(given, form, lr=lr, local_steps=local_steps)
-    if form.memory:
-        return np.zeros_like(given.optimum)
+    return bias_of(given, linear_round(given, form, lr=lr, local_steps=local_steps))
+
+
+def bias_of(given: Spectra, one: LinearRound) -> Floats:
+    """`bias` of a closed-form round."""
+    if one.form.memory:
+        return np.zeros(given.dim)
     push = one.basis @ (one.lag * given.xi) / given.num_clients
-    off: Floats = -one.travel * np.linalg.solve(given.mean(one.lost), push)
-    return off
+    return np.asarray(-one.travel * np.linalg.solve(given.mean(one.lost), push))
 
 
 def spectral_radius(one: LinearRound) -> float:
@@ -166,12 +169,13 @@ def _closed(given: Spectra, form: Form, lr: float, local_steps: int) -> Contract
     norm = float(np.linalg.norm(_scaled(one), 2)) if small else _largest_singular_value(one)
     if form.at_x or form.server_lr != 1:
         return ContractionRate(local_steps, radius, norm, None, None, None)
-    sharper = float((one.upsilon**2 + one.lag**2).max())
+    sharper = factor_sharp(one.upsilon, one.lag)
     mu, smoothness = float(given.values.min()), float(given.values.max())
     if lr * smoothness > 1 + ROUNDING or mu < 0:
         return ContractionRate(local_steps, radius, norm, None, None, sharper)
-    rho = max(float(one.upsilon.max()), 1 - (1 - math.exp(-1)) / (one.travel * smoothness)) if smoothness > 0 else 1.0
-    return ContractionRate(local_steps, radius, norm, rho, float(max(one.upsilon.max(), one.lag.max())), sharper)
+    rho = factor_lemma_1(mu=mu, smoothness=smoothness, lr=lr, local_steps=local_steps) if smoothness > 0 else 1.0
+    largest = float(chi(given.values, lr=lr, local_steps=local_steps).max())
+    return ContractionRate(local_steps, radius, norm, rho, largest, sharper)
 
 
 def _differentiated(problem: Problem, lr: float, local_steps: int, algorithm: Algorithm) -> ContractionRate:
@@ -284,13 +288,12 @@ def _largest_singular_value(one: LinearRound) -> float:
     d, eye = len(one.basis), np.eye(len(one.basis))
 
     def larger(s: float) -> int:
-        gap = s - one.lag**2
-        reach = 1 / np.where(gap == 0, 1e-16 * s, gap)
+        reach = 1 / np.where(s == one.lag**2, 1e-16 * s, s - one.lag**2)
         cross = _mean(one, one.lag * one.upsilon * reach)
         border = [[eye + _mean(one, one.lag**2 * reach), cross], [cross, _mean(one, one.upsilon**2 * reach) - eye]]
         return int((one.lag**2 > s).sum() + (np.linalg.eigvalsh(np.block(border)) > 0).sum() - d)
 
-    low, high = 0.0, float((one.upsilon**2 + one.lag**2).max()) * (1 + ROUNDING)
+    low, high = 0.0, factor_sharp(one.upsilon, one.lag) * (1 + ROUNDING)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if larger(middle) > 0 else (low, middle)

@@ -35,7 +35,7 @@ from fedscaffold.simulation.rounds import rounds
 from fedscaffold.simulation.setup import Request, prepare
 from fedscaffold.simulation.spec import Draws, Federation, Settings, Spec, State
 
-__all__ = ["AffineMap", "Form", "client_quadratics", "form_of", "is_quadratic", "round_map"]
+__all__ = ["AffineMap", "Form", "a_problem", "client_quadratics", "form_of", "is_quadratic", "round_map"]
 
 SCAFFOLD = scaffold()
 PROBE = (0.7, -1.3, 0.4, 1.9)  # arguments at which a function that is linear must be what its coefficients say
@@ -145,6 +145,18 @@ def _round(spec: Spec, federation: Federation, settings: Settings, draws: Draws,
     return jnp.concatenate([jnp.ravel(a) for a in (after.x, after.c, after.c_i) if a is not None])
 
 
+def a_problem(problem: object) -> Problem:
+    """Return the problem, or refuse what is none.
+
+    >>> a_problem("digits")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: problem must be a Problem, got str
+    """
+    if not isinstance(problem, Problem):
+        raise InputError(f"problem must be a Problem, got {type(problem).__name__}")
+    return problem
+
+
 def is_quadratic(problem: Problem) -> bool:
     """Whether every client's loss is a known quadratic: `fs.problems.quadratic` and its kin, or `linear`.
 
@@ -152,8 +164,7 @@ def is_quadratic(problem: Problem) -> bool:
     >>> is_quadratic(fs.problems.quadratic(num_clients=2, dim=3))
     True
     """
-    if not isinstance(problem, Problem):
-        raise InputError(f"problem must be a Problem, got {type(problem).__name__}")
+    problem = a_problem(problem)
     return problem.functions.loss is quadratic_loss or isinstance(problem.functions.loss, SquaredLoss)
 
 

@@ -30,12 +30,13 @@ from numpy.typing import ArrayLike
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.theory.bounds_quadratic import factor_sharp
 from fedscaffold.theory.law import Chain, chain
 from fedscaffold.theory.quadratics import LinearRound, to_xi
 from fedscaffold.theory.rates import spectral_radius
 from fedscaffold.theory.round_map import SCAFFOLD, client_quadratics
 
-__all__ = ["Stationary", "block_residual", "stationary"]
+__all__ = ["Stationary", "block_residual", "by_transfer", "doubled", "entry", "stationary"]
 
 DENSE = 1000  # (N + 1) d up to which the whole covariance is computed
 REACH = 1e-11  # how far the integral goes: to what is left out being this small
@@ -76,14 +77,14 @@ def stationary(
         only = _memoryless(law)
         return Stationary(law.fixed, only, only)
     if sum(law.one.basis.shape) > DENSE:
-        return Stationary(law.fixed, _by_transfer(law), None)
+        return Stationary(law.fixed, by_transfer(law), None)
     full = _by_doubling(law)
     return Stationary(law.fixed, full[:d, :d], full)
 
 
 def _refuse_unstable(one: LinearRound, algorithm: Algorithm) -> None:
     plain = one.form.memory and not one.form.at_x and one.form.server_lr == 1
-    if plain and (one.upsilon**2 + one.lag**2).max() < 1:
+    if plain and factor_sharp(one.upsilon, one.lag) < 1:
         return  # F8': a contraction
     radius = spectral_radius(one)
     if radius >= 1:
@@ -104,34 +105,45 @@ def _memoryless(law: Chain) -> Floats:
 
 def _added(law: Chain) -> Floats:
     """B: the covariance of what the noise adds to (u, r) in a round."""
-    one = law.one
-    d, n = one.basis.shape
+    d, n = law.one.basis.shape
     total = np.zeros((d + n, d + n))
     for source in law.sources:
         spread = np.zeros((n, n))
         for c, covariance in enumerate(source.covariance):
             spread[c * d : (c + 1) * d, c * d : (c + 1) * d] = covariance
-        enters = np.concatenate([source.to_u * one.basis / one.num_clients, source.to_r * one.centred(np.eye(n))])
+        enters = entry(law.one, source.to_u, source.to_r)
         total += enters @ spread @ enters.T
     return total
 
 
+def entry(one: LinearRound, to_u: float, to_r: float) -> Floats:
+    """((N+1) d, N d): how noise e_1 .. e_N, in the clients' own coordinates, enters (u, r), but for the sign."""
+    return np.concatenate([to_u * one.basis / one.num_clients, to_r * one.centred(np.eye(one.basis.shape[1]))])
+
+
+def doubled(power: Floats, added: Floats) -> Floats:
+    """The sum over t of A^t B A'^t, the solution of X = A X A' + B, A a contraction in the long run.
+
+    >>> doubled(np.array([[0.5]]), np.array([[3.0]]))
+    array([[4.]])
+    """
+    while True:
+        more = power @ added @ power.T
+        added = added + more
+        if np.abs(more).max() <= 1e-17 * np.abs(added).max():
+            return added
+        power = power @ power
+
+
 def _by_doubling(law: Chain) -> Floats:
     """The whole covariance, of (theta, xi_1 .. xi_N)."""
-    power, sigma = law.one.matrix(), _added(law)
-    while True:
-        more = power @ sigma @ power.T
-        sigma = sigma + more
-        if np.abs(more).max() <= 1e-17 * np.abs(sigma).max():
-            break
-        power = power @ power
-    half = to_xi(law.spectra, sigma, law.one.travel)
+    half = to_xi(law.spectra, doubled(law.one.matrix(), _added(law)), law.one.travel)
     both: Floats = to_xi(law.spectra, half.T, law.one.travel)
     return (both + both.T) / 2
 
 
-def _by_transfer(law: Chain) -> Floats:
-    """The covariance of x alone, by the trapezoidal rule in tau = log tan(omega / 2)."""
+def by_transfer(law: Chain) -> Floats:
+    """The covariance of x alone, by the trapezoidal rule in tau = log tan(omega / 2); not for option I."""
     one = law.one
     if one.form.at_x:
         raise InputError(f"option I is solved up to (N + 1) d = {DENSE}, got {sum(one.basis.shape)}: take option II")
