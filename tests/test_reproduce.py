@@ -90,7 +90,7 @@ SPOILS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_claim_runs_has_a_verdict_and_can_fail(name, tmp_path):
+def test_a_claim_runs_has_a_verdict_and_can_fail(name, tmp_path, without_data):
     claim = find(name)
     outcome, drawings = reproduce(claim, "quick", tmp_path)
     assert outcome.verdict in ("reproduced", "partly", "not")
@@ -224,24 +224,35 @@ def emnist_file(folder, seed):
     )  # fmt: skip
 
 
-def test_tables_read_the_users_emnist(tmp_path, monkeypatch):
+@pytest.fixture
+def without_data(monkeypatch):
+    """As on a machine without EMNIST: the quick size is quick."""
+    monkeypatch.delenv("FEDSCAFFOLD_DATA", raising=False)
+    emnist.pictures.cache_clear()
+    yield
+    emnist.pictures.cache_clear()
+
+
+def test_tables_read_the_users_emnist(tmp_path, monkeypatch, without_data):
+    quick = find("table3")
+    assert quick.settings("quick")["dataset"] == "digits"
+    assert "with_emnist" not in quick.settings("quick")
     monkeypatch.setenv("FEDSCAFFOLD_DATA", str(tmp_path))
     emnist.pictures.cache_clear()
     settings = dict(find("table3").sizes["full"]) | {
         "clients": 8, "similarities": [0], "rows": [["scaffold", 1]], "rounds": 2, "tune_least": 1, "tune_most": 1,
         "grid": [0.1, 0.3], "seeds": [0], "target": 0.99, "validation": 100,
     }  # fmt: skip
-    try:
-        assert "digits stand in" in emnist.pictures("emnist", 100, None, None).about
-        keys = []
-        for seed in (1, 2):
-            emnist_file(tmp_path, seed)
-            emnist.pictures.cache_clear()
-            keys.append(emnist.fingerprint(settings))
-        assert keys[0] != keys[1]
-        data = emnist.measure(settings, lambda key, make: make())
-    finally:
+    assert "digits stand in" in emnist.pictures("emnist", 100, None, None).about
+    keys = []
+    for seed in (1, 2):
+        emnist_file(tmp_path, seed)
         emnist.pictures.cache_clear()
+        keys.append(emnist.fingerprint(settings))
+    assert keys[0] != keys[1]
+    assert (quick.settings("quick")["dataset"], quick.settings("quick")["target"]) == ("emnist", 0.5)
+    assert quick.settings("full") == quick.sizes["full"]
+    data = emnist.measure(settings, lambda key, make: make())
     assert data["dataset"] == "emnist"
     assert data["cells"][0]["lr"] in (0.1, 0.3)
     assert len(data["cells"][0]["runs"]) == 1

@@ -63,7 +63,7 @@ def reproduce(
     >>> outcome.verdict, len(drawings)
     ('reproduced', 1)
     """
-    settings = claim.sizes[checks.choice("size", size, claim.sizes)]
+    settings = claim.settings(checks.choice("size", size, claim.sizes))
     store = Store(folder / claim.name, fresh=fresh, tell=tell)
     key = key_of(claim, size)
     data = store(key, lambda: claim.measure(settings, store.within(key + "-cells")))
@@ -77,7 +77,7 @@ def reproduce(
 
 def judged(claim: Claim, size: str, data: Data) -> Outcome:
     """The verdict on a claim's data: nothing is measured."""
-    settings = claim.sizes[size]
+    settings = claim.settings(size)
     made = claim.judge(data, settings)
     word, words = verdict(made)
     return Outcome(

@@ -63,7 +63,7 @@ def key_of(claim: Claim, size: str) -> str:
     while isinstance(measure, partial):
         measure = measure.func
     source = inspect.getsource(sys.modules[measure.__module__])
-    settings = claim.sizes[size]
+    settings = claim.settings(size)
     return digest(claim.name, dict(settings), claim.depends(settings), source, fedscaffold.__version__)
 
 

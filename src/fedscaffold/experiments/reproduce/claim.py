@@ -108,6 +108,12 @@ class Claim(NamedTuple):
     """A moving picture, as HTML."""
     depends: Callable[[Settings], str] = lambda settings: ""
     """A fingerprint of what else the result depends on: the user's data."""
+    adapt: Callable[[Settings], Settings] = lambda settings: settings
+    """The settings with the data that are there."""
+
+    def settings(self, size: str) -> Settings:
+        """What is measured in this size."""
+        return self.adapt(self.sizes[size])
 
 
 class Outcome(NamedTuple):

@@ -24,7 +24,7 @@ from fedscaffold.experiments.reproduce.claim import Data, Memo, Settings
 from fedscaffold.problems import Problem
 from fedscaffold.simulation import Run, sweep
 
-__all__ = ["Pictures", "fingerprint", "measure", "median", "pictures"]
+__all__ = ["Pictures", "adapted", "fingerprint", "measure", "median", "pictures"]
 
 PREFERRED = ("emnist", "emnist47", "emnist47-tiny")
 TUNING_SEED = 1000  # not one of the seeds that count
@@ -58,7 +58,7 @@ def pictures(wanted: str, validation: int, records: int | None, test: int | None
     if wanted == "emnist" and found.name not in PREFERRED:
         about += " EMNIST was not found (set FEDSCAFFOLD_DATA to its folder): digits stand in for it."
     if wanted == "digits":
-        about += " The quick size runs on these digits, a surrogate; --full reads EMNIST from FEDSCAFFOLD_DATA."
+        about += " EMNIST was not found (set FEDSCAFFOLD_DATA to its folder): the quick size runs on digits instead."
     key = digest(found.name, found.y, found.y_test, found.x[:: max(1, len(found.x) // 500)], found.x_test[::50])
     held_out = found.x[held], found.y[held]
     return Pictures(found._replace(x=found.x[kept], y=found.y[kept], groups=None), held_out, key, about)
@@ -73,6 +73,13 @@ def _load(wanted: str) -> Dataset:
         except FileNotFoundError:
             continue
     return data.load("digits")
+
+
+def adapted(settings: Settings) -> Settings:
+    """The quick size's settings for digits, or with what `with_emnist` changes where EMNIST is there."""
+    small = {key: value for key, value in settings.items() if key != "with_emnist"}
+    real = small | settings.get("with_emnist", {})
+    return real if real["dataset"] == "emnist" and _pictures(real).train.name in PREFERRED else small
 
 
 def fingerprint(settings: Settings) -> str:

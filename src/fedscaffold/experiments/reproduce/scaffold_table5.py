@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fedscaffold.experiments.reproduce.claim import Check, Claim, Data, Drawing, Settings, Table
-from fedscaffold.experiments.reproduce.emnist import fingerprint, measure
-from fedscaffold.experiments.reproduce.scaffold_table3 import FULL, QUICK
+from fedscaffold.experiments.reproduce.emnist import adapted, fingerprint, measure
+from fedscaffold.experiments.reproduce.scaffold_table3 import EMNIST, FULL, QUICK
 from fedscaffold.report import paper
 
 __all__ = ["CLAIM"]
@@ -28,6 +28,8 @@ SIZES: dict[str, Settings] = {
         "tune_least": 40,
         "tune_most": 40,
         "ties": True,
+        "with_emnist": EMNIST
+        | {"hidden": 50, "rounds": 60, "sgd_grid": [0.3, 1.0, 3.0], "tune_most": 20, "tune_least": 20},
     },
     "full": FULL
     | SAME
@@ -133,4 +135,5 @@ CLAIM = Claim(
     draw,
     {"quick": 10, "full": 16_000},
     depends=fingerprint,
+    adapt=adapted,
 )
