@@ -52,6 +52,21 @@ def test_a_new_torch_app_learns_resumes_and_shows_its_status(fedscaffold):
     assert "chain whole" in fedscaffold("deploy", "status", "run").stdout
 
 
+def test_ctrl_c_within_a_round_keeps_what_was_committed_and_says_how_to_go_on(fedscaffold, tmp_path):
+    fedscaffold("deploy", "new", "app", "--torch")
+    quiet = json.loads(fedscaffold("deploy", "simulate", "app", "--out", "quiet", "--rounds", 3, "--json").stdout)
+    app = tmp_path / "app" / "app.py"
+    usual, pressed = app.read_text(encoding="utf-8"), "\n_loss, _calls = loss, []\n\n\ndef loss(module, batch):\n"
+    pressed += "    _calls.append(1)\n    if len(_calls) == 7:\n        raise KeyboardInterrupt\n    return _loss(module, batch)\n"
+    head, mark, tail = usual.partition("\n\ndef learner(")
+    app.write_text(head + pressed + mark + tail, encoding="utf-8")
+    stopped = fedscaffold("deploy", "simulate", "app", "--out", "run", "--rounds", 3)
+    assert (stopped.returncode, "deploy resume run" in stopped.stderr) == (130, True), stopped
+    app.write_text(usual, encoding="utf-8")
+    done = json.loads(fedscaffold("deploy", "resume", "run", "--rounds", 3, "--json").stdout)
+    assert done["metrics"] == quiet["metrics"]
+
+
 def test_a_new_jax_app_runs_in_the_simulator_too(fedscaffold):
     fedscaffold("deploy", "new", "app", "--jax")
     mine = fedscaffold("deploy", "simulate", "app", "--rounds", 2, "--json")

@@ -191,6 +191,8 @@ def _in_process(folder: Path, out: Path, rounds: int | None, as_json: bool) -> i
         )
     except Stopped as stopped:
         return _stopped(stopped)
+    except KeyboardInterrupt:
+        return _interrupted(out)
     _say_summary({**done._asdict(), "model": str(done.model)}, out, as_json)
     return 0
 
@@ -215,6 +217,8 @@ def _local(folder: Path, out: Path, timeout: float, as_json: bool) -> int:
             answer = federation.outcome(timeout, tell)
     except Stopped as stopped:
         return _stopped(stopped)
+    except KeyboardInterrupt:
+        return _interrupted(out)
     _say_summary(answer, out, as_json)
     return 0
 
@@ -273,3 +277,9 @@ def _say_summary(answer: dict[str, Any], out: Path, as_json: bool) -> None:
 def _stopped(reason: Exception) -> int:
     typer.echo(f"fedscaffold: {reason}", err=True)
     return 1
+
+
+def _interrupted(out: Path) -> int:
+    """Ctrl-C between or within rounds: what was committed stays."""
+    typer.echo(f"fedscaffold: stopped; go on with: fedscaffold deploy resume {out}", err=True)
+    return 130

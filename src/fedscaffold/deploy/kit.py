@@ -161,7 +161,7 @@ def _site_folder(
     start = (
         f"{HEAD}{given}mkdir -p state\n"
         f'exec flower-supernode --superlink "{server}:{port}" --root-certificates ca.crt \\\n'
-        f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port 9094 \\\n"
+        f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port ${{FEDSCAFFOLD_PORT:-9094}} \\\n"
         f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\""\n'
     )
     _script(folder / "start.sh", start)

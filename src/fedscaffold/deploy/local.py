@@ -92,10 +92,12 @@ class Federation:
         self.deaths: dict[str, int] = {}
         self.due: dict[str, float] = {}  # when to start again what has died
         self.gone: set[int] = set()  # servers known to be dead
+        self.usual: Any = None  # what SIGTERM did before
 
     def __enter__(self) -> Federation:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that this block is left, and all is ended
+            # so that this block is left, and all is ended
+            self.usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         for folder in (self.secrets, self.logs, self.home / "engine", self.home / "server"):
             folder.mkdir(parents=True, exist_ok=True)
         (self.home / "server" / "outcome.json").unlink(missing_ok=True)
@@ -110,6 +112,8 @@ class Federation:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        if self.usual is not None:
+            signal.signal(signal.SIGTERM, self.usual)
 
     def up(self) -> None:
         """Start everything, and wait until the link answers and the sites are registered."""
