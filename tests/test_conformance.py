@@ -154,7 +154,7 @@ def test_targets_are_found_in_the_current_folder(tmp_path, monkeypatch):
     for target, message in {
         "somebodys": "a target is written module:name, got 'somebodys'",
         "somebodys:min": "unknown adapter in somebodys 'min' (did you mean 'mine'?); known: mine",
-        "somebodys:number": "'somebodys:number' must be a function from Case to Trace, got a int",
+        "somebodys:number": "'somebodys:number' must be a function from Case to Trace or an Algorithm, got a int",
         "nobodys:mine": "no module 'nobodys' in this folder or among those installed",
         "broken:mine": "module 'broken' cannot be imported: No module named 'nothing_of_that_name'",
         "loud:mine": "module 'loud' cannot be imported: RuntimeError: two lines",

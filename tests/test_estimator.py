@@ -3,12 +3,14 @@
 import jax
 import numpy as np
 import pytest
+import scipy.sparse
 import sklearn
 from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
 from sklearn.linear_model import LinearRegression
-from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_score
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import fedscaffold as fs
@@ -144,19 +146,78 @@ def test_clients_may_come_and_go_and_c_stays_the_mean():
     assert not np.array_equal(model._kept.c_i[0], kept["east"])
 
 
-def test_in_a_pipeline_and_a_grid_search_each_row_keeps_its_owner():
+def test_in_a_pipeline_each_row_keeps_its_owner():
     pipe = make_pipeline(StandardScaler(), regressor(rounds=20))
     pipe.fit(X, Y, federatedregressor__clients=OWNERS)
     by_hand = regressor(rounds=20).fit(StandardScaler().fit_transform(X), Y, clients=OWNERS)
     np.testing.assert_array_equal(pipe[-1].coef_, by_hand.coef_)
-    search = GridSearchCV(pipe, {"federatedregressor__l2": [0.0, 10.0]}, cv=2)
-    search.fit(X, Y, federatedregressor__clients=OWNERS)
-    assert search.best_params_ == {"federatedregressor__l2": 0.0}
-    assert search.best_estimator_[-1].clients_.tolist() == ["east", "north", "west"]
     with sklearn.config_context(enable_metadata_routing=True):
         routed = make_pipeline(StandardScaler(), regressor(rounds=20).set_fit_request(clients=True))
         routed.fit(X, Y, clients=OWNERS)
     np.testing.assert_array_equal(routed[-1].coef_, by_hand.coef_)
+
+
+@pytest.fixture
+def clinic():
+    """Somebody's table: numbers and words, labels in words, an index of its own, twenty rows from each of three sites."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(
+        {"age": 50 + 10 * X[:, 0], "bmi": 25 + 4 * X[:, 1], "sex": np.where(X[:, 2] > 0, "f", "m")}
+    )
+    frame.index = RNG.permutation(60) + 1000
+    ill = pandas.Series(np.where(X[:, 0] - X[:, 1] > 0, "ill", "well"), index=frame.index)
+    return frame, ill, pandas.Series(np.repeat(["north", "south", "west"], 20), index=frame.index)
+
+
+def table_pipeline(**changes):
+    columns = ColumnTransformer([("n", StandardScaler(), ["age", "bmi"]), ("w", OneHotEncoder(), ["sex"])])
+    return Pipeline([("columns", columns), ("model", fs.FederatedClassifier(rounds=20, local_steps=5, **changes))])
+
+
+@pytest.mark.filterwarnings(
+    "ignore::sklearn.exceptions.FitFailedWarning", "ignore:One or more of the test scores are non-finite"
+)
+def test_in_somebody_elses_pipeline(clinic):
+    frame, ill, sites = clinic
+    pipe = table_pipeline().fit(frame, ill, model__clients=sites)
+    by_hand = np.column_stack(
+        [StandardScaler().fit_transform(frame[["age", "bmi"]]), frame.sex == "f", frame.sex == "m"]
+    )
+    plain = fs.FederatedClassifier(rounds=20, local_steps=5).fit(by_hand, ill.to_numpy(), clients=sites.to_numpy())
+    np.testing.assert_array_equal(pipe.predict_proba(frame), plain.predict_proba(by_hand))
+    assert pipe.classes_.tolist() == ["ill", "well"]
+    assert pipe.score(frame, ill) > 0.9
+    # whole sites kept apart: each fold is the other two, fitted by hand
+    scores = cross_val_score(pipe, frame, ill, groups=sites, cv=GroupKFold(3), params={"model__clients": sites})
+    expected = []
+    for site in ("west", "south", "north"):
+        there = sites != site
+        alone = table_pipeline().fit(frame[there], ill[there], model__clients=sites[there])
+        assert alone[-1].clients_.tolist() == sorted({"north", "south", "west"} - {site})
+        expected.append(alone.score(frame[~there], ill[~there]))
+    assert sorted(scores) == sorted(expected)
+    # the same by routing, and in a search over step sizes and algorithms, one of which diverges
+    with sklearn.config_context(enable_metadata_routing=True):
+        routed = table_pipeline()
+        routed[-1].set_fit_request(clients=True)
+        grid = {"model__lr": ["auto", 1e30], "model__algorithm": ["scaffold", fs.scaffold()]}
+        search = GridSearchCV(routed, grid, cv=GroupKFold(3)).fit(frame, ill, clients=sites, groups=sites)
+    assert search.best_params_["model__lr"] == "auto"
+    found = search.cv_results_["mean_test_score"]
+    np.testing.assert_array_equal(found[[0, 2]], np.mean(scores))
+    assert np.isnan(found[[1, 3]]).all()
+
+
+def test_owners_that_are_missing_or_of_two_kinds(clinic):
+    frame, _, sites = clinic
+    pandas = pytest.importorskip("pandas")
+    for without in (sites.where(sites != "west", None), sites.astype("string").where(sites != "west", pandas.NA)):
+        with pytest.raises(InputError, match=r"of every row who holds it, got 20 without \(NaN or None\); give"):
+            regressor().fit(frame[["age"]], Y, clients=without)
+    with pytest.raises(InputError, match="all of one kind, got int, str; make them str"):
+        regressor().fit(frame[["age"]], Y, clients=pandas.Series([1, "two"] * 30))
+    with pytest.raises(TypeError, match="Sparse data was passed for X, but dense data is required"):
+        regressor().fit(scipy.sparse.csr_array(X), Y)
 
 
 def test_a_mistake_loses_nothing():

@@ -161,7 +161,7 @@ PYTHON = {
     "a start of another shape": (lambda: run(x0=np.zeros(4)), "x0 must be shaped like", "flat vector of 3 numbers"),
     "a start that is not finite": (lambda: run(x0=np.full(3, np.nan)), "x0 must be finite", "NaN"),
     "rows that do not match": (lambda: made(3, rows=5), "one row per record", r"lengths \[4, 5\]"),
-    "widths that do not match": (lambda: made(3, 2), "same structure and row shape", "size 3 and the array at index 1"),
+    "widths that do not match": (lambda: made(3, 2), "same structure and row shape", r"client 1 holds rows of shape \(2,\) in \[0\], client 0 of shape \(3,\)"),
     "holes in the data": (lambda: fs.Problem(loss, np.zeros(1), [np.array([1.0, np.nan])]), "must be finite", "got 1 NaN"),
     "nobody": (lambda: fs.Problem(loss, np.zeros(1), []), "at least one client", "got an empty list"),
     "a client without rows": (lambda: fs.Problem(loss, np.zeros(1), [np.zeros((0, 1))]), "client 0 holds no records", "at least one"),

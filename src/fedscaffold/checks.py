@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["InputError", "choice", "number", "whole"]
+__all__ = ["InputError", "choice", "number", "one_number", "whole"]
 
 
 class InputError(ValueError):
@@ -44,6 +44,19 @@ def number(name: str, value: Any, *, above: float = -math.inf, at_least: float =
     if not math.isfinite(real) or real <= above or real < at_least:
         raise InputError(f"{name} must be a number{bound}, got {value!r}")
     return real
+
+
+def one_number(loss: str, shape: Iterable[int]) -> None:
+    """Refuse a loss that is not one number.
+
+    >>> one_number("loss(params, batch)", (4,))
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: loss(params, batch) must be one number, the mean over the batch's records, got
+    shape (4,); end it with .mean()
+    """
+    if tuple(shape):
+        wanted = "must be one number, the mean over the batch's records"
+        raise InputError(f"{loss} {wanted}, got shape {tuple(shape)}; end it with .mean()")
 
 
 def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The judge: runs an adapter on every federation of the table and says which identities hold."""
+"""The judge: runs a target on every federation of the table and says which identities hold."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from fedscaffold import checks
+from fedscaffold.algorithms import Algorithm
 from fedscaffold.conformance.case import Adapter, Case, Run, Trace, Unsupported
 from fedscaffold.conformance.identities import IDENTITIES, Identity
+from fedscaffold.conformance.targets import Target, adapter_of
 
 __all__ = ["Outcome", "Verdict", "conform", "load_target", "table"]
 
@@ -39,15 +41,16 @@ class Failure(NamedTuple):
     note: str
 
 
-def conform(adapter: Adapter, identities: Sequence[Identity] = IDENTITIES) -> list[Verdict]:
-    """Try every identity on somebody's SCAFFOLD.
+def conform(target: Target, identities: Sequence[Identity] = IDENTITIES) -> list[Verdict]:
+    """Try every identity on somebody's SCAFFOLD: an adapter, an algorithm, or a function that makes an algorithm.
 
-    Nothing the adapter does stops the suite: an exception, a wrong shape, a divergence are verdicts.
+    Nothing the target does stops the suite: an exception, a wrong shape, a divergence are verdicts.
 
     >>> from fedscaffold.conformance import ours
     >>> {verdict.outcome for verdict in conform(ours)}
     {'holds'}
     """
+    adapter = adapter_of(target)
     runs: dict[int, Run | Failure] = {}  # by object: many rows look at the same federation, which is run once
     with np.errstate(all="ignore"):  # a target that diverges overflows; its verdict says so
         for identity in identities:
@@ -105,8 +108,8 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def load_target(target: str) -> Adapter:
-    """The adapter that `module:name` stands for; modules of the current folder are found too.
+def load_target(target: str) -> Target:
+    """What `module:name` stands for; modules of the current folder are found too.
 
     >>> load_target("fedscaffold.conformance:ours").__name__
     'ours'
@@ -118,12 +121,17 @@ def load_target(target: str) -> Adapter:
     if not (path and name):
         raise checks.InputError(f"a target is written module:name, got {target!r}")
     names = vars(imported(path))
-    if name in names and not callable(names[name]):
+    if name in names and not judgeable(names[name]):
         kind = type(names[name]).__name__
-        raise checks.InputError(f"{target!r} must be a function from Case to Trace, got a {kind}")
-    known = [one for one, value in names.items() if callable(value) and not one.startswith("_")]
-    adapter: Adapter = names[name if name in names else checks.choice(f"adapter in {path}", name, known)]
-    return adapter
+        raise checks.InputError(f"{target!r} must be a function from Case to Trace or an Algorithm, got a {kind}")
+    known = [one for one, value in names.items() if judgeable(value) and not one.startswith("_")]
+    found: Target = names[name if name in names else checks.choice(f"adapter in {path}", name, known)]
+    return found
+
+
+def judgeable(value: Any) -> bool:
+    """Whether it may be a target."""
+    return callable(value) or isinstance(value, Algorithm)
 
 
 def imported(path: str) -> ModuleType:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from fedscaffold.checks import InputError
+from fedscaffold.checks import InputError, one_number
 from fedscaffold.deploy.arrays_client import descend
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
@@ -52,8 +52,9 @@ class JaxLearner:
         self.data, self.test = data, test or data
         self.loss, self.params, self.clients = loss, params, data
         self.precise = precision == "float64"
-        self._measures = {"loss": self._compiled(loss)} | {k: self._compiled(f) for k, f in (metrics or {}).items()}
-        self._gradient = self._compiled(jax.grad(loss))
+        measures = {"loss": self._loss, **(metrics or {})}
+        self._measures = {name: self._compiled(function) for name, function in measures.items()}
+        self._gradient = self._compiled(jax.grad(self._loss))
         self.metrics = dict(metrics or {})
 
     def site(self, name: str) -> Site:
@@ -73,6 +74,11 @@ class JaxLearner:
             return descend(work, number, gradient)
 
         return Site(number, train, lambda x, buffers: self._evaluate(x, self.test(name)))
+
+    def _loss(self, params: Tree, batch: Tree) -> Any:
+        value = self.loss(params, batch)
+        one_number("loss(params, batch)", np.shape(value))
+        return value
 
     def _compiled(self, function: Callable[[Tree, Tree], Any]) -> Callable[[Array, Tree], Any]:
         """A function of parameters as one of the flat vector, compiled, in the learner's precision."""

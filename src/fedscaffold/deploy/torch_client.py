@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fedscaffold.checks import InputError
+from fedscaffold.checks import InputError, one_number
 from fedscaffold.deploy.arrays_client import draws
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
@@ -164,10 +164,16 @@ class TorchLearner:
                 scaler.update()
         return total, steps
 
+    def _loss(self, batch: Batch) -> Tensor | None:
+        value = self.loss(self.module, batch)
+        if value is not None:
+            one_number("loss(module, batch)", value.shape)
+        return value
+
     def _backward(self, batch: Batch, scaler: Any, optimizer: Any) -> bool:
         """The gradient of a batch in g; False where the loss says to skip it."""
         self.g.zero_()
-        value = self.loss(self.module, _moved(batch, self.device))
+        value = self._loss(_moved(batch, self.device))
         if value is None:
             return False
         if scaler is None:
@@ -204,17 +210,18 @@ class TorchLearner:
         self._load(x, buffers)
         self.module.eval()
         sums: dict[str, float] = {}
-        number = 0
+        counts: dict[str, int] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)  # a loader that shuffles must not change the last bit of a mean
             for batch in _passes(records):
                 moved, size = _moved(batch, self.device), _rows(batch)
-                value = self.loss(self.module, moved)
+                value = self._loss(moved)
                 means = {} if self.metrics is None else self.metrics(self.module, moved)
                 means |= {} if value is None else {"loss": float(value)}
-                number += size
-                sums = {name: sums.get(name, 0.0) + size * float(mean) for name, mean in means.items()}
-        return {name: total / number for name, total in sums.items()}
+                for name, mean in means.items():
+                    sums[name] = sums.get(name, 0.0) + size * float(mean)
+                    counts[name] = counts.get(name, 0) + size
+        return {name: total / counts[name] for name, total in sums.items()}
 
 
 def _batches(records: Any, local: Local, seed: int, one_step: bool) -> Iterator[Batch]:

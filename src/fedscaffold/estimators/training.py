@@ -60,11 +60,27 @@ def owners(clients: ArrayLike | None, rows: int) -> Owners:
             f"clients must say of each of the {rows} rows who holds it, got shape {labels.shape}; "
             "in a pipeline it is passed as STEP__clients"
         )
-    if (labels != labels).any():
-        raise InputError("clients must say of every row who holds it, got NaN; give these rows an owner or drop them")
-    known, index = np.unique(labels, return_inverse=True)
+    missing = sum(map(_absent, labels.tolist())) if labels.dtype == object else int((labels != labels).sum())
+    if missing:
+        raise InputError(
+            f"clients must say of every row who holds it, got {missing} without (NaN or None); "
+            "give these rows an owner or drop them"
+        )
+    try:
+        known, index = np.unique(labels, return_inverse=True)
+    except TypeError:
+        kinds = ", ".join(sorted({type(label).__name__ for label in labels.tolist()}))
+        raise InputError(f"clients must be names or numbers, all of one kind, got {kinds}; make them str") from None
     order = np.argsort(index, kind="stable")
     return Owners(known, np.split(order, np.cumsum(np.bincount(index))[:-1]))
+
+
+def _absent(label: Any) -> bool:
+    """Whether a label stands for none: None, NaN, or pandas' NA, which is neither equal to itself nor not."""
+    try:
+        return label is None or bool(label != label)
+    except TypeError:
+        return True
 
 
 def trained(request: Request) -> Run:

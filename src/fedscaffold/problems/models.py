@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Facts, Problem
+from fedscaffold.problems.records import tables
 
 __all__ = ["mlp", "softmax"]
 
@@ -36,6 +37,7 @@ def softmax(
     >>> softmax(clients, classes=3)
     Problem(softmax regression, 2 clients, 14 records, d = 15)
     """
+    clients = tables(clients)
     features, classes = _sizes(clients, classes, test)
     params = {"w": np.zeros((classes, features)), "b": np.zeros(classes)}
     smoothness = 0.5 * max(_largest_eigenvalue(x) for x, _ in clients) + l2
@@ -62,6 +64,7 @@ def mlp(
     >>> mlp(clients, 8, classes=3)
     Problem(two-layer network, 2 clients, 14 records, d = 67)
     """
+    clients = tables(clients)
     features, classes = _sizes(clients, classes, test)
     rng = np.random.default_rng(seed)
     widths = [features, checks.whole("hidden", hidden), classes]

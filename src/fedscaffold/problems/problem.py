@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold.checks import InputError
 from fedscaffold.problems.layout import Layout
+from fedscaffold.problems.records import counted, is_float, joined, model, refuse_non_finite
 
 __all__ = ["Facts", "Functions", "Problem", "no_loss", "weights_of"]
 
@@ -96,20 +97,18 @@ class Problem:
         facts: Facts | None = None,
         name: str = "problem",
     ) -> None:
-        if len(clients) == 0:
-            raise InputError("clients must hold at least one client, got an empty list")
+        counts = counted(clients)
         if loss is None and gradient is None:
             raise InputError("a problem needs a loss, or a gradient for an oracle that comes from none; got neither")
         self.functions = Functions(no_loss if loss is None else loss, accuracy, gradient)
-        self.params = jax.tree.map(np.asarray, params)
+        self.params = model(params)
         self.layout = Layout.of(self.params)
-        _refuse_non_finite("params", self.params)
-        counts = np.array([_rows(i, client) for i, client in enumerate(clients)], np.int64)
+        refuse_non_finite("params", self.params)
         self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts)])
-        self.records = _joined(clients)
-        _refuse_non_finite("the clients' data", self.records)
+        self.records = joined(clients)
+        refuse_non_finite("the clients' data", self.records)
         self.test = None if test is None else jax.tree.map(np.asarray, test)
-        _refuse_non_finite("the test data", self.test)
+        refuse_non_finite("the test data", self.test)
         self.noise = None if noise is None else _noise_factor(noise, len(clients), self.dim)
         self.facts = facts or Facts()
         self.name = name
@@ -173,7 +172,7 @@ class Problem:
     def on_device(self, dtype: str) -> tuple[Tree, Tree]:
         """Records and test data as device arrays of the given float type, sent there once."""
         if dtype not in self._device:
-            held = jax.tree.map(lambda a: a.astype(dtype) if _is_float(a) else a, (self.records, self.test))
+            held = jax.tree.map(lambda a: a.astype(dtype) if is_float(a) else a, (self.records, self.test))
             self._device[dtype] = jax.device_put(held)
         device: tuple[Tree, Tree] = self._device[dtype]
         return device
@@ -201,42 +200,6 @@ def weights_of(problem: Problem, weights: str | ArrayLike) -> Floats:
             raise InputError("weights must be finite, not negative, and not all zero")
     normalised: Floats = shares / shares.sum()
     return normalised
-
-
-def _rows(i: int, client: Tree) -> int:
-    leaves = jax.tree.leaves(client)
-    if not leaves or any(np.ndim(leaf) == 0 for leaf in leaves):
-        raise InputError(
-            f"client {i} must hold arrays with one row per record, got {type(client).__name__} without rows"
-        )
-    rows = {len(leaf) for leaf in leaves}
-    if len(rows) > 1:
-        raise InputError(f"the arrays of client {i} must have one row per record each, got lengths {sorted(rows)}")
-    if rows == {0}:
-        raise InputError(f"client {i} holds no records; every client needs at least one")
-    return rows.pop()
-
-
-def _joined(clients: Sequence[Tree]) -> Tree:
-    try:
-        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *clients)
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"the clients' arrays must all have the same structure and row shape: {reason}") from None
-
-
-def _is_float(array: NDArray[Any]) -> bool:
-    return bool(np.issubdtype(array.dtype, np.floating))
-
-
-def _refuse_non_finite(what: str, tree: Tree) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if _is_float(leaf) and not np.isfinite(leaf).all():
-            bad = int((~np.isfinite(leaf)).sum())
-            where = jax.tree_util.keystr(path)
-            raise InputError(
-                f"{what} must be finite, got {bad} NaN or infinite values{' in ' + where if where else ''}"
-            )
 
 
 def _noise_factor(noise: ArrayLike, num_clients: int, dim: int) -> Floats:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Facts, Floats, Problem
+from fedscaffold.problems.records import tables
 
 __all__ = ["linear", "logistic", "two_datasets"]
 
@@ -67,6 +68,7 @@ def linear(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None =
     array([1., 2.])
     """
     l2 = checks.number("l2", l2, at_least=0)
+    clients = tables(clients)
     dim = _dim(clients)
     grams = [x.T @ x / len(x) for x in _features(clients)]
     crosses = np.stack(
@@ -97,6 +99,7 @@ def logistic(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None
     True
     """
     l2 = checks.number("l2", l2, at_least=0)
+    clients = tables(clients)
     dim = _dim(clients)
     if not all(np.isin(y, (0, 1)).all() for _, y in clients):
         raise InputError("labels must be 0 or 1")
@@ -203,8 +206,6 @@ def _noise(clients: Sequence[Client], record_gradients: Any, batch_size: int | N
 
 
 def _dim(clients: Sequence[Client]) -> int:
-    if len(clients) == 0 or np.ndim(clients[0][0]) != 2:
-        raise InputError("clients must be a list of (x, y) with x of shape (records, features)")
     return int(np.shape(clients[0][0])[1])
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedscaffold.algorithms import travelled
+from fedscaffold.checks import one_number
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec
 
 __all__ = ["Held", "Reply", "Work", "gradient", "gradient_at_x", "local_round", "record_values"]
@@ -157,7 +158,13 @@ def record_values(function: Callable[[Any, Any], Array], params: Any, batch: Any
 def gradient(spec: Spec, y: Leaves, batch: Any, weights: Array) -> Leaves:
     """Mean gradient over the batch's records, or their weighted sum where the batch is ragged."""
     params = spec.layout.tree(y)
-    loss, given = spec.functions.loss, spec.functions.gradient
+    given = spec.functions.gradient
+
+    def loss(params: Any, batch: Any) -> Array:
+        value = spec.functions.loss(params, batch)
+        one_number("loss(params, batch)", jnp.shape(value))
+        return value
+
     if weights is None:
         return jax.tree.leaves((given or jax.grad(loss))(params, batch))
     if given is None:

@@ -1,0 +1,53 @@
+"""An algorithm of your own in one file, and what the conformance suite says of it.
+
+    python examples/own_algorithm.py
+    cd examples; fedscaffold conform --target own_algorithm:damped
+
+`damped` is SCAFFOLD whose control variates go only part of the way to the gradients just seen: c_i is a running mean of
+them. `slipped` is what becomes of it when one letter is lost.
+"""
+
+from collections import Counter
+
+import fedscaffold as fs
+from fedscaffold.conformance import conform
+
+
+def damped(damping=0.8, server_lr=1.0):
+    """d = g - c_i + c;   c_i+ = c_i + damping (d_i - c);   damping = 1 is SCAFFOLD."""
+
+    def shift(c, c_i):
+        return c - c_i
+
+    def direction(g, y, x, shift):
+        return g + shift
+
+    def remember(c, c_i, d):
+        return c_i + damping * (d - c)
+
+    def server(x, c, move, d, heard):
+        return x - server_lr * move, c + damping * heard * (d - c)
+
+    return fs.Algorithm("damped", direction, server, shift, remember)
+
+
+def slipped(damping=0.8, server_lr=1.0):
+    """`damped` with one letter lost: the new c_i is made of d, not of d - c."""
+
+    def remember(c, c_i, d):
+        return c_i + damping * d
+
+    return damped(damping, server_lr)._replace(name="slipped", remember=remember)
+
+
+if __name__ == "__main__":
+    problem = fs.problems.quadratic(num_clients=10, dim=20, mu=0.1, seed=0)
+    settings = {"rounds": 300, "local_steps": 10, "lr": 0.1, "cohort": 0.5, "precision": "float64"}
+    runs, fails = {}, {}
+    for make in (fs.scaffold, damped, slipped):
+        name = make.__name__
+        runs[name] = run = fs.simulate(make(), problem, **settings, metrics=["distance", "grad_norm"])
+        fails[name] = Counter(one.name.split(":")[0] for one in conform(make) if one.outcome == "fails")
+        far, slope = run.history["distance"][-1], run.history["grad_norm"][-1]
+        print(f"{name}: ends {far:.0e} from the optimum, where the gradient is {slope:.0e}; gauge {run.residual:.0e}")
+        print(f"    fails: {', '.join(f'{what} ({n})' for what, n in fails[name].items()) or 'nothing'}")
