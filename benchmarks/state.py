@@ -1,8 +1,8 @@
 """What keeping state costs on this machine: python benchmarks/state.py [FOLDER], about a minute and 3 GB of disk there.
 
 A commit of 40 MB; then rounds of 100 clients with d = 10,000 in float32 (4 MB of rows), of N = 10,000 and 1,000,000.
-In milliseconds: the least, the median and the most by the clock, and the median of the processor's time, which other work
-on the machine does not lengthen. Cold: the rows were dropped from the page cache.
+In milliseconds: the least, the median and the most by the clock, and the median of the processor's time, which other
+work on the machine does not lengthen. Cold: the rows were dropped from the page cache.
 """
 
 import os
@@ -113,6 +113,4 @@ if __name__ == "__main__":
             measure(folder)
             disk = sum(path.stat().st_blocks * 512 for path in Path(folder).iterdir())
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            print(
-                f"                                         {disk / 1e6:.0f} MB of disk, {most:.0f} MB of memory at most\n"
-            )
+            print(f"{'':41s}{disk / 1e6:.0f} MB of disk, {most:.0f} MB of memory at most\n")

@@ -1,0 +1,187 @@
+"""The bug museum: every mutant of tests/mutants.py, run, drawn, and with the identity that catches it.
+
+What catches a public mistake is read from the table of docs/conformance.md, which a test keeps true; our own mutants
+are judged here. Nothing is typed that can be computed: museum.toml has a sentence for each mistake, and no more.
+"""
+
+import ast
+import importlib.util
+import math
+import re
+import tomllib
+from functools import cache
+from html import escape
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+import numpy as np
+from curves import picture
+
+from fedscaffold.algorithms import fedavg
+from fedscaffold.conformance import IDENTITIES, conform, ours, run
+from fedscaffold.conformance.federations import CONDITIONS, brief
+
+ROOT = Path(__file__).parents[2]
+BY_NAME = {identity.name: identity for identity in IDENTITIES}
+TELLING = ["optimum", "mean", "first round", "gradients seen"]  # the families whose conditions are pictures
+ENOUGH = [  # to judge our own mutants by: each fails one of them
+    *("optimum: all", "optimum: sampling", "optimum: option I", "first round: all", "gradients seen: all"),
+    *("gradient at x", "server step"),
+]
+
+
+class Room(NamedTuple):
+    """One kind of mistake: how many public projects were seen to make one of it, and what each is."""
+
+    seen: int
+    mistakes: dict[str, str]
+
+
+WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ROOMS = {room["title"]: Room(room["seen"], room["mistakes"]) for room in WORDS["rooms"]}
+OURS: dict[str, str] = WORDS["ours"]
+
+
+@cache
+def mutants():
+    """tests/mutants.py, fresh: its random numbers are then the same at every build."""
+    spec = importlib.util.spec_from_file_location("mutants_on_show", ROOT / "tests" / "mutants.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def in_code():
+    """The text of every mutant, by its name."""
+    source = (ROOT / "tests" / "mutants.py").read_text(encoding="utf-8")
+    tables = [node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
+    pairs = [(key.value, value) for table in tables for key, value in zip(table.keys, table.values, strict=True)]
+    return {name: dedent(" " * 4 + ast.get_source_segment(source, value)) for name, value in pairs}
+
+
+def caught_in_public():
+    """The names of the identities that fail, for each public mistake, from the table of docs/conformance.md."""
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- begin mistakes -->")[2].partition("<!-- end mistakes -->")[0]
+    rows = re.findall(r"^\| (.+?) \| (\*\*.+?) \|$", table, re.M)
+    cell = re.compile(r"\*\*(.+?)\*\*(?: \((.+?)\))?")
+    return {name: [row for part in cell.findall(text) for row in rows_of(*part)] for name, text in rows}
+
+
+def rows_of(family, conditions):
+    """The identities that a cell of the table means: `mean` with `all, sampling`, `everywhere` or `all but restart`."""
+    members = [name for name in BY_NAME if name.partition(": ")[0] == family]
+    if not conditions or conditions == "everywhere":
+        return members
+    spared = conditions.startswith("all but ")
+    named = conditions.removeprefix("all but ").split(", ")
+    return [name for name in members if ((name.partition(": ")[2] or "plain") in named) != spared]
+
+
+def telling(caught):
+    """The identity to show a mistake by: the one whose federation makes the plainest picture."""
+    for family in TELLING:
+        if rows := [name for name in caught if name.partition(": ")[0] == family]:
+            return rows[0]
+    return caught[0]
+
+
+def shown(name):
+    """The federation of an identity, run for as long as it takes to end somewhere."""
+    condition = CONDITIONS.get(name.partition(": ")[2])
+    return condition.case if condition else BY_NAME[name].cases[-1]
+
+
+def distances(adapter, case):
+    """|x - x*| by round, and whether the implementation broke down."""
+    weights = case.weights[:, None]
+    best = np.linalg.solve((weights[:, :, None] * case.hessians).sum(axis=0), (weights * case.linear).sum(axis=0))
+    try:
+        with np.errstate(all="ignore"):
+            x = adapter(case.private()).x
+    except ArithmeticError as error:
+        return [float(np.linalg.norm(case.x0 - best))], type(error).__name__
+    return [float(np.linalg.norm(one - best)) for one in x], None
+
+
+def ending(values, broke):
+    """In words, where a run ends."""
+    if broke:
+        return f"it stops with a {broke}"
+    last = values[-1]
+    if not math.isfinite(last) or last > 1e3:
+        return "it diverges"
+    return f"{last:.0e} from the optimum" if last < 1e-3 else f"{last:.2g} from the optimum"
+
+
+@cache
+def done_right(row):
+    """Our own curve on the federation of an identity."""
+    return distances(ours, shown(row))[0]
+
+
+def exhibit(name, sentence, adapter, caught, more=""):
+    """One mistake: what it is, its curve beside the right one, and what catches it."""
+    row = telling(caught)
+    case, right = shown(row), done_right(row)
+    wrong = distances(adapter, case)
+    ends = f"After {case.rounds} rounds: {ending(*wrong)}; done right, {ending(right, None)}."
+    drawn = picture(f"{name}. {ends}", case.rounds, right=right, wrong=wrong[0])
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (
+        f'<figure class="exhibit" id="{slug}">\n'
+        f"<figcaption><strong>{escape(name)}</strong><br>{escape(sentence)}</figcaption>\n"
+        f"{drawn}\n<p>{escape(ends)}</p>\n"
+        f'<p class="caught">Caught by <strong>{escape(row)}</strong>{more}: {escape(BY_NAME[row].statement)}</p>\n'
+        "<details data-search-exclude>\n<summary>In code</summary>\n"
+        f"<pre><code>{escape(in_code()[name])}</code></pre>\n</details>\n</figure>"
+    )
+
+
+def gallery(exhibits):
+    """Exhibits side by side, as many as the window is wide."""
+    return '<div class="gallery">\n' + "\n".join(exhibits) + "\n</div>"
+
+
+def public():
+    """All public mistakes, room by room."""
+    caught, rooms = caught_in_public(), []
+    for title, (seen, mistakes) in ROOMS.items():
+        made = [
+            exhibit(name, text, mutants().MUTANTS[name], caught[name], others(caught[name]))
+            for name, text in mistakes.items()
+        ]
+        rooms.append(f"## {title}\n\nSeen in {seen} public projects; {len(made)} exhibits.\n\n{gallery(made)}\n")
+    return "\n".join(rooms)
+
+
+def others(caught):
+    """How many more identities catch it."""
+    return f", and by {len(caught) - 1} more of {len(BY_NAME)}" if len(caught) > 1 else ", and by nothing else"
+
+
+def private():
+    """Our own algorithm, broken in each of its functions, and judged."""
+    made = []
+    for name, text in OURS.items():
+        adapter = mutants().OUR_MUTANTS[name]
+        verdicts = conform(adapter, [BY_NAME[row] for row in ENOUGH])
+        caught = [verdict.name for verdict in verdicts if verdict.outcome == "fails"]
+        made.append(exhibit(name, text, adapter, caught))
+    return gallery(made)
+
+
+def first_picture():
+    """FedAvg and SCAFFOLD on the same four clients."""
+    case = brief(CONDITIONS["all"].case, rounds=60)
+    drift = distances(lambda one: run(fedavg(), one), case)[0]
+    exact = distances(ours, case)[0]
+    said = f"Distance to the optimum by round: FedAvg stops {drift[-1]:.2f} away, SCAFFOLD arrives."
+    return (
+        f'<figure class="first">\n{picture(said, case.rounds, right=exact, wrong=drift)}\n'
+        f"<figcaption>Distance to the optimum, four unlike clients, four local steps a round. "
+        f'<span class="wrong">FedAvg</span> stops {drift[-1]:.2f} away; <span class="right">SCAFFOLD</span> arrives, '
+        f"to {exact[-1]:.0e}. Computed when this page was built.</figcaption>\n</figure>"
+    )
