@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedscaffold.checks import InputError
 from fedscaffold.cli.verbs import DataDir, Json, app, prepared, say
 
 if TYPE_CHECKING:
@@ -61,8 +62,15 @@ def plan(
     say(answer, _lines(built.sentence, made, checked), as_json)
 
 
-@app.command(epilog="Example: fedscaffold diagnose --dataset digits --split similarity:0 --model softmax --clients 20")
+@app.command(
+    epilog="Example: fedscaffold diagnose runs/first, or "
+    "fedscaffold diagnose --dataset digits --split similarity:0 --model softmax --clients 20"
+)
 def diagnose(
+    context: typer.Context,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="Instead of a problem: the folder of a run or a server.")
+    ] = None,
     dataset: Dataset = "digits",
     split: Split = "similarity:0",
     model: Model = "softmax",
@@ -72,8 +80,13 @@ def diagnose(
     sets: Sets = None,
     data: DataDir = None,
     as_json: Json = False,
-) -> None:
-    """Measure how unlike the clients are, and say which of SGD, FedAvg and SCAFFOLD to use, and how."""
+) -> int:
+    """Say what is wrong with a RUN; or, of a problem, how unlike the clients are and which method to use, and how."""
+    if folder is not None:
+        from fedscaffold.cli.diagnose import look
+
+        _only(context, ("folder", "data", "as_json"))
+        return look(folder, data, as_json)
     built, batch = _problem(dataset, split, model, clients, batch_size, data, sets)
     from fedscaffold.theory.advice import advise
     from fedscaffold.theory.heterogeneity import heterogeneity
@@ -86,6 +99,17 @@ def diagnose(
     lines = [f"{built.sentence}, at {found.where} ({kind}):"]
     lines += [f"  {name} = {value:.4g}" for name, value in numbers.items() if isinstance(value, float)]
     say(answer, [*lines, str(advice)], as_json)
+    return 0
+
+
+def _only(context: typer.Context, allowed: tuple[str, ...]) -> None:
+    """Refuse options that say nothing about a run's folder, which knows its own problem."""
+    typed = [
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    wrong = [name for name in typed if name not in allowed]
+    if wrong:
+        raise InputError(f"diagnose RUN takes --data and --json only, got --{wrong[0].replace('_', '-')}")
 
 
 def _problem(

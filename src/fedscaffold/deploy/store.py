@@ -9,9 +9,9 @@ from fedscaffold.checks import InputError
 from fedscaffold.deploy.rounds import Member, State
 from fedscaffold.deploy.schema import Schema
 from fedscaffold.deploy.settings import Settings
-from fedscaffold.state import commit, latest
+from fedscaffold.state import Snapshot, commit, latest
 
-__all__ = ["Kept", "keep", "recall"]
+__all__ = ["Kept", "keep", "recall", "seen"]
 
 
 class Kept(NamedTuple):
@@ -47,11 +47,21 @@ def recall(folder: Path, settings: Settings, schema: Schema) -> Kept | None:
     snapshot = latest(folder)
     if snapshot is None:
         return None
-    facts, arrays = snapshot.facts, snapshot.arrays
     for what, mine in (("schema", schema.digest), ("settings", settings.digest)):
-        if facts[what] != mine:
+        if snapshot.facts[what] != mine:
             name = "model" if what == "schema" else "algorithm or local settings"
             raise InputError(f"the state in {folder} belongs to another {name}; take another folder or put them back")
+    return _kept(snapshot)
+
+
+def seen(folder: Path) -> Kept | None:
+    """The latest whole state of `folder`, whoever it belongs to, for those who only look; None where there is none."""
+    snapshot = latest(folder)
+    return None if snapshot is None else _kept(snapshot)
+
+
+def _kept(snapshot: Snapshot) -> Kept:
+    facts, arrays = snapshot.facts, snapshot.arrays
     state = State(
         facts["round"],
         arrays["x"],

@@ -99,6 +99,8 @@ class Config(Section):
     block: int | None = None
     stale: str = "keep"
     compression: str = "none"
+    client_state: Literal["array", "auto", "file", "sparse"] = "array"
+    """Where the c_i are kept: docs/resume.md."""
     problem: ProblemConfig = ProblemConfig()
     algorithm: Algorithm = Algorithm()
     local: Local = Local()

@@ -1,0 +1,73 @@
+"""How well control variates know the clients' gradients, at the present x.
+
+With g_i = grad f_i(x), g = sum p_i g_i, and rms over clients weighted by p_i:
+
+    left       rms |(c_i - c) - (g_i - g)| / rms |g_i - g|    what the corrections leave of the clients' difference:
+                                                             0 is ideal, 1 as without them, above 1 they do harm
+    noise      rms of sqrt(tr C_i / K_i) / rms |g_i - g|      the part of it that batches explain: c_i is a mean of K_i
+                                                             of them, each of covariance C_i
+    cosines    <c_i, g_i> / (|c_i| |g_i|)
+    pull       sum over clients heard no more of p_i (g_i - c_i)
+
+The pull is where training ends: the c_i of the clients that are heard become their g_i, and the model rests where
+c = 0, that is grad f(x) = pull, however long it trains.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.problems.problem import Floats
+
+__all__ = ["Alignment", "alignment", "cosines", "pull"]
+
+
+class Alignment(NamedTuple):
+    """How control variates lie beside gradients; formulas in the module's head."""
+
+    left: float
+    noise: float
+    cosines: Floats
+    errors: Floats
+    """|(c_i - c) - (g_i - g)|, one a client."""
+
+
+def alignment(p: Floats, c: Floats, c_i: Floats, gradients: Floats, noise: Floats) -> Alignment:
+    """Compare control variates with gradients; `noise` has the tr C_i / K_i. Weights of zero are left out of means.
+
+    >>> g, half = np.array([[1.0, 0.0], [-1.0, 0.0]]), np.array([0.5, 0.5])
+    >>> one = alignment(half, np.zeros(2), 0.9 * g, g, np.zeros(2))
+    >>> round(one.left, 12), one.cosines
+    (0.1, array([1., 1.]))
+    """
+    mean = p @ gradients
+    errors: Floats = np.linalg.norm((c_i - c) - (gradients - mean), axis=1)
+    apart = np.sqrt(p @ np.square(gradients - mean).sum(axis=1))
+    scale = apart if apart > 0 else 1.0
+    left, own = np.sqrt(p @ np.square(errors)) / scale, np.sqrt(p @ noise) / scale
+    return Alignment(float(left), float(own), cosines(c_i, gradients), errors)
+
+
+def cosines(one: Floats, two: Floats) -> Floats:
+    """Cosines between the rows of one and of two (rows, or one vector); 0 where a vector is zero.
+
+    >>> cosines(np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([2.0, 0.0])).round(6)
+    array([0.707107, 0.      ])
+    """
+    one, two = np.asarray(one, np.float64), np.asarray(two, np.float64)
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=-1)
+    inner = np.einsum("nd,nd->n", one, np.broadcast_to(two, one.shape))
+    found: Floats = np.divide(inner, lengths, out=np.zeros(len(one)), where=lengths > 0)
+    return found
+
+
+def pull(p: Floats, c_i: Floats, gradients: Floats, away: NDArray[np.bool_]) -> float:
+    """|sum of p_i (g_i - c_i)| over the clients that are heard no more: the gradient at which training ends.
+
+    >>> pull(np.array([0.5, 0.5]), np.zeros((2, 1)), np.array([[3.0], [1.0]]), np.array([True, False]))
+    1.5
+    """
+    return float(np.linalg.norm(p[away] @ (gradients[away] - c_i[away])))
