@@ -209,6 +209,8 @@ def _status(server: Server, phase: str) -> None:
         "absent": [site for site in server.settings.deploy.sites if site not in server.roster],
         "attempt": server.attempt,
         "residual": server.residual,
+        "scale": server.scale if server.server_keeps else None,
+        "precision": server.settings.precision,
         "at": wall,
         "pid": os.getpid(),
         "sites": sites,

@@ -13,6 +13,7 @@ Sums run in double precision over the sites in the order of their names: replies
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.deploy.gate import Update
 from fedscaffold.deploy.schema import Array
 
-__all__ = ["Member", "State", "aggregated", "joined", "left", "residual", "resynced", "shares", "weighted"]
+__all__ = ["Member", "State", "aggregated", "joined", "left", "residual", "resynced", "shares", "size", "weighted"]
 
 
 class Member(NamedTuple):
@@ -154,6 +155,12 @@ def residual(state: State) -> float:
         return 0.0
     mean = weighted(shares(state.roster), state.c_i, state.x.size)
     return float(np.linalg.norm(state.c - mean))
+
+
+def size(state: State) -> float:
+    """Root mean square of |c_i| over the roster: what a residual is to be compared with."""
+    p = shares(state.roster)
+    return math.sqrt(sum(p[site] * float(c_i.astype(np.float64) @ c_i) for site, c_i in sorted(state.c_i.items())))
 
 
 def _held(state: State, site: str) -> Array:

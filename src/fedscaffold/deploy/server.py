@@ -60,6 +60,7 @@ class Server:
         self.attempt = self.lives = 0
         self.seen: dict[str, float] = {}
         self._gauge: tuple[State, float] | None = None
+        self.scale = 0.0  # the largest size of the c_i that was seen: what the residual is to be compared with
         kept = recall(self.folder / "state", settings, schema)
         if kept is None:
             x = np.asarray(start, settings.precision)
@@ -113,6 +114,7 @@ class Server:
             return None
         if self._gauge is None or self._gauge[0] is not self.state:
             self._gauge = self.state, rounds.residual(self.state)  # once a state: it costs as much as a round's sum
+            self.scale = max(self.scale, rounds.size(self.state))
         return self._gauge[1]
 
     # A round

@@ -1,0 +1,175 @@
+"""A deployed server as the live page shows it, from its folder: the audit log, the metrics and the status.
+
+What became of a site in a round: heard; late, if the round was closed without its reply; refused, if the gate did not
+let its reply in; failed, if it or the way to it broke down; else it was not asked. Rounds that missed their quorum are
+tried again, and only the last try is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fedscaffold.report.picture import Picture
+from fedscaffold.report.record import RECENT, Tail, alive
+
+__all__ = ["Deployed", "home"]
+
+AUDIT, METRICS, STATUS = "audit.jsonl", "metrics.jsonl", "status.json"
+LINKED = {"heard", "round"}  # of a line of metrics, what is no column
+MOST_REFUSALS = 5  # kinds of refusals that are listed
+ENDS = {"finished": "finished", "stopped": "stopped"}
+
+
+def home(folder: Path) -> Path | None:
+    """The folder of a deployed server in `folder`; None where there is none.
+
+    >>> home(Path("nowhere")) is None
+    True
+    """
+    return next((place for place in (folder, folder / "server") if (place / AUDIT).is_file()), None)
+
+
+class Deployed:
+    """A deployed server by its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.audit, self.metrics = Tail(folder / AUDIT), Tail(folder / METRICS)
+        self.version = 0
+        self._empty()
+
+    def _empty(self) -> None:
+        self.version += 1
+        self.run = self.algorithm = ""
+        self.members: dict[str, int] = {}
+        self.refused: set[str] = set()
+        self.marks: deque[dict[str, list[str]]] = deque(maxlen=RECENT)
+        self.round = self.tries = 0
+        self.heard_at: dict[str, int] = {}
+        self.opened: float | None = None
+        self.closed: float | None = None
+        self.seconds = {"in rounds": 0.0, "between rounds": 0.0}
+        self.stamps: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.refusals: Counter[str] = Counter()
+
+    def picture(self) -> Picture:
+        """The picture now."""
+        fresh, events = self.audit.new()
+        again, lines = self.metrics.new()
+        if fresh or again:  # somebody started anew here: both from the beginning
+            self.audit.rewind()
+            self.metrics.rewind()
+            events, lines = self.audit.new()[1], self.metrics.new()[1]
+            self._empty()
+        for event in events:
+            self._take(event)
+        for line in lines:
+            number = line.get("round")
+            if isinstance(number, int):
+                self.version += number in self.rows  # measured again: what was shown no longer counts
+                self.rows[number] = line
+        status = _status(self.folder)
+        sites = sorted({*self.members, *status.get("sites", {}), *status.get("absent", [])})
+        return Picture(
+            "deployment",
+            self._phase(status),
+            {"folder": str(self.folder), "algorithm": self.algorithm, "clients": len(sites), "run": self.run},
+            f"{self.run}-{self.version}",
+            status.get("rounds"),
+            self.round,
+            self._columns(),
+            first=self.round - len(self.marks) + 1,
+            marks=tuple(self.marks),
+            clients=tuple(sites),
+            heard_at=self.heard_at,
+            stamps=tuple(self.stamps),
+            seconds=self.seconds,
+            precision=status.get("precision", "float32"),
+            scale=status.get("scale"),
+            worst=max(
+                (r for r in (line.get("residual") for line in self.rows.values()) if r is not None), default=None
+            ),
+            notes=self._notes(status),
+        )
+
+    def _take(self, event: dict[str, Any]) -> None:
+        what, site, at = event.get("event"), event.get("site"), _clock(event.get("at"))
+        if what == "started":
+            self.run, self.algorithm = event.get("run", ""), event.get("algorithm", "")
+            self.opened = self.closed = None
+            self.stamps.clear()
+            self.stamps.append((self.round, at))
+        elif what in ("joined", "changed") and site is not None:
+            self.members[site] = event.get("records", 0)
+        elif what == "left":
+            self.members.pop(str(site), None)
+            self.heard_at.pop(str(site), None)
+        elif what == "refused" and site is not None:
+            self.refused.add(site)
+            self.refusals[f"{site}: {event.get('reason', '')}"] += 1
+        elif what == "opened":
+            self.refused.clear()
+            self.seconds["between rounds"] += 0.0 if self.closed is None else max(0.0, at - self.closed)
+            self.opened = at
+            self.tries = event.get("attempt", 0) + 1
+        elif what in ("committed", "abandoned", "evaluated"):
+            self.seconds["in rounds"] += 0.0 if self.opened is None else max(0.0, at - self.opened)
+            self.opened, self.closed = None, at
+            if what == "committed" and event.get("kind") == "train":
+                self._round(event, at)
+
+    def _round(self, event: dict[str, Any], at: float) -> None:
+        failed = list(event.get("failed", {}))
+        marks = {
+            "heard": event.get("heard", []),
+            "late": event.get("missing", []),
+            "refused": [site for site in failed if site in self.refused],
+            "failed": [site for site in failed if site not in self.refused],
+        }
+        self.round = event.get("round", self.round + 1)
+        self.marks.append({word: sites for word, sites in marks.items() if sites})
+        self.heard_at |= dict.fromkeys(marks["heard"], self.round)
+        self.stamps.append((self.round, at))
+
+    def _columns(self) -> dict[str, list[Any]]:
+        """Metrics by round; a line is of the model that was sent out, before the round after it."""
+        rounds = sorted(self.rows)
+        names = {name: None for number in rounds for name in self.rows[number] if name not in LINKED}
+        return {"round": rounds} | {name: [self.rows[number].get(name) for number in rounds] for name in names}
+
+    def _phase(self, status: dict[str, Any]) -> str:
+        phase = status.get("phase", "")
+        if phase in ENDS:
+            return ENDS[phase]
+        if not status:
+            return "starting"
+        return "running" if alive(status.get("pid")) else "silent"
+
+    def _notes(self, status: dict[str, Any]) -> tuple[str, ...]:
+        waits, absent = status.get("waiting_for", []), status.get("absent", [])
+        running = self._phase(status) == "running"
+        said = [f"The round waits for {', '.join(waits)}."] if waits and running else []
+        said += [f"Absent: {', '.join(absent)}."] if absent else []
+        said += [f"Try {self.tries} of this round."] if running and self.tries > 1 else []
+        often = self.refusals.most_common(MOST_REFUSALS)
+        return (*said, *(f"Refused {line}" + (f" ({times} times)" if times > 1 else "") for line, times in often))
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _clock(text: Any) -> float:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return 0.0
