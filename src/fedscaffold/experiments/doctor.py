@@ -32,6 +32,7 @@ EXTRAS = {
     "report": "for pages and figures",
     "deploy": "for federations over a network",
     "torch": "for torch models in deployments",
+    "log": "for TensorBoard event files",
 }
 NEEDED = ("sim", "cli")
 MODULES = {"scikit-learn": "sklearn"}  # where the module is called otherwise than its package
