@@ -57,7 +57,7 @@ def main() -> None:
 def _run() -> int:
     import click
 
-    from fedscaffold.cli import deploy, doctor, exercise, reproduce, resume, theatre  # noqa: F401 (their verbs)
+    from fedscaffold.cli import deploy, doctor, exercise, reproduce, resume, theatre, watch  # noqa: F401 (their verbs)
     from fedscaffold.cli.theory import app
 
     try:

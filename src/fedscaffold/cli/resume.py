@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.verbs import Json, app, prepared, say
+from fedscaffold.cli.team import ALONE, Coordinator, Deadline, Devices, Processes, ProcessId, Team, team_of, watched
+from fedscaffold.cli.verbs import Json, Log, Watch, app, prepared, say
+from fedscaffold.cli.watch import NOBODY, Shown, followed, shown
 
 if TYPE_CHECKING:
     from fedscaffold.experiments.config import Config
@@ -28,6 +30,13 @@ CHECKPOINT = "checkpoint"
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")],
     rounds: Annotated[int | None, typer.Option(help="Rounds in all, instead of the config's.")] = None,
+    watch: Watch = False,
+    log: Log = None,
+    devices: Devices = 1,
+    coordinator: Coordinator = None,
+    processes: Processes = 1,
+    process_id: ProcessId = None,
+    deadline: Deadline = 60,
     as_json: Json = False,
 ) -> int:
     """Go on with a run from its last checkpoint, after a crash or for more rounds; same bits as without a break."""
@@ -35,12 +44,15 @@ def resume(
 
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} holds no run: config.toml is missing; `fedscaffold run CONFIG.toml` starts one")
+    seen_by = shown(watch, log)
     config = load(folder / "config.toml", [] if rounds is None else [f"rounds={rounds}"])
-    return carry_out(config, folder, as_json)
+    team = team_of(devices, coordinator, processes, process_id, deadline)
+    return watched(team, folder, lambda: carry_out(config, folder, as_json, None, team, seen_by))
 
 
 def make_way(folder: Path, fresh: bool) -> None:
     """Let a new run into a folder: in place of a finished one, or of any if `fresh`."""
+    from fedscaffold.report.record import NAME
     from fedscaffold.simulation.checkpoint import discard, unfinished
 
     kept = folder / CHECKPOINT
@@ -51,29 +63,62 @@ def make_way(folder: Path, fresh: bool) -> None:
             "or give another output.dir, or --fresh to start anew there"
         )
     discard(kept)
+    (folder / NAME).unlink(missing_ok=True)
 
 
-def carry_out(config: Config, folder: Path, as_json: bool, fresh: bool | None = None) -> int:
-    """Run a configuration to its end and keep the results in `folder`, from where that stands if `fresh` is None."""
-    built = prepared(config)
+def carry_out(
+    config: Config,
+    folder: Path,
+    as_json: bool,
+    fresh: bool | None = None,
+    team: Team = ALONE,
+    seen_by: Shown = NOBODY,
+) -> int:
+    """Run a configuration to its end and keep the results in `folder`, from where that stands if `fresh` is None.
+
+    Of a team's processes the first one makes the folder ready, prints and writes the results.
+    """
+    if team.total is not None and config.local.lr == "tuned":
+        raise InputError("lr = 'tuned' is a sweep, which runs on one device: give a number for local.lr")
+    built = prepared(config, team)
     from fedscaffold.experiments import compare as room
     from fedscaffold.experiments.config import to_toml
     from fedscaffold.simulation import Interrupted
 
-    room.refuse(config, built)
-    if fresh is not None:
-        make_way(folder, fresh)
-    _settled(folder / "config.toml", to_toml(config))
+    room.refuse(config, built, team.total)
+    config = room.placed(config, built)
+    first(team, lambda: opened(folder, to_toml(config), fresh))
     command = shlex.join(["fedscaffold", *sys.argv[1:]])
     try:
-        with _told():
-            study = room.run(config, built, command, checkpoint=folder / CHECKPOINT)
+        with _told(), followed(config, built, folder, seen_by, team.speaks) as record:
+            line = None if team.speaks else False
+            study = room.run(config, built, command, line, folder / CHECKPOINT, team.total, record)
     except Interrupted as stop:
-        typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: fedscaffold resume {folder}", err=True)
+        words = shlex.join(["fedscaffold", "resume", str(folder), *team.flags()])
+        typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: {words}", err=True)
         return 128 + stop.signal
-    page = room.keep(study, folder)
-    _say_outcome(study, folder, page, as_json)
+    if team.speaks:
+        _say_outcome(study, folder, room.keep(study, folder), as_json)
     return 0
+
+
+def opened(folder: Path, config: str, fresh: bool | None) -> None:
+    """Make the folder ready for a run of this configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fresh is not None:
+        make_way(folder, fresh)
+    _settled(folder / "config.toml", config)
+
+
+def first(team: Team, work: Callable[[], None]) -> None:
+    """Let the first process do something that all wait for; if it cannot, all raise the reason."""
+    if team.processes == 1:
+        work()
+        return
+    from fedscaffold.simulation.hosts import together, tried
+
+    with together():
+        tried(work if team.speaks else lambda: None)
 
 
 def _settled(path: Path, text: str) -> None:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
+from fedscaffold.cli.team import ALONE, Coordinator, Deadline, Devices, Processes, ProcessId, Team, team_of, watched
 
 if TYPE_CHECKING:
     from fedscaffold.experiments.config import Config
     from fedscaffold.experiments.federation import Built
     from fedscaffold.report import Study
 
-__all__ = ["DataDir", "Json", "app", "prepared", "say"]
+__all__ = ["DataDir", "Json", "Log", "Watch", "app", "prepared", "say"]
 
 app = typer.Typer(
     name="fedscaffold",
@@ -34,6 +35,8 @@ app.add_typer(data_app, name="data")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DataDir = Annotated[str | None, typer.Option("--data", help="Folder with the data files (or FEDSCAFFOLD_DATA).")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page of the run on this machine.")]
+Log = Annotated[list[str] | None, typer.Option("--log", help="Also tell tensorboard, wandb or trackio; repeatable.")]
 
 
 @app.command(epilog="Example: fedscaffold demo --out runs/demo")
@@ -53,15 +56,25 @@ def run(
     path: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")],
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override a key: a.b=c.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even where an unfinished run is.")] = False,
+    watch: Watch = False,
+    log: Log = None,
+    devices: Devices = 1,
+    coordinator: Coordinator = None,
+    processes: Processes = 1,
+    process_id: ProcessId = None,
+    deadline: Deadline = 60,
     data: DataDir = None,
     as_json: Json = False,
 ) -> int:
     """Run one configuration; its folder gets the resolved config, checkpoints, metrics and a report."""
     from fedscaffold.cli.resume import carry_out
+    from fedscaffold.cli.watch import shown
     from fedscaffold.experiments.config import load
 
+    seen_by = shown(watch, log)
     config = load(path, [*(sets or []), *_data_override(data)])
-    return carry_out(config, Path(config.output.dir), as_json, fresh)
+    team, folder = team_of(devices, coordinator, processes, process_id, deadline), Path(config.output.dir)
+    return watched(team, folder, lambda: carry_out(config, folder, as_json, fresh, team, seen_by))
 
 
 @app.command(
@@ -140,7 +153,10 @@ def data_show(
 
 @app.command(epilog="Example: fedscaffold conform --target mypackage.adapter:run")
 def conform(
-    target: Annotated[str | None, typer.Option(help="module:name of an adapter; our own SCAFFOLD by default.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="module:name of an adapter, or of an algorithm; our own SCAFFOLD by default."),
+    ] = None,
     faults: Annotated[
         bool, typer.Option("--faults", help="Instead: the fault scorecard of the deployed code.")
     ] = False,
@@ -169,17 +185,29 @@ def bench(
     say(answer, measure.lines(answer), as_json)
 
 
-@app.command(epilog="Example: fedscaffold report runs/first")
+@app.command(epilog="Example: fedscaffold report runs/first, or fedscaffold report runs --out comparison.html")
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run or a comparison.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Runs, comparisons, or folders of them.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="The page to write.")] = None,
+    log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Make report.html anew from a run's folder."""
-    from fedscaffold.report import page, read
+    """Make the page of a run anew, or one page that compares any number of runs; --log tells a tracker of them."""
+    from fedscaffold.report import page
+    from fedscaffold.report.adapters import replay
+    from fedscaffold.report.comparison import comparison, sources
 
-    path = folder / "report.html"
-    path.write_text(page(read(folder)), encoding="utf-8")
-    say({"report": str(path)}, [f"report: {path}"], as_json)
+    for folder in folders if log else ():
+        replay(folder, log or ())
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--out must be a page such as comparison.html, got {out}")
+    given = sources(folders)
+    path = out or (folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html"))
+    runs = sum(len(source.study.curves) for source in given)
+    text = page(given[0].study) if runs == 1 else comparison(given)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    say({"report": str(path), "runs": runs}, [f"report: {path} ({runs} run{'s' * (runs > 1)})"], as_json)
 
 
 def _compare(config: Config, names: str, seeds: int, target: str | None, out: Path, as_json: bool) -> None:
@@ -213,13 +241,14 @@ def _warnings(study: Study) -> list[str]:
     return [f"{c.algorithm}, seed {c.seed}: {c.advice}" for c in study.curves if c.advice]
 
 
-def prepared(config: Config) -> Built:
+def prepared(config: Config, team: Team = ALONE) -> Built:
     """Build a configuration's problem, and set JAX up for the size of its local steps before it starts."""
     from fedscaffold.experiments.federation import build, step_flops
     from fedscaffold.experiments.machine import settle
 
     built = build(config.problem)
     settle(step_flops(built.problem, config.local.batch_size))
+    team.begin()
     return built
 
 

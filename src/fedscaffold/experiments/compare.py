@@ -24,17 +24,26 @@ from fedscaffold.experiments.federation import Built
 from fedscaffold.experiments.limits import limit
 from fedscaffold.metrics import target_of
 from fedscaffold.report import Curve, Study, tables, versions, write
+from fedscaffold.report.comparison import EACH, Source, comparison
 from fedscaffold.simulation import Run, Sweep, simulate, sweep
+from fedscaffold.simulation.away import settled
 from fedscaffold.simulation.evaluation import usual
+from fedscaffold.simulation.follow import Follow
 from fedscaffold.simulation.setup import Request, prepare
 
-__all__ = ["GRID", "compare", "fitting", "keep", "refuse", "run"]
+__all__ = ["GRID", "compare", "fitting", "keep", "placed", "refuse", "run"]
 
 GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 def run(
-    config: Config, built: Built, command: str, progress: bool | None = None, checkpoint: Path | None = None
+    config: Config,
+    built: Built,
+    command: str,
+    progress: bool | None = None,
+    checkpoint: Path | None = None,
+    devices: int | None = None,
+    follow: Follow | None = None,
 ) -> Study:
     r"""Run one configuration on the problem built for it, from its checkpoint where there is one.
 
@@ -55,7 +64,8 @@ def run(
         given = arguments.local(config.local) | arguments.shared(config)
         if checkpoint is not None:
             given |= {"checkpoint": checkpoint, "every": config.output.checkpoint_every}
-        done = simulate(algorithm, built.problem, seed=config.seed, progress=progress, **given)
+        given |= {"client_state": config.client_state, "devices": devices}
+        done = simulate(algorithm, built.problem, seed=config.seed, progress=progress, follow=follow, **given)
         lr, seconds = config.local.lr, done.seconds
     target = None if config.stop_at is None else target_of(config.stop_at)
     curves = [_curve(algorithm.name, config.seed, lr, done, target)]
@@ -80,11 +90,13 @@ def compare(
     >>> [row["algorithm"] for row in study.rows]
     ['scaffold', 'fedavg']
     """
+    _refuse_away(config)
     aim = None if target is None else target_of(target)
     wanted = {*(usual(built.problem) if config.metrics is None else config.metrics), *([aim[0]] if aim else [])}
     config = config.model_copy(update={"metrics": sorted(wanted)})
     curves: list[Curve] = []
     seconds: dict[str, float] = {}
+    each: dict[str, float] = {}
     limits: dict[str, dict[str, Any]] = {}
     for name in names:
         own = config.algorithm.parameters if name == config.algorithm.name else {}
@@ -97,13 +109,14 @@ def compare(
         ]
         limits[name] = limit(config, built.problem, algorithm, found.lr[best], found.runs[best])
         seconds[name] = found.seconds.compile + found.seconds.wall
+        each[f"{name}{EACH}"] = found.seconds.wall / (len(found.lr) * seeds)
         tell(f"{name}: {len(found.lr)} step sizes x {seeds} seeds, {seconds[name]:.1f} s")
     title = "Comparison of " + ", ".join(names)
-    study = _study(config, built, title, curves, command, seconds, aim)
+    study = _study(config, built, title, curves, command, seconds | each, aim)
     return study._replace(rows=[row | limits[row["algorithm"]] for row in study.rows])
 
 
-def refuse(config: Config, built: Built) -> None:
+def refuse(config: Config, built: Built, devices: int | None = None) -> None:
     r"""Raise what is wrong with a configuration, before anything is run or any earlier run makes way.
 
     >>> from fedscaffold.experiments.config import parse
@@ -115,14 +128,43 @@ def refuse(config: Config, built: Built) -> None:
     """
     checks.whole("seed", config.seed, at_least=0)
     checks.whole("evaluate_every", config.evaluate_every)
-    _tried(config, built, algorithms.make(config.algorithm.name, **config.algorithm.parameters))
+    if config.local.lr == "tuned":
+        _refuse_away(config)
+    _tried(config, built, algorithms.make(config.algorithm.name, **config.algorithm.parameters), devices)
 
 
-def _tried(config: Config, built: Built, algorithm: Algorithm) -> None:
+def _tried(config: Config, built: Built, algorithm: Algorithm, devices: int | None = None) -> None:
     shared = {key: value for key, value in arguments.shared(config).items() if key != "evaluate_every"}
     local = {"lr": GRID[0]} if config.local.lr == "tuned" else arguments.local(config.local)
     with jax.enable_x64(config.precision == "float64"):
-        prepare(Request(algorithm, built.problem, **shared, **local))
+        request = Request(algorithm, built.problem, devices=devices, **shared, **local)
+        prepare(settled(request, config.client_state))
+
+
+def _refuse_away(config: Config) -> None:
+    """A sweep runs all its step sizes and seeds at once, with all clients in memory."""
+    if config.client_state != "array":
+        raise InputError(
+            f"client_state = {config.client_state!r} is for one run at a time: `fedscaffold run` with a number for "
+            "local.lr; comparisons and lr = 'tuned' keep all clients in memory, client_state = 'array'"
+        )
+
+
+def placed(config: Config, built: Built) -> Config:
+    r"""The configuration with "auto" replaced by the store it stands for, so that a longer run keeps to it.
+
+    >>> from fedscaffold.experiments.config import parse
+    >>> from fedscaffold.experiments.federation import build
+    >>> config = parse("client_state = 'auto'\nlocal.steps = 2\nproblem.dataset = 'quadratic'")
+    >>> placed(config, build(config.problem)).client_state
+    'array'
+    """
+    if config.client_state != "auto":
+        return config
+    algorithm = algorithms.make(config.algorithm.name, **config.algorithm.parameters)
+    shared = {key: value for key, value in arguments.shared(config).items() if key != "evaluate_every"}
+    kind = settled(Request(algorithm, built.problem, **shared), "auto").client_state
+    return config.model_copy(update={"client_state": kind})
 
 
 def fitting(config: Config, built: Built) -> tuple[list[str], dict[str, str]]:
@@ -158,7 +200,8 @@ def keep(study: Study, folder: Path) -> Path:
     write(study, new)
     (new / "table.csv").write_text(tables.csv(study.rows), encoding="utf-8")
     (new / "table.tex").write_text(tables.latex(study.rows), encoding="utf-8")
-    (new / "report.html").write_text(page(study), encoding="utf-8")
+    text = page(study) if len(study.curves) == 1 else comparison([Source(str(folder), study)])
+    (new / "report.html").write_text(text, encoding="utf-8")
     for path in sorted(new.iterdir()):
         path.replace(folder / path.name)
     new.rmdir()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from fedscaffold.simulation.mesh import joined
 from fedscaffold.simulation.spec import Array, Federation, Spec, State
 
 __all__ = ["ages", "begun", "faded", "heard_now", "returning", "stored"]
@@ -28,7 +29,7 @@ def begun(spec: Spec, federation: Federation, state: State, slots: int) -> State
     gone = jnp.nonzero((state.heard_at == last) & (last > 0), size=slots, fill_value=len(state.heard_at))[0]
     there = gone < len(state.heard_at)
     rows = state.c_i.at[gone].get(mode="fill", fill_value=0)
-    share = jnp.where(there, federation.weights.at[gone].get(mode="fill", fill_value=0), 0) @ rows
+    share = joined(spec, jnp.where(there, federation.weights.at[gone].get(mode="fill", fill_value=0), 0) @ rows)
     return state._replace(
         c=state.c - share, mean=state.mean - share, c_i=stored(spec, gone, state.c_i, jnp.zeros_like(rows), some=True)
     )

@@ -51,6 +51,7 @@ class Request(NamedTuple):
     compression: str | Compressor | None = None
     seeds: Sequence[int] = (0,)
     client_state: str = "array"
+    devices: int | None = None
 
 
 def steps(request: Request, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +23,21 @@ from numpy.typing import NDArray
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
+from fedscaffold.simulation import parts
 from fedscaffold.simulation.away import Away
+from fedscaffold.simulation.hosts import most, tried
 from fedscaffold.simulation.identity import differences
+from fedscaffold.simulation.mesh import OF_CLIENTS, Shards
 from fedscaffold.simulation.spec import State
 from fedscaffold.state import Snapshot, StateError, commit, latest
 from fedscaffold.state.commit import generations
 
-__all__ = ["Checkpoint", "Interrupted", "Progress", "StateWarning", "discard", "listening", "unfinished"]
+__all__ = ["Checkpoint", "Interrupted", "Progress", "StateWarning", "discard", "last_round", "listening", "unfinished"]
 
 SECONDS = 20.0  # between two commits by the clock
 SHARE = 50.0  # a commit takes at most one part in so many of the time
 METRICS = "metrics"
+ROWS = tuple(f"state.{name}" for name in OF_CLIENTS)
 
 
 class StateWarning(UserWarning):
@@ -67,25 +72,29 @@ class Checkpoint:
         fault: Callable[[State], str | None],
         signals: list[int],
         away: Away | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.folder, self.every = Path(folder), None if every is None else checks.whole("every", every)
         self.identity, self.rounds, self.fault, self.signals = identity, rounds, fault, signals
-        self.away = away
+        self.away, self.shards = away, shards
+        self.shared = shards is not None and jax.process_count() > 1
+        self.own = slice(0, identity["problem.num_clients"]) if shards is None else shards.own
         self.generation: int | None = None
+        self.named: list[list[str]] = []
         self.at = time.perf_counter()
-        self.pause = SECONDS
+        self.pause, self.spent = SECONDS, 0.0
 
     def begin(self, start: State) -> Progress:
         """Where to go on: the newest whole checkpoint, or the start, which is committed at once."""
-        snapshot = latest(self.folder, accept=self.accept)
+        snapshot = self.newest()
         if snapshot is None:
             begun = Progress(start, [], 0)
             self.keep(begun)
             return begun
         for sentence in snapshot.warnings:
             warnings.warn(sentence, StateWarning, stacklevel=2)
-        self.generation = snapshot.generation
-        found = restored(snapshot, self.own(start))
+        self.generation, self.named = snapshot.generation, [parts.names(snapshot.facts)]
+        found = restored(snapshot, self.committed(start))
         if self.away is not None:
             found = found._replace(state=found.state._replace(c_i=start.c_i, heard_at=start.heard_at))
         if found.done > self.rounds:
@@ -96,8 +105,30 @@ class Checkpoint:
         self.refuse_faults(found.state)
         return found
 
-    def accept(self, snapshot: Snapshot) -> None:
-        """Refuse the snapshot of another run; let clients who are away take theirs, or pass it over."""
+    def newest(self) -> Snapshot | None:
+        """The newest whole snapshot, with the rows of the clients here; of many processes, the newest all can read."""
+        if not self.shared:
+            return latest(self.folder, accept=self.accept)
+        found: dict[int, Snapshot | None] = {}
+
+        def look(limit: int | None) -> int:
+            snapshot = latest(self.folder, accept=partial(self.accept, limit=limit))
+            generation = 0 if snapshot is None else snapshot.generation
+            found[generation] = snapshot
+            return generation
+
+        seen = tried(partial(look, None))
+        while len(set(seen)) > 1:
+            if 0 in seen:
+                raise InputError(f"{self.folder} must be the same for all: process {seen.index(0)} finds it empty")
+            found.clear()
+            seen = tried(partial(look, min(seen)))
+        return found[seen[0]]
+
+    def accept(self, snapshot: Snapshot, limit: int | None = None) -> None:
+        """Refuse the snapshot of another run; let clients take their rows, or pass it over."""
+        if limit is not None and snapshot.generation > limit:
+            raise StateError(f"generation {snapshot.generation} is not whole for another process")
         changed = differences(snapshot.facts.get("run", {}), self.identity)
         if changed is not None:
             raise InputError(
@@ -106,8 +137,12 @@ class Checkpoint:
             )
         if self.away is not None:
             self.away.restore(snapshot.arrays)
+        if listed := parts.names(snapshot.facts):
+            snapshot.arrays.update(parts.read(self.folder, listed, self.own))
+        elif self.shards is not None:
+            snapshot.arrays.update({name: a[self.own] for name, a in snapshot.arrays.items() if name in ROWS})
 
-    def own(self, state: State) -> State:
+    def committed(self, state: State) -> State:
         """The part of a state that is committed as it is: of clients who are away, their store is."""
         return state if self.away is None else state._replace(c_i=None, heard_at=None)
 
@@ -119,28 +154,54 @@ class Checkpoint:
         """Commit if it is time to, or if the run ends here; raise Interrupted if a signal came."""
         ended = progress.done >= self.rounds or bool(progress.state.done)
         waited = time.perf_counter() - self.at
-        due = waited >= self.pause if self.every is None else progress.done % self.every == 0
-        if due or ended or self.signals:
+        due = int(waited >= self.pause if self.every is None else progress.done % self.every == 0)
+        signalled = self.signals[0] if self.signals else 0
+        if self.shared:
+            due, signalled = most(due, signalled)
+        if due or ended or signalled:
             self.keep(progress)
-        if self.signals and not ended:
-            raise Interrupted(self.signals[0], progress.done, self.folder)
+        if signalled and not ended:
+            raise Interrupted(signalled, progress.done, self.folder)
 
     def keep(self, progress: Progress) -> None:
         """Commit a state that is sound."""
         began = time.perf_counter()
-        self.refuse_faults(progress.state)
-        arrays = {name: np.asarray(leaf) for name, leaf in named(self.own(progress.state))}
+        state = progress.state
+        if self.shards is not None and isinstance(state.x, jax.Array):
+            state = self.shards.collected(state)
+        self.refuse_faults(state)
+        arrays = {name: np.asarray(leaf) for name, leaf in named(self.committed(state))}
         arrays |= {} if self.away is None else self.away.snapshot()
         if progress.table:
             progress.table[:] = [np.concatenate(progress.table)]
             arrays[METRICS] = progress.table[0]
-        ended = progress.done >= self.rounds or bool(progress.state.done)
-        facts = {"run": self.identity, "round": int(progress.state.round), "rounds": self.rounds, "ended": ended}
-        self.generation = commit(self.folder, arrays, facts, after=self.generation)
+        ended = progress.done >= self.rounds or bool(state.done)
+        facts = {"run": self.identity, "round": int(state.round), "rounds": self.rounds, "ended": ended}
+        self.write(arrays, facts)
         if self.away is not None:
             self.away.store.committed()
         self.at = time.perf_counter()
         self.pause = max(SECONDS, SHARE * (self.at - began))
+        self.spent += self.at - began
+
+    def write(self, arrays: dict[str, NDArray[Any]], facts: dict[str, Any]) -> None:
+        """Commit; of many processes each its part, and the first what is common once all parts are on the disk."""
+        listed: list[str] = []
+        if self.shared and (rows := {name: arrays.pop(name) for name in ROWS if name in arrays}):
+            listed = tried(lambda: parts.write(self.folder, self.own, rows, facts["round"]))
+            facts = facts | {"parts": listed}
+
+        def common() -> int | None:
+            if self.shared and jax.process_index() > 0:
+                return None
+            if absent := [name for name in listed if not (self.folder / name).is_file()]:
+                raise InputError(f"{self.folder} must be one folder that all processes share: {absent[0]} is not there")
+            return commit(self.folder, arrays, facts, after=self.generation)
+
+        self.generation = tried(common)[0] if self.shared else common()
+        self.named = [*self.named[-1:], listed]
+        if not self.shared or jax.process_index() == 0:
+            parts.sweep(self.folder, {name for names in self.named for name in names})
 
     def refuse_faults(self, state: State) -> None:
         """Raise StateError for a state in which c is not the mean of the c_i."""
@@ -156,14 +217,27 @@ def unfinished(folder: Path) -> int | None:
     >>> unfinished(Path("nowhere")) is None
     True
     """
+    stands = last_round(folder)
+    return None if stands is None or stands[1] else stands[0]
+
+
+def last_round(folder: Path) -> tuple[int, bool] | None:
+    """The round after which the last checkpoint of a folder is, and whether the run went to its end; None for none.
+
+    >>> last_round(Path("nowhere")) is None
+    True
+    """
     snapshot = latest(folder)
-    return None if snapshot is None or snapshot.facts.get("ended") else snapshot.facts.get("round", 0)
+    return None if snapshot is None else (int(snapshot.facts.get("round", 0)), bool(snapshot.facts.get("ended")))
 
 
 def discard(folder: Path) -> None:
     """Remove all checkpoints of a folder, the newest first: what is left in between is an older state, whole."""
     for _, path in generations(folder):
         path.unlink(missing_ok=True)
+    for path in folder.glob("rows-*"):  # of clients whose state was in files: no commit speaks of them any more
+        path.unlink(missing_ok=True)
+    parts.sweep(folder, ())
 
 
 def named(state: State) -> list[tuple[str, Any]]:

@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from fedscaffold.simulation.away import Away
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress
+from fedscaffold.simulation.follow import Follower
+from fedscaffold.simulation.hosts import least
+from fedscaffold.simulation.mesh import Shards, on_all_devices
 from fedscaffold.simulation.rounds import rounds as all_rounds
 from fedscaffold.simulation.setup import Ready
 from fedscaffold.simulation.spec import Draws, Settings, State
@@ -60,13 +64,15 @@ class Engine(NamedTuple):
     every: int
     rounds: int
     away: Away | None = None
+    shards: Shards | None = None
 
     def advance(self, state: State, done: int, number: int) -> tuple[State, NDArray[Any]]:
         """Run rounds done + 1 .. done + number; returns the new state (the old one is used up) and their metrics."""
         if self.away is not None:
             return self.away.advance(self.program, self.settings, state, done, self.rounds, self.every)
         draws = self.draw(done, number)
-        state, rows = self.program(self.federation, self.settings, state, draws, np.int32(number), np.int32(self.every))
+        length = _lengths(self.shards, number, self.every)
+        state, rows = self.program(self.federation, self.settings, state, draws, *length)
         return state, np.asarray(rows)[..., :number, :]
 
 
@@ -86,12 +92,17 @@ def start(
     """
     room = int(np.clip(DRAW_BYTES // _draw_bytes(ready), 1, MOST_ROUNDS)) if away is None else 1
     draw = partial(_draws, ready, seeds, room, group)
-    state = jax.device_put(_spread(ready.start, seeds, group), may_alias=False)  # its memory is the program's to reuse
-    federation = jax.device_put(ready.federation)
-    arguments = (federation, settings, state, draw(0, 0), np.int32(0), np.int32(every))
+    shards = ready.shards
+    if shards is None:
+        state = jax.device_put(_spread(ready.start, seeds, group), may_alias=False)  # its memory is the program's
+        federation = jax.device_put(ready.federation)
+    else:
+        state, federation = shards.state(ready.start), shards.federation(ready.federation)
+        settings = shards.put(settings, None)
+    arguments = (federation, settings, state, draw(0, 0), *_lengths(shards, 0, every))
     program = _compiled(ready.spec, group, *_signature(arguments))
     jax.block_until_ready((state, federation))
-    return Engine(program, federation, settings, draw, room, every, rounds, away), state
+    return Engine(program, federation, settings, draw, room, every, rounds, away, shards), state
 
 
 def drive(
@@ -104,6 +115,7 @@ def drive(
     tell: Callable[[int], None],
     checkpoint: Checkpoint | None = None,
     away: Away | None = None,
+    follow: Follower | None = None,
 ) -> Outcome:
     """Run all rounds, or those that a checkpoint still lacks, in stretches of about half a second."""
     began = time.perf_counter()
@@ -113,6 +125,9 @@ def drive(
     engine, state = start(ready._replace(start=now.state), settings, seeds, every, group, rounds, away)
     now = now._replace(state=state)
     compiled, cpu = time.perf_counter(), time.process_time()
+    if follow is not None:
+        engine = engine._replace(draw=follow.timed(engine.draw))
+        follow.begin(now, compiled - began)
     number = 1
     while now.done < rounds and not np.all(now.state.done):
         number = min(
@@ -123,12 +138,17 @@ def drive(
         now.table.append(rows)
         now = Progress(state, now.table, now.done + number)
         tell(now.done)
-        number = max(1, int(number * STRETCH_SECONDS / max(time.perf_counter() - at, 1e-6)))
+        took = time.perf_counter() - at
+        number = max(1, int(number * STRETCH_SECONDS / max(took, 1e-6)))
+        number = number if ready.shards is None else least(number)
+        if follow is not None:
+            follow.after(now, took)
         if checkpoint is not None:
             checkpoint.after(now)
     jax.block_until_ready(now.state)
     seconds = Seconds(compiled - began, time.perf_counter() - compiled, time.process_time() - cpu)
-    return Outcome(jax.tree.map(np.asarray, now.state), np.concatenate(now.table, axis=-2), seconds)
+    state = jax.tree.map(np.asarray, now.state) if ready.shards is None else ready.shards.collected(now.state)
+    return Outcome(state, np.concatenate(now.table, axis=-2), seconds)
 
 
 def _draw_bytes(ready: Ready) -> int:
@@ -140,6 +160,8 @@ def _draw_bytes(ready: Ready) -> int:
 
 
 def _draws(ready: Ready, seeds: list[int], room: int, group: int | None, start: int, number: int) -> Draws:
+    if ready.shards is not None:
+        return ready.shards.draws(ready.drawer.draw(seeds[0], start, number, room))
     if group is None:
         return ready.drawer.draw(seeds[0], start, number, room)
     each = {seed: ready.drawer.draw(seed, start, number, room) for seed in set(seeds)}
@@ -155,10 +177,19 @@ def _spread(start: State, seeds: list[int], group: int | None) -> State:
     return spread
 
 
+def _lengths(shards: Shards | None, number: int, every: int) -> tuple[Any, Any]:
+    """The last two arguments of a program: rounds to run, and rounds between two measurements."""
+    lengths = np.int32(number), np.int32(every)
+    return lengths if shards is None else shards.put(lengths, None)
+
+
 def _signature(arguments: Any) -> tuple[Any, Any]:
-    """Shapes and types of the arguments, hashable: what the program is compiled for besides its spec."""
+    """Shapes, types and places of the arguments, hashable: what the program is compiled for besides its spec."""
     leaves, structure = jax.tree.flatten(arguments)
-    return tuple(jax.ShapeDtypeStruct(np.shape(a), a.dtype) for a in leaves), structure
+    places = (getattr(a, "sharding", None) for a in leaves)
+    spread = [place if isinstance(place, NamedSharding) else None for place in places]
+    shapes = (jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=s) for a, s in zip(leaves, spread, strict=True))
+    return tuple(shapes), structure
 
 
 @lru_cache(maxsize=64)
@@ -173,4 +204,5 @@ def _compiled(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
         return jax.lax.map(one, (settings, state, draws), batch_size=None if group == 1 else group)
 
     function = partial(all_rounds, spec) if group is None else swept
+    function = function if spec.mesh is None else on_all_devices(spec, function, arguments)
     return jax.jit(function, donate_argnums=2).lower(*arguments).compile()

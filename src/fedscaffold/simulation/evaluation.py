@@ -12,6 +12,7 @@ from fedscaffold.metrics import met
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.aging import ages, faded
 from fedscaffold.simulation.local import gradient, record_values
+from fedscaffold.simulation.mesh import joined
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
 
 __all__ = ["evaluate", "usual"]
@@ -53,22 +54,24 @@ def _residual(state: State) -> Array:
 def _row(spec: Spec, federation: Federation, state: State) -> Array:
     leaves = spec.layout.leaves(state.x)
     params = spec.layout.tree(leaves)
-    everything = (federation.records, federation.record_weights)
+
+    def everywhere(measure: Callable[[Any, Array], Any]) -> Any:
+        return joined(spec, _over(federation.records, federation.record_weights, measure))
 
     def loss() -> Array:
-        return _over(*everything, lambda batch, w: w @ record_values(spec.functions.loss, params, batch))
+        return everywhere(lambda batch, w: w @ record_values(spec.functions.loss, params, batch))
 
     def accuracy() -> Array:
         assert spec.functions.accuracy is not None
         right = spec.functions.accuracy
         if federation.test is None:
-            return _over(*everything, lambda batch, w: w @ record_values(right, params, batch))
+            return everywhere(lambda batch, w: w @ record_values(right, params, batch))
         size = len(jax.tree.leaves(federation.test)[0])
         even = jnp.full(size, 1 / size, state.x.dtype)
         return _over(federation.test, even, lambda batch, w: w @ record_values(right, params, batch))
 
     def grad_norm() -> Array:
-        total = _over(*everything, lambda batch, w: gradient(spec, leaves, batch, w))
+        total = everywhere(lambda batch, w: gradient(spec, leaves, batch, w))
         return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in total))
 
     measures: dict[str, Callable[[], Array]] = {
@@ -78,7 +81,7 @@ def _row(spec: Spec, federation: Federation, state: State) -> Array:
         "gap": lambda: loss() - federation.optimal_loss,
         "distance": lambda: jnp.linalg.norm(state.x - federation.optimum),
         "control_error": lambda: _control_error(spec, federation, state),
-        "age": lambda: federation.weights @ ages(state).astype(state.x.dtype),
+        "age": lambda: joined(spec, federation.weights @ ages(state).astype(state.x.dtype)),
     }
     nothing = jnp.zeros((), state.x.dtype)
     return jnp.stack([measures[name]() if name in measures else nothing for name in spec.metrics])
@@ -86,7 +89,7 @@ def _row(spec: Spec, federation: Federation, state: State) -> Array:
 
 def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
     held = jnp.zeros_like(federation.controls) if state.c_i is None else faded(spec, state, state.c_i)
-    return jnp.sqrt(federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1))
+    return jnp.sqrt(joined(spec, federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1)))
 
 
 def _over(records: Any, weights: Array, measure: Callable[[Any, Array], Any]) -> Any:

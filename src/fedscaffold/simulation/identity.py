@@ -27,7 +27,7 @@ DEEP = 12  # functions inside functions
 SAMPLED = 4096  # rows of a memory-mapped array that are looked at
 SHOWN = 6  # differences named in a refusal
 STREAMS = "SFC64 by seed, round and purpose"  # how draws.py makes random choices: another way is another run
-NOT_ITS_BITS = {"algorithm", "problem", "rounds", "seeds", "lr", "block"}
+NOT_ITS_BITS = {"algorithm", "problem", "rounds", "seeds", "lr", "block", "devices"}
 
 
 def facts(request: Request, ready: Ready, evaluate_every: int) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def facts(request: Request, ready: Ready, evaluate_every: int) -> dict[str, Any]
         "seed": request.seeds[0],
         "streams": STREAMS,
         "evaluate_every": evaluate_every,
-        "block": ready.spec.block,
+        "block": ready.spec.block if ready.shards is None else ready.shards.alone,
         "lr": plain(ready.lr if callable(request.lr) else request.lr),
     }
     known |= {name: plain(value) for name, value in request._asdict().items() if name not in NOT_ITS_BITS}

@@ -1,7 +1,8 @@
 """The compiled program: rounds, blocks of clients, the server's step.
 
 A round runs its cohort block by block (a block's clients at once, under vmap), adds up what they send, and lets the
-algorithm's server step. Rounds follow one another inside one while loop whose length is an argument, so one program
+algorithm's server step. On many devices each does so for its own clients, and their sums are joined before the step,
+which all of them take. Rounds follow one another inside one while loop whose length is an argument, so one program
 serves any number of rounds; it ends early at a target or at the first value that is not finite.
 """
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from fedscaffold.simulation.aging import begun, faded, heard_now, returning, stored
 from fedscaffold.simulation.evaluation import evaluate
 from fedscaffold.simulation.local import Held, Work, gradient_at_x, local_round
+from fedscaffold.simulation.mesh import joined
 from fedscaffold.simulation.spec import Array, Draws, Federation, Settings, Spec, State
 
 __all__ = ["Sums", "rounds"]
@@ -65,7 +67,8 @@ def _round(
     before = state = begun(spec, federation, state, len(draw.cohort))
     cohort = _called(spec, federation, settings, state, draw)
     if spec.algorithm.anchor is not None:
-        state = state._replace(c=spec.algorithm.anchor(state.c, _mean_gradient(spec, federation, state.x, cohort)))
+        mean = _mean_gradient(spec, federation, state.x, draw, cohort)
+        state = state._replace(c=spec.algorithm.anchor(state.c, mean))
     held, sums = _cohort(spec, federation, settings, state, draw, cohort)
     safe = jnp.where(sums.heard > 0, sums.heard, 1)
     d = None if sums.d is None else sums.d / safe
@@ -122,7 +125,7 @@ def _called(spec: Spec, federation: Federation, settings: Settings, state: State
     p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), federation.weights[client], 0)
     key = jax.random.fold_in(settings.key, state.round)
     random = federation.noise is not None or spec.compressor is not None
-    who = client if federation.who is None else federation.who
+    who = client if federation.who is None else federation.who if spec.everyone else federation.who[client]
     keys = jax.vmap(partial(jax.random.fold_in, key))(who) if random else None
     steps = federation.steps[client]
     work = Work(client, steps, keys, draw.rows, draw.row_weights, returning(spec, state, client))
@@ -133,15 +136,27 @@ def _blocks(spec: Spec, cohort: Any) -> Any:
     return jax.tree.map(lambda a: a.reshape(-1, spec.block, *a.shape[1:]), cohort)
 
 
-def _mean_gradient(spec: Spec, federation: Federation, x: Array, cohort: Cohort) -> Array:
+def _mean_gradient(spec: Spec, federation: Federation, x: Array, draw: Draws, cohort: Cohort) -> Array:
     """The exchange before the local steps: the weighted mean of the cohort's gradients at x."""
 
-    def block(total: Array, part: Cohort) -> tuple[Array, None]:
-        return total + _weighted(part.p, jax.vmap(partial(gradient_at_x, spec, federation, x))(part.work)), None
+    def block(total: Array, part: Cohort) -> Array:
+        return total + _weighted(part.p, jax.vmap(partial(gradient_at_x, spec, federation, x))(part.work))
 
-    total, _ = jax.lax.scan(block, jnp.zeros_like(x), _blocks(spec, cohort))
-    heard = cohort.p.sum()
+    total, heard = joined(spec, (_folded(spec, federation, draw, block, jnp.zeros_like(x), cohort), cohort.p.sum()))
     return total / jnp.where(heard > 0, heard, 1)
+
+
+def _folded(spec: Spec, federation: Federation, draw: Draws, block: Any, begin: Any, cohort: Any) -> Any:
+    """Carry a value from block to block: of the whole cohort, or of a device's own members, however many they are."""
+    parts = _blocks(spec, cohort)
+    if spec.mesh is None:
+        return jax.lax.scan(lambda value, part: (block(value, part), None), begin, parts)[0]
+    members = jnp.sum(draw.cohort < len(federation.first))
+
+    def one(b: Array, value: Any) -> Any:
+        return block(value, jax.tree.map(lambda a: a[b], parts))
+
+    return jax.lax.fori_loop(0, -(-members // spec.block), one, begin)
 
 
 def _cohort(
@@ -150,33 +165,59 @@ def _cohort(
     """Run the cohort block by block; returns the new tables of what clients hold and the weighted sums.
 
     The cohort's rows are read from the tables once and written once, so that XLA updates them in place: a round costs
-    in proportion to its cohort, not to N.
+    in proportion to its cohort, not to N. A device that runs some of a cohort does so block by block, as it has room
+    for more members than come.
     """
     tables = Held(state.c_i, state.errors)
-    old = jax.tree.map(partial(_rows, spec, cohort.work.client), tables)
-    old = old._replace(c_i=faded(spec, state, old.c_i, cohort.work.client, ahead=1))
+    run = partial(_block, spec, federation, settings, state, draw)
+    if spec.mesh is not None:
 
-    def block(sums: Sums, part: tuple[Cohort, Held]) -> tuple[Sums, Held]:
-        (work, p), old = part
-        client = partial(local_round, spec, federation, settings, state.x, state.c)
-        replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, _most(spec, draw, work))
-        held = replies.held
-        sent = replies.move if spec.sends_move else replies.d
-        new = Sums(
-            p.sum(),
-            _weighted(p, replies.d) if spec.sends_direction else None,
-            _weighted(p, replies.move),
-            None if held.c_i is None else _weighted(p, held.c_i - old.c_i),
-            _squared(p, held.c_i),
-            _squared(p, sent if "drift" in spec.metrics else None),
-            None if replies.travel is None else p @ replies.travel,
-            _weighted(p, replies.renewed),
-        )
-        return jax.tree.map(jnp.add, sums, new), held
+        def turn(carry: tuple[Held, Sums], part: tuple[Cohort, Array]) -> tuple[Held, Sums]:
+            own, slots = part
+            sums, rows = run(carry[1], (own, _held(spec, state, carry[0], own.work.client)))
+            return jax.tree.map(partial(stored, spec, slots), carry[0], rows), sums
 
-    sums, new = jax.lax.scan(block, _nothing(spec, state.x), _blocks(spec, (cohort, old)))
+        begin = (tables, _nothing(spec, state.x))
+        tables, sums = _folded(spec, federation, draw, turn, begin, (cohort, draw.cohort))
+        return tables, joined(spec, sums)
+    old = _held(spec, state, tables, cohort.work.client)
+    sums, new = jax.lax.scan(run, _nothing(spec, state.x), _blocks(spec, (cohort, old)))
     rows = jax.tree.map(lambda a: a.reshape(len(cohort.p), *a.shape[2:]), new)
     return jax.tree.map(partial(stored, spec, draw.cohort), tables, rows), sums
+
+
+def _held(spec: Spec, state: State, tables: Held, client: Array) -> Held:
+    """What some clients hold as the round begins."""
+    old: Held = jax.tree.map(partial(_rows, spec, client), tables)
+    return old._replace(c_i=faded(spec, state, old.c_i, client, ahead=1))
+
+
+def _block(
+    spec: Spec,
+    federation: Federation,
+    settings: Settings,
+    state: State,
+    draw: Draws,
+    sums: Sums,
+    part: tuple[Cohort, Held],
+) -> tuple[Sums, Held]:
+    """Run a block of clients; returns the sums with theirs added, and what they hold now."""
+    (work, p), old = part
+    client = partial(local_round, spec, federation, settings, state.x, state.c)
+    replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, _most(spec, draw, work))
+    held = replies.held
+    sent = replies.move if spec.sends_move else replies.d
+    new = Sums(
+        p.sum(),
+        _weighted(p, replies.d) if spec.sends_direction else None,
+        _weighted(p, replies.move),
+        None if held.c_i is None else _weighted(p, held.c_i - old.c_i),
+        _squared(p, held.c_i),
+        _squared(p, sent if "drift" in spec.metrics else None),
+        None if replies.travel is None else p @ replies.travel,
+        _weighted(p, replies.renewed),
+    )
+    return jax.tree.map(jnp.add, sums, new), held
 
 
 def _most(spec: Spec, draw: Draws, work: Work) -> Array | int:

@@ -25,11 +25,14 @@ from fedscaffold.simulation.away import Away, clients_of, settled
 from fedscaffold.simulation.checkpoint import Checkpoint, listening
 from fedscaffold.simulation.compression import Compressor
 from fedscaffold.simulation.engine import Seconds, drive
+from fedscaffold.simulation.follow import Follow, Follower
 from fedscaffold.simulation.health import exact_mean, fault, residual_of
+from fedscaffold.simulation.hosts import agree_on, several, together
 from fedscaffold.simulation.identity import facts
 from fedscaffold.simulation.setup import Ready, Request, prepare
 from fedscaffold.simulation.spec import Settings, State
 from fedscaffold.simulation.stale import Policy
+from fedscaffold.simulation.traffic import traffic
 
 __all__ = ["Clients", "Run", "Server", "simulate"]
 
@@ -47,6 +50,8 @@ class Clients(NamedTuple):
     c_i: NDArray[Any] | None
     age: NDArray[Any] | None
     """(N,) rounds since each was last heard, where that is kept: with the metric `age` or a policy for stale c_i."""
+    who: NDArray[Any] | None = None
+    """The clients' numbers, where only this process's own are here: a run on several processes."""
 
 
 class Run(NamedTuple):
@@ -108,6 +113,8 @@ def simulate(
     checkpoint: Path | str | None = None,
     every: int | None = None,
     progress: bool | None = None,
+    follow: Follow | None = None,
+    devices: int | None = None,
 ) -> Run:
     """Simulate a federation: `rounds` rounds of `algorithm` on `problem`.
 
@@ -143,6 +150,10 @@ def simulate(
             for again, with the same bits; SIGINT and SIGTERM end it with a checkpoint (see docs/resume.md).
         every: rounds between two checkpoints; by default by the clock, at some 2 % of the time at most.
         progress: show a line with the time left; by default on a terminal only.
+        follow: a function that is told what is known after every stretch of rounds (see `simulation.Stretch`); where it
+            returns True, the run ends as by Ctrl-C.
+        devices: how many of JAX's devices share the clients out among them, those of all processes together; what
+            comes out agrees with the run on one device to rounding (see docs/scale.md).
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, seed=0)
@@ -158,7 +169,7 @@ def simulate(
     measured = checks.whole("evaluate_every", evaluate_every)
     if every is not None and checkpoint is None:
         raise InputError("every says how often to write a checkpoint: give its folder, checkpoint=...")
-    request = settled(request, client_state)
+    request = settled(request, client_state)._replace(devices=None if devices == 1 else devices)
     with jax.enable_x64(precision == "float64"), ExitStack() as stack:
         ready = prepare(request)
         settings = Settings(ready.lr, noise_key(seed), np.array(ready.target, precision))
@@ -166,11 +177,18 @@ def simulate(
         if request.client_state != "array":
             away = clients_of(request, ready, seed, checkpoint)
             stack.callback(away.store.close)
-        if checkpoint is not None:
+        if checkpoint is not None or several(ready):
             own = facts(request, ready, measured)
+        if several(ready):
+            agree_on(own | {"rounds": rounds, "every": every, "checkpoint": checkpoint is not None})
+            stack.enter_context(together())
+        if checkpoint is not None:
             sound = partial(_fault, request, ready, away)
-            keeper = Checkpoint(checkpoint, every, own, rounds, sound, stack.enter_context(listening()), away)
-        outcome = drive(ready, settings, [seed], rounds, measured, None, progress_line(progress, rounds), keeper, away)
+            signals = stack.enter_context(listening())
+            keeper = Checkpoint(checkpoint, every, own, rounds, sound, signals, away, ready.shards)
+        follower = None if follow is None else Follower(request, ready, seed, follow, keeper)
+        line = progress_line(progress, rounds)
+        outcome = drive(ready, settings, [seed], rounds, measured, None, line, keeper, away, follower)
         return finished(request, ready, seed, outcome.state, outcome.table, outcome.seconds, away)
 
 
@@ -192,7 +210,7 @@ def finished(
     done = int(state.round)
     history = {"round": np.arange(1, done + 1)}
     history |= {name: table[:done, j] for j, name in enumerate(ready.spec.metrics)}
-    history |= _bytes(request, ready, seed, done)
+    history |= traffic(request, ready, seed, 0, done)
     ended = bool(state.done)
     stop = ready.spec.stop
     reached = ended and stop is not None and bool(met(stop, history[stop][-1], ready.target))
@@ -206,7 +224,7 @@ def finished(
         ready.spec.layout.unflatten(state.x),
         state.x,
         Server(state.x, state.c),
-        Clients(c_i, None if state.heard_at is None else ages(state)),
+        Clients(c_i, None if state.heard_at is None else ages(state), _here(ready)),
         history,
         done,
         done if reached else None,
@@ -223,44 +241,21 @@ def finished(
 def _mean(request: Request, ready: Ready, state: State) -> NDArray[Any] | None:
     if state.c_i is None:
         return None
-    return exact_mean(ready.spec, state, weights_of(request.problem, request.weights))
+    p = weights_of(request.problem, request.weights)
+    if ready.shards is None:
+        return exact_mean(ready.spec, state, p)
+    return ready.shards.total(exact_mean(ready.spec, state, p[ready.shards.own]))
+
+
+def _here(ready: Ready) -> NDArray[Any] | None:
+    """The clients of this process, where there are others."""
+    return np.arange(ready.drawer.num_clients)[ready.shards.own] if several(ready) and ready.shards else None
 
 
 def _fault(request: Request, ready: Ready, away: Away | None, state: State) -> str | None:
     state = jax.tree.map(np.asarray, state)
     # of clients who are away the mean kept up from round to round: all their rows are read once, at the end
     return fault(state, _mean(request, ready, state) if away is None else state.mean)
-
-
-def _bytes(request: Request, ready: Ready, seed: int, done: int) -> dict[str, NDArray[np.int64]]:
-    """What the cohorts sent and received, as vectors of the run's precision or compressed."""
-    spec, drawer = ready.spec, ready.drawer
-    itemsize = np.dtype(request.precision).itemsize
-    vector = request.problem.dim * itemsize
-    message = vector if spec.compressor is None else spec.compressor.bytes(request.problem.dim, itemsize)
-    heard = np.full(done, drawer.size, np.int64)
-    renewed = np.zeros(done, np.int64)
-    if drawer.schedule is not None or drawer.available is not None or spec.policy.refresh_after is not None:
-        cohorts = drawer.heard(seed, done)
-        heard = np.array([len(cohort) for cohort in cohorts], np.int64)
-        renewed = _renewals(cohorts, drawer.num_clients, spec.policy.refresh_after)
-    anchors = vector * (spec.algorithm.anchor is not None)
-    return {
-        "bytes_up": (spec.vectors_up * message + anchors) * heard + vector * renewed,
-        "bytes_down": spec.vectors_down * vector * heard,
-    }
-
-
-def _renewals(cohorts: list[NDArray[np.int64]], num_clients: int, after: int | None) -> NDArray[np.int64]:
-    """How many clients of each cohort renewed their control variate."""
-    heard_at = np.zeros(num_clients, np.int64)
-    counts = np.zeros(len(cohorts), np.int64)
-    if after is None:
-        return counts
-    for r, cohort in enumerate(cohorts):
-        counts[r] = np.sum(r - heard_at[cohort] >= after)
-        heard_at[cohort] = r + 1
-    return counts
 
 
 def _advice(request: Request, ready: Ready, at: int) -> str:

@@ -21,6 +21,7 @@ from fedscaffold.simulation.away import refuse_away
 from fedscaffold.simulation.draws import Drawer, most_steps
 from fedscaffold.simulation.evaluation import usual
 from fedscaffold.simulation.guards import refuse
+from fedscaffold.simulation.mesh import Shards, shards_of
 from fedscaffold.simulation.spec import Federation, Spec, State
 
 __all__ = ["Ready", "Request", "prepare"]
@@ -40,6 +41,8 @@ class Ready(NamedTuple):
     target: float
     fitting: int
     """How many runs of a sweep fit the cache side by side."""
+    shards: Shards | None = None
+    """Which clients are on which device, where there are several; `federation` and `start` are then the host's."""
 
 
 def prepare(request: Request) -> Ready:
@@ -97,11 +100,13 @@ def prepare(request: Request) -> Ready:
         ages=policy.name != "keep" or "age" in metrics,
         silences=_silences(request, trace),
     )
-    fitting = max(1, CACHE // (block * touched))
-    lr = asked.lr(request, steps)
+    lr, fitting = asked.lr(request, steps), max(1, CACHE // (block * touched))
+    rows, shards = slots if away else problem.num_clients, None
+    if request.devices is not None:
+        shards = shards_of(request, size, touched, block)
+        spec, rows = shards.spec(spec), shards.own.stop - shards.own.start
     federation = _cohort_federation(request, spec, slots) if away else _federation(request, spec, steps)
-    start = _start(request, spec, slots if away else problem.num_clients)
-    return Ready(spec, federation, drawer, start, lr, target, fitting)
+    return Ready(spec, federation, drawer, _start(request, spec, rows), lr, target, fitting, shards)
 
 
 def _check(request: Request) -> None:
@@ -151,7 +156,8 @@ def _metrics(request: Request, stop: str | None) -> tuple[str, ...]:
 def _federation(request: Request, spec: Spec, steps: NDArray[np.int64]) -> Federation:
     problem, dtype = request.problem, request.precision
     p = weights_of(problem, request.weights)
-    records, test = problem.on_device(dtype)
+    # of records spread over devices each process takes its own, so they stay where they are
+    records, test = problem.on_device(dtype) if spec.mesh is None else (problem.records, problem.test)
     optimum = controls = optimal_loss = record_weights = None
     if set(spec.metrics) & NEEDS_OPTIMUM:
         optimum = problem.optimum(request.weights)

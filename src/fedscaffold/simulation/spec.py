@@ -56,6 +56,8 @@ class Spec(NamedTuple):
     """Keep the round in which each client was last heard."""
     silences: bool = False
     """There may be rounds in which nobody is heard: they change nothing."""
+    mesh: Any = None
+    """The devices that share the clients out among them; None for one device."""
 
     @property
     def constant_step(self) -> bool:
@@ -116,7 +118,7 @@ class Federation(NamedTuple):
     record_weights: Array
     """(records,) p_i / n_i, where a metric is a mean over all records."""
     who: Array = None
-    """(S,) the clients' numbers among all N, where only a cohort is here."""
+    """The clients' numbers among all N, where only a cohort is here, or a device's share."""
 
 
 class Settings(NamedTuple):

@@ -65,10 +65,10 @@ def sweep(
         raise InputError("a sweep needs at least one lr and one seed")
     if same.get("local_optimizer") is not None:
         raise InputError("a sweep varies lr, and a local_optimizer brings its own: run simulate for each instead")
-    if same.keys() & {"checkpoint", "every", "client_state"}:
+    if same.keys() & {"checkpoint", "every", "client_state", "devices"}:
         raise InputError(
-            "a sweep is not checkpointed and keeps its clients in memory: for checkpoint, every or client_state run "
-            "simulate for each lr and seed"
+            "a sweep is not checkpointed and keeps its clients in memory, on one device: for checkpoint, every, "
+            "client_state or devices run simulate for each lr and seed"
         )
     grid = [(j, k) for j in range(len(steps)) for k in range(len(chosen))]
     request = Request(algorithm, problem, rounds, lr=steps[0], seeds=tuple(chosen), **same)
