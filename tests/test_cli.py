@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tomllib
 
-import pytest
-
 CONFIG = """
 seed = 1
 rounds = 6
@@ -133,50 +131,69 @@ def test_divergence_is_a_result_not_an_error(tmp_path):
     assert "2/L" in answer["advice"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["run", "missing.toml"], "missing.toml not found"),
-        (["run", "config.toml", "--set", "algorithm.name=scafold"], "did you mean 'scaffold'"),
-        (["run", "config.toml", "--set", "algorithm.mu=1.0"], "unknown parameter of scaffold 'mu'"),
-        (["run", "config.toml", "--set", "local.lr=-0.1"], "lr must be a number above 0, got -0.1"),
-        (["run", "config.toml", "--set", "local.lr=fast"], "local.lr must be"),
-        (["run", "config.toml", "--set", "locl.lr=0.1"], "did you mean 'local'"),
-        (["run", "config.toml", "--set", "local.batchsize=3"], "did you mean 'local.batch_size'"),
-        (["run", "config.toml", "--set", "local"], "--set takes key=value"),
-        (["run", "config.toml", "--set", "cohort.size=11"], "at most 10, got 11"),
-        (["run", "config.toml", "--set", "local.steps=3"], "either local_steps or local_epochs"),
-        (["run", "config.toml", "--set", "problem.dataset=digit"], "did you mean 'digits'"),
-        (["run", "config.toml", "--set", "problem.split=similar:0"], "did you mean 'similarity'"),
-        (["run", "config.toml", "--set", "problem.model=resnet"], "unknown model"),
-        (["run", "config.toml", "--set", "problem.model=mlp:wide"], "mlp:WIDTH"),
-        (["run", "config.toml", "--set", "problem.clients=5000"], "clients"),
-        (["run", "config.toml", "--set", "problem.dataset=a9a", "--data", "nowhere"], "a9a not found in nowhere"),
-        (["run", "config.toml", "--set", "stop_at=accuracy"], "accuracy:0.9"),
-        (["run", "broken.toml"], "not valid TOML"),
-        (["compare", "--rounds", "2"], "--local-epochs or --local-steps"),
-        (["compare", "--local-steps", "1", "--algorithms", "scaffold,fedavgg"], "did you mean 'fedavg'"),
-        (["compare", "--local-steps", "1", "--target", "acuracy:0.5"], "did you mean 'accuracy'"),
-        (["compare", "--local-steps", "1", "--seeds", "0"], "seeds must be"),
-        (["compare", "--local-steps", "many"], "local-steps"),
-        (["compare", "--local-step", "1"], "No such option"),
-        (["report", "nowhere"], "holds no run"),
-        (["data", "show", "--split", "dirichlet:-1"], "dirichlet"),
-        (["data", "show", "--out", "split.doc"], ".png"),
-        (["conform", "--target", "nothing:here"], "nothing"),
-        (["bench", "--only", "W9"], "unknown work load"),
-        (["fly"], "No such command"),
-    ],
-    ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "",
-)
-def test_a_users_mistake_is_one_line_and_exit_2(tmp_path, words, said):
+MISTAKES = [
+    (["run", "missing.toml"], "missing.toml not found"),
+    (["run", "config.toml", "--set", "algorithm.name=scafold"], "did you mean 'scaffold'"),
+    (["run", "config.toml", "--set", "algorithm.mu=1.0"], "unknown parameter of scaffold 'mu'"),
+    (["run", "config.toml", "--set", "local.lr=-0.1"], "lr must be a number above 0, got -0.1"),
+    (["run", "config.toml", "--set", "local.lr=fast"], "local.lr must be"),
+    (["run", "config.toml", "--set", "locl.lr=0.1"], "did you mean 'local'"),
+    (["run", "config.toml", "--set", "local.batchsize=3"], "did you mean 'local.batch_size'"),
+    (["run", "config.toml", "--set", "local"], "--set takes key=value"),
+    (["run", "config.toml", "--set", "cohort.size=11"], "at most 10, got 11"),
+    (["run", "config.toml", "--set", "local.steps=3"], "either local_steps or local_epochs"),
+    (["run", "config.toml", "--set", "problem.dataset=digit"], "did you mean 'digits'"),
+    (["run", "config.toml", "--set", "problem.split=similar:0"], "did you mean 'similarity'"),
+    (["run", "config.toml", "--set", "problem.model=resnet"], "unknown model"),
+    (["run", "config.toml", "--set", "problem.model=mlp:wide"], "mlp:WIDTH"),
+    (["run", "config.toml", "--set", "problem.clients=5000"], "clients"),
+    (["run", "config.toml", "--set", "problem.dataset=a9a", "--data", "nowhere"], "a9a not found in nowhere"),
+    (["run", "config.toml", "--set", "stop_at=accuracy"], "accuracy:0.9"),
+    (["run", "broken.toml"], "not valid TOML"),
+    (["compare", "--rounds", "2"], "--local-epochs or --local-steps"),
+    (["compare", "--local-steps", "1", "--algorithms", "scaffold,fedavgg"], "did you mean 'fedavg'"),
+    (["compare", "--local-steps", "1", "--target", "acuracy:0.5"], "did you mean 'accuracy'"),
+    (["compare", "--local-steps", "1", "--seeds", "0"], "seeds must be"),
+    (["compare", "--local-steps", "many"], "local-steps"),
+    (["compare", "--local-step", "1"], "No such option"),
+    (["report", "nowhere"], "holds no run"),
+    (["data", "show", "--split", "dirichlet:-1"], "dirichlet"),
+    (["data", "show", "--out", "split.doc"], ".png"),
+    (["conform", "--target", "nothing:here"], "nothing"),
+    (["bench", "--only", "W9"], "unknown work load"),
+    (["fly"], "No such command"),
+]
+# all in one process: starting one for each takes longer than everything else here
+DRIVER = """
+import contextlib, io, json, sys
+from fedscaffold.cli import main
+answers = []
+for words in json.load(sys.stdin):
+    sys.argv = ["fedscaffold", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as left:
+            answers.append([left.code, out.getvalue(), err.getvalue()])
+json.dump(answers, sys.stdout)
+"""
+
+
+def test_a_users_mistake_is_one_line_and_exit_2(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG)
     (tmp_path / "broken.toml").write_text("rounds = = 3")
-    done = fedscaffold(*words, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr or done.stdout
-    assert said in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert done.stdout == ""
+    asked = json.dumps([words for words, _ in MISTAKES])
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], input=asked, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert len(answers) == len(MISTAKES)
+    for (words, said), (code, out, err) in zip(MISTAKES, answers, strict=True):
+        assert code == 2, (words, err or out)
+        assert said in err, (words, err)
+        assert len(err.strip().splitlines()) == 1, (words, err)
+        assert out == "", words
 
 
 def test_a_missing_data_file_says_what_where_and_how():

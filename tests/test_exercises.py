@@ -64,9 +64,17 @@ def test_one_who_never_comes_is_as_good_as_not_there():
     np.testing.assert_allclose(with_them.vector, fewer.optimum(), atol=1e-9)
 
 
+def verb(*words):
+    command = [sys.executable, "-c", "from fedscaffold.cli import main; main()", "exercise", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 @pytest.fixture(scope="module")
 def stale():
-    return exercises.stale()
+    """By the command line, as the documentation has it."""
+    done = verb("stale", "--json")
+    assert done.returncode == 0, done.stderr
+    return exercises.Exercise(**json.loads(done.stdout))
 
 
 def test_stale_ages_and_ends(stale):
@@ -158,11 +166,6 @@ def test_verdicts_follow_from_the_standard_errors():
 def test_missing_rounds_are_said_to_be_missing():
     assert record.middle([1, None, 3]) is None
     assert record.best([None, 5.0]) == 1
-
-
-def verb(*words):
-    command = [sys.executable, "-c", "from fedscaffold.cli import main; main()", "exercise", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_momentum_by_the_command_line(tmp_path):
