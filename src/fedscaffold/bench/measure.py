@@ -20,6 +20,11 @@ __all__ = ["everything", "lines"]
 
 Tell = Callable[[str], None]
 REPEAT = {"ours": 2, "batched": 3, "tight": 3, "tutorial": 2}  # ours runs twice: about as many tries for everybody
+PRECISIONS = ("float32", "float64")
+SWEEPS: dict[str, dict[str, Any]] = {
+    "half of the clients a round": {"noise": 0.0, "cohort": 0.5},
+    "noisy gradients": {"noise": 0.01, "cohort": 1.0},
+}
 RIVALS = ("tutorial", "tight", "batched")
 THREADS = {
     "tutorial": (0,),
@@ -52,7 +57,7 @@ def everything(only: str | None, growth: bool, tell: Tell) -> dict[str, Any]:
         answer[name] = _side_by_side(name, answer["sgemm_gflops"], tell)
     if growth and only is None:
         answer["growth"] = {title: _grown(title, tasks, tell) for title, tasks in GROWTH.items()}
-        answer["sweep"] = {precision: _swept(precision, tell) for precision in ("float32", "float64")}
+        answer["sweep"] = {f"{kind}, {width}": _swept(kind, width, tell) for kind in SWEEPS for width in PRECISIONS}
     return answer
 
 
@@ -105,10 +110,10 @@ def _worked(**task: Any) -> dict[str, Any]:
     return result
 
 
-def _swept(precision: str, tell: Tell) -> dict[str, float]:
+def _swept(kind: str, precision: str, tell: Tell) -> dict[str, float]:
     """CPU time of 10 seeds x 5 step sizes of a quadratic in one sweep, over that of one run."""
-    result = _worked(contestant="sweep", precision=precision)
-    tell(f"sweep of 50 runs, {precision}: {result['ratio']:.1f} times one run")
+    result = _worked(contestant="sweep", precision=precision, **SWEEPS[kind])
+    tell(f"sweep of 50 runs, {kind}, {precision}: {result['ratio']:.1f} times one run")
     return {name: float(value) for name, value in result.items()}
 
 
@@ -151,6 +156,6 @@ def lines(answer: dict[str, Any]) -> list[str]:
             f"{row['microseconds_per_client_step']:.3f} us a client step  x{row['relative']:.2f}"
             for row in rows
         ]
-    for precision, row in answer.get("sweep", {}).items():
-        out.append(f"50 runs of a d = 20 quadratic in one sweep, {precision}: {row['ratio']:.1f} times one run")
+    for kind, row in answer.get("sweep", {}).items():
+        out.append(f"50 runs of a d = 20 quadratic in one sweep, {kind}: {row['ratio']:.1f} times one run")
     return out

@@ -18,7 +18,7 @@ __all__ = ["main"]
 def main(task: dict[str, Any]) -> dict[str, Any]:
     """Run a task: work load by name, contestant, repetitions, and what differs from the work load as it stands."""
     if task["contestant"] == "sweep":
-        return _sweep(task["precision"])
+        return _sweep(task["precision"], task["noise"], task["cohort"])
     clients = task.get("clients")
     make = WORKLOADS[task["workload"].lower()]
     workload = make() if clients is None else make(clients)
@@ -82,16 +82,16 @@ def _torch(workload: Workload, contestant: str, repeat: int, threads: int) -> di
     }
 
 
-def _sweep(precision: str) -> dict[str, Any]:
+def _sweep(precision: str, noise: float, cohort: float) -> dict[str, Any]:
     """Fifty runs of a quadratic (N = 10, d = 20) in one sweep, and one of them: best of three, compiled."""
     from fedscaffold import problems, simulate, sweep
     from fedscaffold.algorithms import scaffold
     from fedscaffold.experiments.federation import step_flops
     from fedscaffold.experiments.machine import settle
 
-    problem = problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, noise=0.01, seed=0)
+    problem = problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, noise=noise, seed=0)
     settle(step_flops(problem, 1))
-    same: dict[str, Any] = {"rounds": 500, "local_steps": 10, "precision": precision, "metrics": ()}
+    same: dict[str, Any] = {"rounds": 500, "local_steps": 10, "precision": precision, "metrics": (), "cohort": cohort}
     steps = [0.05, 0.1, 0.2, 0.3, 0.4]
     one = [simulate(scaffold(), problem, lr=0.1, seed=k, progress=False, **same).seconds.cpu for k in range(4)]
     all_ = [sweep(scaffold(), problem, lr=steps, seeds=10, progress=False, **same).seconds.cpu for _ in range(4)]

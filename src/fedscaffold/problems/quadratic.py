@@ -148,6 +148,8 @@ def _problem(a: Floats, b: Floats, noise: ArrayLike | None, x0: ArrayLike | None
     if start.shape != b.shape[1:]:
         raise InputError(f"x0 must have shape {b.shape[1:]}, got {start.shape}")
     clients = list(zip(a[:, None], b[:, None], strict=True))
+    if noise is not None and np.ndim(noise) == 0 and noise == 0:
+        noise = None  # or normal numbers would be drawn for every step, which cost more than the rest of it
     return Problem(loss, start, clients, gradient=gradient, noise=noise, facts=_facts(a, b, noise), name=name)
 
 
