@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fedscaffold as fs
-from fedscaffold.simulation import Interrupted, checkpoint, engine, health
+from fedscaffold.simulation import Interrupted, checkpoint, engine, health, problem_on_disk
 from fedscaffold.state import StateError, commit, latest
 
 RECORDS = fs.problems.two_datasets("logistic", 8, records=20)
@@ -237,3 +237,18 @@ def test_rounding_alone_is_never_a_fault(name):
     run = ask(name, rounds=2000)
     assert run.fault is None
     assert 0 < run.residual < health.explained("float32", 2000, run.scale) / 10
+
+
+@pytest.mark.parametrize(("clients", "most"), [(1_000, 1.0), (1_000_000, 500.0)])
+def test_rounding_of_sums_over_many_clients_is_no_fault(clients, most):
+    """In single precision, all clients in every round, gradients that do not cancel: the worst case there is."""
+    records = np.random.default_rng(0).normal(size=clients).astype(np.float32)
+    problem = problem_on_disk(
+        lambda w, r: 0.5 * ((w - r[..., None]) ** 2).sum(-1).mean(),
+        np.ones(3, np.float32),
+        records,
+        np.arange(clients + 1),
+    )
+    run = fs.simulate(fs.scaffold(), problem, rounds=4, local_steps=2, lr=0.1, metrics=())
+    assert run.fault is None
+    assert 0 < run.residual < most * np.finfo("float32").eps * 2 * run.scale

@@ -98,7 +98,7 @@ class Gauge(NamedTuple):
 
 
 def gauges(study: Study) -> list[Gauge]:
-    """Judge c = sum p_i c_i: rounding explains 20 eps sqrt(rounds) of the c_i, more than that is a fault."""
+    """Judge c = sum p_i c_i: rounding explains 1000 eps sqrt(rounds) of the c_i, more than that is a fault."""
     found = []
     for name in figures.looks(study):
         runs = [curve for curve in study.curves if curve.algorithm == name]

@@ -48,7 +48,7 @@ def complaint(round: int, residual: float, scale: float, dtype: Any) -> str | No
     >>> complaint(10, 1e-15, 1.0, "float64") is None
     True
     >>> complaint(10, 0.5, 1.0, "float64")
-    'after round 10 c differs from the mean of the c_i by 0.5, where rounding explains 1.4e-14: a bias that never ...
+    'after round 10 c differs from the mean of the c_i by 0.5, where rounding explains 7e-13: a bias that never ...
     """
     level = explained(dtype, round, scale)
     if not math.isfinite(residual) or residual <= level:

@@ -128,8 +128,8 @@ const Engine = (() => {
     }
     return { problem, told };
   }
-  // As the library's report judges: rounding explains 20 eps sqrt(rounds) of the size of the c_i.
-  const healthy = (one, t) => norm(one.mismatch[t]) <= 20 * 2 ** -52 * Math.sqrt(t || 1) * one.size[t];
+  // As the library's report judges: rounding explains 1000 eps sqrt(rounds) of the size of the c_i.
+  const healthy = (one, t) => norm(one.mismatch[t]) <= 1e3 * 2 ** -52 * Math.sqrt(t || 1) * one.size[t];
 
   return { METHODS, PULL, add, sub, scale, apply, times, norm, mean, landscape, round, run, healthy };
 })();
