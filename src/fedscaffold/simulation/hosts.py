@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
@@ -61,12 +60,19 @@ def _absent() -> list[int]:
     if all(thread.name != ROLL for thread in threading.enumerate()):
         return []  # it was not `join` that brought them together
     try:
-        client: Any = distributed.global_state.client
+        client = _client()
         client.key_value_set(f"{ROLL}/called/{jax.process_index()}", "")
         time.sleep(ROLL_CALL)
         return _silent(client)
     except Exception as error:  # whatever is wrong with it, the loss itself is what is told
         return [0] if "UNAVAILABLE" in str(error) else []
+
+
+def _client() -> Any:
+    """The coordinator's key-value store, which JAX offers nowhere else; looked up only where there are several."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def _silent(client: Any) -> list[int]:
@@ -187,7 +193,10 @@ def join(
         return
     host, port = _address(coordinator)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    (_refuse_taken if process_id == 0 else _reach)(host, port, deadline)
+    if process_id == 0:
+        _refuse_taken(host, port)
+    else:
+        _reach(host, port, deadline)
     try:
         jax.distributed.initialize(
             f"{host}:{port}",
@@ -200,10 +209,7 @@ def join(
         )
     except RuntimeError as error:
         raise InputError(f"process {process_id} could not meet the others: {error}") from error
-    answer = threading.Thread(
-        target=_answer, args=(distributed.global_state.client, process_id), name=ROLL, daemon=True
-    )
-    answer.start()
+    threading.Thread(target=_answer, args=(_client(), process_id), name=ROLL, daemon=True).start()
     if jax.process_count() != processes:
         raise InputError(
             f"process {process_id} was told of {processes} processes and process 0 of {jax.process_count()}: "
@@ -223,7 +229,7 @@ def _address(text: str | None) -> tuple[str, int]:
     return host, int(port)
 
 
-def _refuse_taken(host: str, port: int, deadline: int) -> None:
+def _refuse_taken(host: str, port: int) -> None:
     """See that process 0 can listen there."""
     try:
         family, *_, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]

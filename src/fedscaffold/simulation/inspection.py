@@ -26,7 +26,7 @@ from fedscaffold.simulation.away import clients_of
 from fedscaffold.simulation.checkpoint import restored
 from fedscaffold.simulation.identity import differences, facts
 from fedscaffold.simulation.local import Held, local_round
-from fedscaffold.simulation.rounds import _called, _most
+from fedscaffold.simulation.rounds import called, longest
 from fedscaffold.simulation.run import noise_key
 from fedscaffold.simulation.setup import Ready, Request, prepare
 from fedscaffold.simulation.spec import Draws, Federation, Settings, Spec, State
@@ -187,8 +187,8 @@ def local_moves(
 @partial(jax.jit, static_argnums=0)
 def _lengths(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Any:
     """|x - y_i| of everybody in a cohort."""
-    work = _called(spec, federation, settings, state, draw).work
-    most = _most(spec, draw, work)
+    work = called(spec, federation, settings, state, draw).work
+    most = longest(spec, draw, work)
 
     def moved(held: Held, work: Any) -> Any:
         reply = local_round(spec, federation, settings, state.x, state.c, held, work, most)

@@ -20,7 +20,7 @@ from fedscaffold.simulation.local import Held, Work, gradient_at_x, local_round
 from fedscaffold.simulation.mesh import joined
 from fedscaffold.simulation.spec import Array, Draws, Federation, Settings, Spec, State
 
-__all__ = ["Sums", "rounds"]
+__all__ = ["Sums", "called", "longest", "rounds"]
 
 
 class Sums(NamedTuple):
@@ -65,7 +65,7 @@ def _round(
     spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, every: Array
 ) -> tuple[State, Array]:
     before = state = begun(spec, federation, state, len(draw.cohort))
-    cohort = _called(spec, federation, settings, state, draw)
+    cohort = called(spec, federation, settings, state, draw)
     if spec.algorithm.anchor is not None:
         mean = _mean_gradient(spec, federation, state.x, draw, cohort)
         state = state._replace(c=spec.algorithm.anchor(state.c, mean))
@@ -119,7 +119,8 @@ class Cohort(NamedTuple):
     p: Array
 
 
-def _called(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Cohort:
+def called(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Cohort:
+    """Whom a round calls, with what each is to do."""
     everyone = jnp.arange(len(federation.first))
     client = everyone if spec.everyone else jnp.minimum(draw.cohort, len(federation.first) - 1)
     p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), federation.weights[client], 0)
@@ -204,7 +205,7 @@ def _block(
     """Run a block of clients; returns the sums with theirs added, and what they hold now."""
     (work, p), old = part
     client = partial(local_round, spec, federation, settings, state.x, state.c)
-    replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, _most(spec, draw, work))
+    replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, longest(spec, draw, work))
     held = replies.held
     sent = replies.move if spec.sends_move else replies.d
     new = Sums(
@@ -220,7 +221,7 @@ def _block(
     return jax.tree.map(jnp.add, sums, new), held
 
 
-def _most(spec: Spec, draw: Draws, work: Work) -> Array | int:
+def longest(spec: Spec, draw: Draws, work: Work) -> Array | int:
     """How many local steps a block takes."""
     if draw.steps is not None:
         return draw.steps

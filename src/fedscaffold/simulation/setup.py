@@ -62,20 +62,8 @@ def prepare(request: Request) -> Ready:
     touched = asked.footprint(request, steps, batch)
     block = asked.block(request, size, touched)
     slots = -(-size // block) * block
-    drawer = Drawer(
-        problem.num_clients,
-        size,
-        slots,
-        request.cohorts,
-        problem.offsets[:-1],
-        problem.counts,
-        steps,
-        batch,
-        shuffle,
-        request.precision,
-        trace,
-        mean_steps,
-    )
+    given = (problem.offsets[:-1], problem.counts, steps, batch, shuffle, request.precision, trace, mean_steps)
+    drawer = Drawer(problem.num_clients, size, slots, request.cohorts, *given)
     stop, target = (None, math.nan) if request.stop_at is None else target_of(request.stop_at)
     metrics = _metrics(request, stop)
     spec = Spec(
@@ -100,12 +88,12 @@ def prepare(request: Request) -> Ready:
         ages=policy.name != "keep" or "age" in metrics,
         silences=_silences(request, trace),
     )
-    lr, fitting = asked.lr(request, steps), max(1, CACHE // (block * touched))
-    rows, shards = slots if away else problem.num_clients, None
-    if request.devices is not None:
-        shards = shards_of(request, size, touched, block)
-        spec, rows = shards.spec(spec), shards.own.stop - shards.own.start
+    shards = None if request.devices is None else shards_of(request, size, touched, block)
+    if shards is not None:
+        spec = shards.spec(spec)
+    rows = slots if away else problem.num_clients if shards is None else shards.own.stop - shards.own.start
     federation = _cohort_federation(request, spec, slots) if away else _federation(request, spec, steps)
+    lr, fitting = asked.lr(request, steps), max(1, CACHE // (block * touched))
     return Ready(spec, federation, drawer, _start(request, spec, rows), lr, target, fitting, shards)
 
 
