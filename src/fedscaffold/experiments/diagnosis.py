@@ -10,15 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from fedscaffold import algorithms
 from fedscaffold.checks import InputError
 from fedscaffold.experiments import arguments, symptoms
 from fedscaffold.experiments.config import Config, load
-from fedscaffold.experiments.examination import called, examined
+from fedscaffold.experiments.examination import examined
 from fedscaffold.experiments.federation import Built
-from fedscaffold.experiments.findings import Finding, Memory, mismatch, worst
+from fedscaffold.experiments.findings import Finding, recorded, worst
 from fedscaffold.problems import Problem
 from fedscaffold.report import Curve, read
 from fedscaffold.simulation.away import settled
@@ -90,21 +88,8 @@ def _of_curve(config: Config, problem: Problem, curve: Curve, several: bool) -> 
     whose = f"{curve.algorithm}, seed {curve.seed}: " if several else ""
     found = []
     if curve.scale > 0:
-        zero = np.zeros(1)
-        memory = Memory(
-            called,
-            np.ones(1),
-            zero + curve.residual,
-            zero,
-            None,
-            zero,
-            curve.scale,
-            rounds,
-            dtype,
-            np.zeros(1, int),
-            1.0,
-        )
-        found = mismatch(memory, symptoms.left_rounding(curve.columns, dtype, curve.scale))
+        since = symptoms.left_rounding(curve.columns, dtype, curve.scale)
+        found.append(recorded(curve.residual, curve.scale, rounds, dtype, since))
     own = config.algorithm.parameters if curve.algorithm == config.algorithm.name else {}
     algorithm = algorithms.make(curve.algorithm, **own)
     gets_on = symptoms.progress(curve.columns, curve.diverged_at, None, dtype, True, algorithm.remember is not None)

@@ -23,7 +23,7 @@ from fedscaffold.theory.alignment import alignment, cosines, pull
 from fedscaffold.theory.derivatives import client_gradients, noise_level
 from fedscaffold.theory.stable_step import StableStep, stable_step
 
-__all__ = ["called", "examined"]
+__all__ = ["examined"]
 
 LOOKED_AT, EXTREME = 256, 16  # clients of a sample; and how many of the oldest and of the largest are added
 WORK = 300_000_000  # records times d up to which all clients are looked at

@@ -24,6 +24,7 @@ __all__ = [
     "listed",
     "mismatch",
     "oldest",
+    "recorded",
     "sizes",
     "too_long",
     "worst",
@@ -33,6 +34,7 @@ SEVERITIES = ("ok", "watch", "wrong")
 CHANCE = 1e-3  # a client's absence is explained by sampling if it is that likely among all clients
 OUTLIER, SIGMAS = 10.0, 6.0  # a norm so many times the median, and so many robust deviations of the logarithm from it
 NAMED, MOST = 5, 1000  # clients named in a sentence, and in a finding at most
+UNKNOWN = "a c_i or c was lost, replayed or overwritten"
 STARTS_AGAIN = (
     "the mismatch never heals: go back to a checkpoint or copy from before it, or start again; then find what "
     "changed the state between rounds"
@@ -114,6 +116,16 @@ def broken(memory: Memory | None, x: NDArray[Any], c: NDArray[Any] | None) -> li
     return [Finding("finite", "wrong", f"{said[0].upper()}{said[1:]}.", do, None, spoilt)] if found else []
 
 
+def recorded(residual: float, scale: float, rounds: int, dtype: Any, since: int | None = None) -> Finding:
+    """Is c the mean of the c_i, where only the residual itself is known.
+
+    >>> recorded(1e-9, 1.0, 100, "float32").severity, recorded(0.1, 1.0, 100, "float32", since=3).severity
+    ('ok', 'wrong')
+    """
+    level = explained(dtype, rounds, scale)
+    return _agrees(residual, level) if residual <= level else _differs(residual, level, scale, since, UNKNOWN)
+
+
 def mismatch(
     memory: Memory, since: int | None = None, suspects: Sequence[str] = (), zeros_meant: bool = False
 ) -> list[Finding]:
@@ -127,26 +139,34 @@ def mismatch(
     kept = 0.0 if memory.kept is None else float(np.linalg.norm(memory.kept - memory.mean))
     largest = max(residual, kept)
     lost = () if zeros_meant else _named(memory, (memory.norms == 0) & (memory.heard_at > 0))
-    size = "the size of the c_i" if memory.scale == 0 else f"{largest / memory.scale:.2g} of the size of the c_i"
     if largest <= level:
-        ok = f"c is the mean of the c_i: they differ by {largest:.2g}, and rounding explains {level:.2g}."
-        found = [Finding("residual", "ok", ok, number=largest)]
+        found = [_agrees(largest, level)]
         if lost and memory.scale > 0:
             said = f"The control variate of {listed(lost)} is exactly zero although heard, and c agrees with that."
             do = "look whether a site was repaired or joined anew; its next round refreshes it"
             found.append(Finding("lost", "watch", said, do, float(len(lost)), lost))
         return found
-    times = f"{largest / level:.2g} times what rounding explains" if level > 0 else "where nothing is explained"
-    said = f"c differs from the mean of the c_i by {largest:.3g} ({size}), {times}"
-    said += f", since round {since}" if since is not None else ""
+    why = _cause(memory, kept, level, lost, suspects)
     who = tuple(dict.fromkeys((*lost, *suspects)))
-    why = _cause(memory, residual, kept, level, lost, suspects)
-    return [Finding("residual", "wrong", f"{said}: {why}.", STARTS_AGAIN, largest, who)]
+    return [_differs(largest, level, memory.scale, since, why, who)]
 
 
-def _cause(
-    memory: Memory, residual: float, kept: float, level: float, lost: Sequence[str], suspects: Sequence[str]
-) -> str:
+def _agrees(residual: float, level: float) -> Finding:
+    said = f"c is the mean of the c_i: they differ by {residual:.2g}, and rounding explains {level:.2g}."
+    return Finding("residual", "ok", said, number=residual)
+
+
+def _differs(
+    residual: float, level: float, scale: float, since: int | None, why: str, who: tuple[str, ...] = ()
+) -> Finding:
+    size = "the size of the c_i" if scale == 0 else f"{residual / scale:.2g} of the size of the c_i"
+    times = f"{residual / level:.2g} times what rounding explains" if level > 0 else "where nothing is explained"
+    said = f"c differs from the mean of the c_i by {residual:.3g} ({size}), {times}"
+    said += f", since round {since}" if since is not None else ""
+    return Finding("residual", "wrong", f"{said}: {why}.", STARTS_AGAIN, residual, who)
+
+
+def _cause(memory: Memory, kept: float, level: float, lost: Sequence[str], suspects: Sequence[str]) -> str:
     if not np.any(memory.c) and np.any(memory.mean):
         return "c is exactly zero, so it was lost"
     if lost:
@@ -160,7 +180,7 @@ def _cause(
         return "both c and rows of c_i were changed, or the algorithm's server step and remember do not agree"
     if memory.kept is not None:
         return "the c_i are as the rounds left them, so c was changed, or the server's step does not go with remember"
-    return "a c_i or c was lost, replayed or overwritten"
+    return UNKNOWN
 
 
 def ages(memory: Memory, tended: str | None = None, pull: float | None = None, slope: float | None = None) -> Finding:
