@@ -3,9 +3,10 @@
 Two work loads, one thread a process. "steps": a perceptron 64-256-10, 64 of 200 clients, 20 steps of batch 32, where
 local steps are all the work. "sums": d = 1,000,000 and one cheap step of 8 clients, where joining them is. Prints one
 JSON line for each work load and number of processes: the clock's time of a round (least and median of five tries) and
-the processors' time of one, all processes together.
+the processors' time of one, all processes together. Then what one psum of n float32 numbers takes, least and median.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -58,13 +59,49 @@ def member(load, processes, number, at):
         leave()
 
 
+def psums(processes, number, at):
+    """One process: psums of several sizes; the first one prints."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from fedscaffold.simulation.hosts import join, leave
+
+    join(at, processes, number)
+    mesh = Mesh(np.array(jax.devices()), ("processes",))
+    own = PartitionSpec("processes")
+    joined = jax.jit(
+        jax.shard_map(lambda a: jax.lax.psum(a, "processes"), mesh=mesh, in_specs=own, out_specs=PartitionSpec())
+    )
+    for n in (20_000, 200_000, 2_000_000):
+        row = jax.device_put(np.ones((1, n), np.float32), jax.local_devices()[0])
+        every = jax.make_array_from_single_device_arrays((processes, n), NamedSharding(mesh, own), [row])
+        took = []
+        for _ in range(31):
+            began = time.perf_counter()
+            jax.block_until_ready(joined(every))
+            took.append(1e3 * (time.perf_counter() - began))
+        if number == 0:
+            took = sorted(took[1:])
+            answer = {"load": "psum", "processes": processes, "n": n, "least_ms": took[0], "median_ms": took[15]}
+            sys.stdout.write(json.dumps(answer) + "\n")
+    leave()
+
+
+def address():
+    """A free port below those that the system gives to outgoing connections."""
+    for port in range(10_000 + os.getpid() % 10_000, 30_000):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+    raise OSError("no free port")
+
+
 def main():
     """Start the processes of every case."""
-    for load in ROUNDS:
-        for processes in (1, 2, 4):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                at = f"127.0.0.1:{free.getsockname()[1]}"
+    for load in (*ROUNDS, "psum"):
+        for processes in (1, 2, 4) if load != "psum" else (2, 4):
+            at = address()
             words = [[sys.executable, __file__, load, str(processes), str(i), at] for i in range(processes)]
             team = [subprocess.Popen(own, env={**os.environ, "PJRT_NPROC": "1"}) for own in words]
             codes = [process.wait() for process in team]
@@ -75,5 +112,7 @@ def main():
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
+    elif sys.argv[1] == "psum":
+        psums(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     else:
         member(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
