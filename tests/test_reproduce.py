@@ -88,13 +88,19 @@ SPOILS = {
     "conjectures": each("flat", slope=1.0),
 }
 
+# criteria that fail in the quick size, and are reported as failures: on the digits, and where 1/N is outdone
+FLAT = "N tr Sigma for independent clients, largest relative deviation from its mean over N, gamma = 0.01, H = 100"
+FAILS = {"scaffold-table3": {"SGD's rounds, largest over smallest similarity's"}, "quadratics-fig5": {FLAT}}
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_claim_runs_has_a_verdict_and_can_fail(name, tmp_path, without_data):
     claim = find(name)
     outcome, drawings = reproduce(claim, "quick", tmp_path)
     assert outcome.verdict in ("reproduced", "partly", "not")
-    assert outcome.failed == 0, [check for check in outcome.checks if check.passed is False]
+    failed = {check.statement for check in outcome.checks if check.passed is False and check.kind == "criterion"}
+    assert failed <= FAILS.get(name, set())
+    assert outcome.failed == len(failed)
     assert outcome.checks
     assert outcome.tables
     for check in outcome.checks:
@@ -307,6 +313,21 @@ def test_mistakes_and_the_list(monkeypatch, capsys):
     code, out, _ = command(monkeypatch, capsys, "--list", "--json")
     assert code == 0
     assert [one["name"] for one in json.loads(out)["claims"]] == list(CLAIMS)
+
+
+def test_a_long_claim_says_how_far_it_is_and_how_to_go_on(tmp_path, monkeypatch, capsys):
+    """Broken off in its third cell: the first two are kept, and told with the time that the whole takes."""
+    calls = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("fedscaffold.cli.reproduce._settle", lambda: None)  # JAX is set up for the other tests
+    monkeypatch.setattr("fedscaffold.experiments.reproduce.find", lambda name: small(calls, fail_at=2))
+    code, _, said = command(monkeypatch, capsys, "small", "--out", str(tmp_path))
+    assert code == 130
+    assert said.splitlines()[-1] == "fedscaffold: stopped; what was measured is kept: the same command goes on"
+    assert said.count("s of about 1 s") == 2
+    monkeypatch.setattr("fedscaffold.experiments.reproduce.find", lambda name: small(calls))
+    assert command(monkeypatch, capsys, "small", "--out", str(tmp_path))[0] == 0
+    assert calls == [0, 1, 2]
 
 
 def test_the_command(tmp_path, monkeypatch):

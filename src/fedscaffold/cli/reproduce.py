@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,7 +48,12 @@ def reproduce(
     claims = [find(name) for name in (CLAIMS if everything else dict.fromkeys(names or []))]
     _settle()
     began = time.perf_counter()
-    outcomes = _run(claims, size, out, fresh, as_json)
+    try:
+        outcomes = _run(claims, size, out, fresh, as_json)
+    except KeyboardInterrupt:
+        again = "without --fresh " if fresh else ""
+        typer.echo(f"\nfedscaffold: stopped; what was measured is kept: the same command {again}goes on", err=True)
+        return 130
     facts = _facts(time.perf_counter() - began)
     page = _keep(outcomes, out, facts)
     from fedscaffold.experiments.reproduce.page import terminal
@@ -85,23 +91,30 @@ def _run(claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bo
     outcomes: list[Outcome] = []
     for i, claim in enumerate(claims):
         left = sum(c.seconds[size] for c in claims[i:])
-        _tell(
-            f"{i + 1}/{len(claims)} {claim.name}, about {claim.seconds[size]:g} s (all: {left:.0f} s left)\n", as_json
-        )
-        outcome, drawings = run(claim, size, home(), fresh=fresh, tell=lambda line: _tell(f"\r  {line}\x1b[K", as_json))
+        about = claim.seconds[size]
+        _tell(f"{i + 1}/{len(claims)} {claim.name}, about {about:g} s (all: {left:.0f} s left)", as_json)
+        outcome, drawings = run(claim, size, home(), fresh=fresh, tell=partial(_cell, time.time(), about, as_json))
         with paper.style():
             for one in drawings:
                 paper.save(one.figure, out, one.name)
         (out / f"{claim.name}.json").write_text(json.dumps(_plain(outcome), indent=1), encoding="utf-8")
         outcomes.append(outcome)
-        _tell(f"\r  {outcome.verdict}{' (from the cache)' if outcome.cached else ''}\x1b[K\n", as_json)
+        _tell(f"  {outcome.verdict}{' (from the cache)' if outcome.cached else ''}", as_json)
     return outcomes
 
 
-def _tell(text: str, as_json: bool) -> None:
-    if not as_json and sys.stderr.isatty():
-        sys.stderr.write(text)
-        sys.stderr.flush()
+def _cell(since: float, about: float, as_json: bool, line: str) -> None:
+    """A part of a claim is done and kept."""
+    _tell(f"  {line}; {time.time() - since:.0f} s of about {about:g} s", as_json, passing=True)
+
+
+def _tell(line: str, as_json: bool, passing: bool = False) -> None:
+    """Say how far it is, on a terminal in one line that passes; elsewhere, as in a log, line by line."""
+    if as_json:
+        return
+    tty = sys.stderr.isatty()
+    sys.stderr.write(f"\r{line}\x1b[K{'' if passing else chr(10)}" if tty else f"{line}\n")
+    sys.stderr.flush()
 
 
 def _facts(seconds: float) -> dict[str, str]:
