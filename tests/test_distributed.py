@@ -5,14 +5,12 @@ there is once and forks a child for every part, which starts JAX by itself; proc
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import codes_of
 
 CASES = """
 import contextlib, io, json, os, signal, socket, sys, time
@@ -23,6 +21,7 @@ from fedscaffold.experiments import compare, federation, machine
 from fedscaffold.report import page
 from fedscaffold.simulation import engine, hosts
 from fedscaffold.simulation.mesh import Shards
+from forked import child, command, ended
 
 rng = np.random.default_rng(0)
 CLIENTS = [{"x": rng.normal(size=(n, 3)), "y": rng.normal(size=n)} for n in (4, 7, 2, 9, 5, 6, 3)]
@@ -57,33 +56,8 @@ def kept(run):
     arrays |= {"who": run.clients.who}
     return {name: a for name, a in arrays.items() if a is not None}
 
-def child(work):
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            code = work() or 0
-        except SystemExit as end:
-            code = end.code
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
-
-def command(*words):
-    def work():
-        sys.argv = ["fedscaffold", *words]
-        with contextlib.redirect_stdout(io.StringIO()):
-            main()
-    return child(work)
-
-def ended(*pids):
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+def all_ended(*pids):
+    return [ended(pid) for pid in pids]
 
 def address():
     # A free port below those that the system gives to outgoing connections: one of them might take it meanwhile.
@@ -148,7 +122,7 @@ def member(at, number, i, devices):
 codes = []
 for number, devices in ((2, 2), (4, 1)):
     at = address()
-    codes.append(ended(*[member(at, number, i, devices) for i in range(number)]))
+    codes.append(all_ended(*[member(at, number, i, devices) for i in range(number)]))
 """
 
 CONFIG = """
@@ -183,36 +157,26 @@ def struck(pids, victim):
         time.sleep(0.004)
     at = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
-    codes = ended(*pids)
+    codes = all_ended(*pids)
     return [*codes, time.monotonic() - at]
 
-codes = [ended(*team(2, "run", "first.toml"))]
+codes = [all_ended(*team(2, "run", "first.toml"))]
 codes.append(struck(team(2, "run", "first.toml", "--set", "output.dir=runs/killed"), 1))
 codes.append(struck(team(2, "resume", "runs/killed"), 0))
 shutil.copytree("runs/killed", "runs/copy")
-codes.append(ended(*team(2, "resume", "runs/killed")))
-codes.append(ended(command("resume", "runs/copy", "--rounds", "300")))
+codes.append(all_ended(*team(2, "resume", "runs/killed")))
+codes.append(all_ended(command("resume", "runs/copy", "--rounds", "300")))
 codes[-1].append(sum(name.startswith("part-") for name in os.listdir("runs/copy/checkpoint")))
-codes.append(ended(*team(2, "resume", "runs/copy", "--rounds", "500")))
-codes.append(ended(*team(2, "run", "first.toml", "--fresh", each=lambda i: ("--set", f"local.lr=0.{i + 1}"))))
-codes.append(ended(command("run", "first.toml", "--coordinator", address(), "--processes", "2", "--process-id", "1",
-                           "--deadline", "2")))
+codes.append(all_ended(*team(2, "resume", "runs/copy", "--rounds", "500")))
+codes.append(all_ended(*team(2, "run", "first.toml", "--fresh", each=lambda i: ("--set", f"local.lr=0.{i + 1}"))))
+codes.append(all_ended(command("run", "first.toml", "--coordinator", address(), "--processes", "2", "--process-id", "1",
+                               "--deadline", "2")))
 """
 
 
 def forked(script, folder):
-    words = [sys.executable, "-c", CASES + script + "\nprint(json.dumps(codes))"]
-    env = {
-        **os.environ,
-        "PJRT_NPROC": "1",
-        "PYTHONWARNINGS": "ignore",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # half the time of these tests is LLVM's
-    }
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env=env, timeout=500)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    quick = "--xla_backend_optimization_level=0"  # half the time of these tests is LLVM's
+    return codes_of(CASES + script, folder, XLA_FLAGS=quick)
 
 
 def agree(many, one):

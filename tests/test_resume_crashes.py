@@ -5,12 +5,10 @@ imports; a child starts JAX by itself, runs the real command line, and dies by a
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import codes_of
 
 CONFIG = """
 rounds = 2500
@@ -37,30 +35,7 @@ import fedscaffold as fs
 from fedscaffold.cli import deploy, exercise, main, reproduce, resume
 from fedscaffold.experiments import compare, federation, machine
 from fedscaffold.report import page
-
-def child(work):
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = 99
-        try:
-            code = work() or 0
-        except SystemExit as end:
-            code = end.code
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
-
-def command(*words):
-    def work():
-        sys.argv = ["fedscaffold", *words]
-        with contextlib.redirect_stdout(io.StringIO()):
-            main()
-    return child(work)
-
-def ended(pid):
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+from forked import child, command, ended
 
 def newest(folder):
     names = os.listdir(folder) if os.path.exists(folder) else []
@@ -131,17 +106,7 @@ codes.append(ended(child(last)))
 
 def forked(script, folder):
     (folder / "first.toml").write_text(CONFIG)
-    words = [sys.executable, "-c", FORKS + script + "\nprint(json.dumps(codes))"]
-    env = {
-        **os.environ,
-        "PJRT_NPROC": "1",
-        "PYTHONWARNINGS": "ignore",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-    }
-    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # children find the program compiled
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+    return codes_of(FORKS + script, folder)
 
 
 @pytest.fixture(scope="module")
