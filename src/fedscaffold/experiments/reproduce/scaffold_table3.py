@@ -44,6 +44,7 @@ EMNIST = {  # what the quick size runs where EMNIST is there: a sixth of its rec
     "validation": 2000,
     "test": 4000,
     "sgd_grid": [0.1, 0.3, 1.0, 3.0, 10.0],
+    "tune_least": 15,
     "tune_most": 60,
     "seeds": [0, 1, 2],
     "at_once": 3,
