@@ -319,6 +319,7 @@ def test_a_long_claim_says_how_far_it_is_and_how_to_go_on(tmp_path, monkeypatch,
     """Broken off in its third cell: the first two are kept, and told with the time that the whole takes."""
     calls = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("fedscaffold.cli.reproduce.NOW_AND_THEN", -1.0)  # every time
     monkeypatch.setattr("fedscaffold.cli.reproduce._settle", lambda: None)  # JAX is set up for the other tests
     monkeypatch.setattr("fedscaffold.experiments.reproduce.find", lambda name: small(calls, fail_at=2))
     code, _, said = command(monkeypatch, capsys, "small", "--out", str(tmp_path))

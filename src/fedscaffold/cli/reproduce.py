@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from fedscaffold.experiments.reproduce.claim import Claim, Outcome
 
 __all__ = ["reproduce"]
+
+NOW_AND_THEN = 10.0  # seconds
 
 
 @app.command(epilog="Example: fedscaffold reproduce quadratics-fig2 --quick --out runs/reproduce")
@@ -92,29 +93,37 @@ def _run(claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bo
     for i, claim in enumerate(claims):
         left = sum(c.seconds[size] for c in claims[i:])
         about = claim.seconds[size]
-        _tell(f"{i + 1}/{len(claims)} {claim.name}, about {about:g} s (all: {left:.0f} s left)", as_json)
-        outcome, drawings = run(claim, size, home(), fresh=fresh, tell=partial(_cell, time.time(), about, as_json))
+        progress = Progress(about, as_json)
+        progress.say(f"{i + 1}/{len(claims)} {claim.name}, about {about:g} s (all: {left:.0f} s left)\n")
+        outcome, drawings = run(claim, size, home(), fresh=fresh, tell=progress.cell)
         with paper.style():
             for one in drawings:
                 paper.save(one.figure, out, one.name)
         (out / f"{claim.name}.json").write_text(json.dumps(_plain(outcome), indent=1), encoding="utf-8")
         outcomes.append(outcome)
-        _tell(f"  {outcome.verdict}{' (from the cache)' if outcome.cached else ''}", as_json)
+        progress.say(f"  {outcome.verdict}{' (from the cache)' if outcome.cached else ''}\n")
     return outcomes
 
 
-def _cell(since: float, about: float, as_json: bool, line: str) -> None:
-    """A part of a claim is done and kept."""
-    _tell(f"  {line}; {time.time() - since:.0f} s of about {about:g} s", as_json, passing=True)
+class Progress:
+    """How far a claim is: on a terminal in a line that passes; elsewhere, as in a log, a line now and then."""
 
+    def __init__(self, about: float, silent: bool) -> None:
+        self.about, self.silent, self.began, self.said = about, silent, time.monotonic(), time.monotonic()
 
-def _tell(line: str, as_json: bool, passing: bool = False) -> None:
-    """Say how far it is, on a terminal in one line that passes; elsewhere, as in a log, line by line."""
-    if as_json:
-        return
-    tty = sys.stderr.isatty()
-    sys.stderr.write(f"\r{line}\x1b[K{'' if passing else chr(10)}" if tty else f"{line}\n")
-    sys.stderr.flush()
+    def cell(self, line: str) -> None:
+        """A part of the claim is done and kept."""
+        now = time.monotonic()
+        if sys.stderr.isatty() or now - self.said > NOW_AND_THEN:
+            self.said = now
+            self.say(f"  {line}; {now - self.began:.0f} s of about {self.about:g} s")
+
+    def say(self, line: str) -> None:
+        """Write over the line before, if that one did not end."""
+        if not self.silent:
+            text = line.rstrip("\n")
+            sys.stderr.write(line.replace(text, f"\r{text}\x1b[K") if sys.stderr.isatty() else f"{text}\n")
+            sys.stderr.flush()
 
 
 def _facts(seconds: float) -> dict[str, str]:
