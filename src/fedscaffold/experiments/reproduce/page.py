@@ -157,8 +157,8 @@ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inlin
 <b>not</b> otherwise. A check is a criterion of ours, or the paper's own words taken literally; what a size cannot
 decide is marked so and counts for nothing. Numbers stand beside the published ones, or beside expected ones where the
 paper prints none; "planned" ones were measured by other code before this was written. F-numbers name formulas in the
-docstrings of <code>fedscaffold.theory</code>.</p>
-$summary$claims<section><h2>The texts</h2><dl>$texts</dl></section>
+docstrings of <code>fedscaffold.theory</code>; 000 to 004 are the <a href="#texts">texts</a>.</p>
+$summary$claims<section id="texts"><h2>The texts</h2><dl>$texts</dl></section>
 <section><h2>How this was made</h2><dl>$facts</dl></section></body></html>
 """
 
