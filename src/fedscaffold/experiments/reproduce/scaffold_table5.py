@@ -133,7 +133,7 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 10, "full": 16_000},
+    {"quick": 10, "full": 9000},
     depends=fingerprint,
     adapt=adapted,
 )
