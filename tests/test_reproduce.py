@@ -247,7 +247,7 @@ def test_tables_read_the_users_emnist(tmp_path, monkeypatch, without_data):
     emnist.pictures.cache_clear()
     settings = dict(find("table3").sizes["full"]) | {
         "clients": 8, "similarities": [0], "rows": [["scaffold", 1]], "rounds": 2, "tune_least": 1, "tune_most": 1,
-        "grid": [0.1, 0.3], "seeds": [0], "target": 0.99, "validation": 100,
+        "grid": [0.1, 0.3], "seeds": [0], "target": 0.99, "validation": 100, "fixed": [["sgd", 1, 0.01]],
     }  # fmt: skip
     assert "digits stand in" in emnist.pictures("emnist", 100, None, None).about
     keys = []
@@ -262,6 +262,24 @@ def test_tables_read_the_users_emnist(tmp_path, monkeypatch, without_data):
     assert data["dataset"] == "emnist"
     assert data["cells"][0]["lr"] in (0.1, 0.3)
     assert len(data["cells"][0]["runs"]) == 1
+    assert [(cell["method"], cell["lr"], len(cell["runs"])) for cell in data["fixed"]] == [("sgd", 0.01, 1)]
+
+
+def test_a_row_of_sgd_like_that_of_a_small_step_is_said_to_be():
+    def cell(similarity, rounds, lr):
+        run = {"reached": rounds, "rounds": 500}
+        return {"method": "sgd", "epochs": 1, "similarity": similarity, "lr": lr, "runs": [run], "seeds": 1}
+
+    tuned = [cell(0, 39, 1.0), cell(10, 35, 1.0), cell(100, 14, 1.0)]
+    words = {}
+    for last in (264, 500):
+        small = [cell(0, 248, 0.03), cell(10, 248, 0.03), cell(100, last, 0.03)]
+        words[last] = find("table3").errata({"cells": tuned, "fixed": small, "rounds": 500})[-1]
+        assert (
+            f"With a step of 0.03 we find 248, 248, {last}; with a step tuned on a wide grid 39, 35, 14." in words[last]
+        )
+    assert "small step" in words[264]
+    assert "small step" not in words[500]
 
 
 def test_tuning_never_sees_the_test_set(monkeypatch):

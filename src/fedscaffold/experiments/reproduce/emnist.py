@@ -92,21 +92,22 @@ def _pictures(settings: Settings) -> Pictures:
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """All cells, in the order of the table's rows."""
+    """All cells, in the order of the table's rows; then those of `fixed`, whose step size is given and not tuned."""
     held = _pictures(settings)
-    cells = []
+    cells, fixed = [], []
     for similarity in settings["similarities"]:
         both = cache(partial(_problems, held, similarity, settings))  # only made where a cell is not kept yet
         for name, epochs in settings["rows"]:
+            kept = partial(_within, memo, held.key, similarity, name, epochs)
             for cohort in settings["cohorts"]:
-                cells.append(
-                    {"method": name, "epochs": epochs, "similarity": similarity, "cohort": cohort}
-                    | _cell(
-                        both, name, epochs, cohort, settings, partial(_within, memo, held.key, similarity, name, epochs)
-                    )
-                )
+                about = {"method": name, "epochs": epochs, "similarity": similarity, "cohort": cohort}
+                cells.append(about | _cell(both, name, epochs, cohort, settings, kept))
+        for name, epochs, lr in settings.get("fixed", ()):
+            kept = partial(_within, memo, held.key, similarity, f"{name}-{lr}", epochs)
+            about = {"method": name, "epochs": epochs, "similarity": similarity}
+            fixed.append(about | _cell(both, name, epochs, settings["cohorts"][0], settings, kept, lr))
     facts = {"dataset": held.train.name, "target": settings["target"], "rounds": settings["rounds"]}
-    return {"cells": cells, "about": [held.about], **facts}
+    return {"cells": cells, "fixed": fixed, "about": [held.about], **facts}
 
 
 def _within(memo: Memo, data_key: str, similarity: int, name: str, epochs: int, part: str, make: Any) -> Data:
@@ -121,9 +122,13 @@ def _problems(held: Pictures, similarity: int, settings: Settings) -> tuple[Prob
     return made[0], made[1]
 
 
-def _cell(both: Any, name: str, epochs: int, cohort: float | int, settings: Settings, memo: Any) -> Data:
+def _cell(
+    both: Any, name: str, epochs: int, cohort: float | int, settings: Settings, memo: Any, lr: float | None = None
+) -> Data:
     """Tune, then run every seed; a seed more changes no median once most of them have not reached the target."""
-    tuned = memo(f"{cohort}-tuned", lambda: tune(both()[0], name, epochs, cohort, settings))
+    tuned: Data = {"lr": lr, "edge": False, "scores": []}
+    if lr is None:
+        tuned = memo(f"{cohort}-tuned", lambda: tune(both()[0], name, epochs, cohort, settings))
     seeds, at_once, runs = list(settings["seeds"]), settings["at_once"], []
     for i in range(0, len(seeds), at_once):
         some = seeds[i : i + at_once]
