@@ -49,6 +49,7 @@ def same(run, other):
 def signalled(monkeypatch):
     """A function that makes a signal come when a round is over."""
     usual = checkpoint.Checkpoint.after
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
 
     def at(round, number):
         def after(self, now):
@@ -60,6 +61,7 @@ def signalled(monkeypatch):
 
     yield at
     monkeypatch.setattr(checkpoint.Checkpoint, "after", usual)
+    signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedscaffold.experiments.reproduce.claim import Check, Claim, Data, Drawing, Settings, Table, holds
 from fedscaffold.experiments.reproduce.emnist import adapted, fingerprint, measure, median
-from fedscaffold.experiments.reproduce.scaffold_table3 import EMNIST, FULL, QUICK, TIED, no_slower, spread, told
+from fedscaffold.experiments.reproduce.rounds import EMNIST, FULL, QUICK, TIED, no_slower, spread, told
 from fedscaffold.report import paper
 
 __all__ = ["CLAIM"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedscaffold.experiments.reproduce.claim import Check, Claim, Data, Drawing, Settings, Table
 from fedscaffold.experiments.reproduce.emnist import adapted, fingerprint, measure
-from fedscaffold.experiments.reproduce.scaffold_table3 import EMNIST, FULL, QUICK
+from fedscaffold.experiments.reproduce.rounds import EMNIST, FULL, QUICK
 from fedscaffold.report import paper
 
 __all__ = ["CLAIM"]
