@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fedscaffold.experiments.reproduce.claim import Data
 from fedscaffold.experiments.reproduce.emnist import median
 
-__all__ = ["EMNIST", "FULL", "QUICK", "TIED", "no_slower", "spread", "told"]
+__all__ = ["EMNIST", "FULL", "QUICK", "TIED", "edges", "no_slower", "spread", "told"]
 
 QUICK = {
     "dataset": "digits",
@@ -62,6 +62,16 @@ def spread(cell: Data, most: int) -> str:
     """The median of a cell, and the range over its seeds."""
     found = [run["reached"] for run in cell["runs"] if run["reached"] is not None]
     return told(median(cell), most) + (f" ({min(found)}-{max(found)})" if len(set(found)) > 1 else "")
+
+
+def edges(cells: Sequence[Data]) -> str:
+    """Which cells' best step size is the first or the last of the grid: a better one may lie beyond.
+
+    >>> edges([{"method": "sgd", "epochs": 1, "similarity": 0, "edge": True}])
+    ' Best step size at the end of the grid: sgd 1 epochs 0 %.'
+    """
+    found = [f"{c['method']} {c['epochs']} epochs {c['similarity']} %" for c in cells if c["edge"]]
+    return f" Best step size at the end of the grid: {', '.join(found)}." if found else ""
 
 
 def reached(cell: Data) -> list[float]:

@@ -18,7 +18,7 @@ from fedscaffold.experiments.reproduce.claim import (
     holds,
 )
 from fedscaffold.experiments.reproduce.emnist import adapted, fingerprint, measure, median
-from fedscaffold.experiments.reproduce.rounds import EMNIST, FULL, QUICK, TIED, no_slower, spread, told
+from fedscaffold.experiments.reproduce.rounds import EMNIST, FULL, QUICK, TIED, edges, no_slower, spread, told
 from fedscaffold.report import paper
 
 __all__ = ["CLAIM"]
@@ -205,8 +205,7 @@ def _everywhere(cells: dict[tuple[str, int, int], Data], ties: bool) -> list[Che
 def tables(data: Data) -> list[Table]:
     """The table of the paper, a similarity each, published and measured side by side."""
     note = f"Data: {data['dataset']}, target {data['target']}; steps tuned on held-out records. Published: EMNIST, 0.5."
-    edge = [f"{c['method']} {c['epochs']} epochs {c['similarity']} %" for c in data["cells"] if c["edge"]]
-    note += f" Best step size at the end of the grid: {', '.join(edge)}." if edge else ""
+    note += edges(data["cells"])
     by = {
         s: [c for c in data["cells"] if c["similarity"] == s]
         for s in dict.fromkeys(c["similarity"] for c in data["cells"])
