@@ -11,7 +11,7 @@ import pytest
 from fedscaffold.algorithms import fedavg, scaffold
 from fedscaffold.checks import InputError
 from fedscaffold.cli import main
-from fedscaffold.experiments.reproduce import ALIASES, CLAIMS, cache, emnist, find, judged, reproduce
+from fedscaffold.experiments.reproduce import ALIASES, CLAIMS, cache, emnist, find, judged, reproduce, speedup_fig1
 from fedscaffold.experiments.reproduce.by_hand import play, quadratic_gradients
 from fedscaffold.experiments.reproduce.claim import Check, Claim, Table, at_least, at_most, verdict
 from fedscaffold.experiments.reproduce.page import page, terminal
@@ -280,6 +280,14 @@ def test_a_row_of_sgd_like_that_of_a_small_step_is_said_to_be():
         )
     assert "small step" in words[264]
     assert "small step" not in words[500]
+
+
+@pytest.mark.parametrize(("seeds", "last", "passed"), [(48, 0.031, True), (48, 0.02, False), (24, 0.031, None)])
+def test_a_variance_is_judged_only_where_there_are_seeds_enough(seeds, last, passed):
+    """N Var for three N, each beside a bias that is larger: what counts is the variance alone."""
+    scaled = {10: 0.032, 100: 0.033, 1000: last}
+    cells = {n: {"curve": np.array([9.0, 1e-4 + v / n]), "bias": 1e-4, "seeds": seeds} for n, v in scaled.items()}
+    assert speedup_fig1._constant("N Var", cells).passed is passed
 
 
 def test_tuning_never_sees_the_test_set(monkeypatch):
