@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fedscaffold.experiments.reproduce.claim import Data
 from fedscaffold.experiments.reproduce.emnist import median
 
-__all__ = ["EMNIST", "FULL", "QUICK", "TIED", "edges", "no_slower", "spread", "told"]
+__all__ = ["EMNIST", "FULL", "QUICK", "TIED", "edges", "no_slower", "over", "spread", "told"]
 
 QUICK = {
     "dataset": "digits",
@@ -62,6 +62,15 @@ def spread(cell: Data, most: int) -> str:
     """The median of a cell, and the range over its seeds."""
     found = [run["reached"] for run in cell["runs"] if run["reached"] is not None]
     return told(median(cell), most) + (f" ({min(found)}-{max(found)})" if len(set(found)) > 1 else "")
+
+
+def over(first: float, second: float) -> float | None:
+    """The ratio of two numbers of rounds; None where one was not reached.
+
+    >>> over(3.0, 2.0), over(3.0, math.inf)
+    (1.5, None)
+    """
+    return first / second if math.isfinite(first) and math.isfinite(second) else None
 
 
 def edges(cells: Sequence[Data]) -> str:

@@ -18,7 +18,7 @@ from fedscaffold.experiments.reproduce.claim import (
     holds,
 )
 from fedscaffold.experiments.reproduce.emnist import adapted, fingerprint, measure, median
-from fedscaffold.experiments.reproduce.rounds import EMNIST, FULL, QUICK, TIED, edges, no_slower, spread, told
+from fedscaffold.experiments.reproduce.rounds import EMNIST, FULL, QUICK, TIED, edges, no_slower, over, spread, told
 from fedscaffold.report import paper
 
 __all__ = ["CLAIM"]
@@ -221,16 +221,12 @@ def _table(similarity: int, cells: Sequence[Data], note: str) -> Table:
     for cell in cells:
         known, found = PUBLISHED[cell["method"], cell["epochs"]][column], median(cell)
         label, most = paper.METHODS[cell["method"]].label, max(run["rounds"] for run in cell["runs"])
-        gains = base / known if math.isfinite(known) else f"below {base / 1000:.2g}", _over(mine, found)
+        gains = base / known if math.isfinite(known) else f"below {base / 1000:.2g}", over(mine, found)
         rows.append(
-            [label, cell["epochs"], told(known, 1000), spread(cell, most), _over(found, known), *gains, cell["lr"]]
+            [label, cell["epochs"], told(known, 1000), spread(cell, most), over(found, known), *gains, cell["lr"]]
         )
     head = ["method", "epochs", "published", "median (seeds)", "ratio", "speed-up on SGD, published", "measured", "lr"]
     return Table(f"Rounds to the target accuracy, similarity {similarity} %", head, rows, note)
-
-
-def _over(first: float, second: float) -> float | None:
-    return first / second if math.isfinite(first) and math.isfinite(second) else None
 
 
 def draw(data: Data) -> list[Drawing]:

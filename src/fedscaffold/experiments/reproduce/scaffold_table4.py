@@ -7,7 +7,7 @@ from typing import Any
 
 from fedscaffold.experiments.reproduce.claim import Check, Claim, Data, Drawing, Settings, Table, holds
 from fedscaffold.experiments.reproduce.emnist import adapted, fingerprint, measure, median
-from fedscaffold.experiments.reproduce.rounds import EMNIST, FULL, QUICK, TIED, edges, no_slower, spread, told
+from fedscaffold.experiments.reproduce.rounds import EMNIST, FULL, QUICK, TIED, edges, no_slower, over, spread, told
 from fedscaffold.report import paper
 
 __all__ = ["CLAIM"]
@@ -124,7 +124,7 @@ def _table(similarity: int, cells: dict[tuple[str, int, int], Data], note: str) 
         if s != similarity:
             continue
         known, mine = PUBLISHED[name, s][cohort], median(cell)
-        ratio = mine / known if math.isfinite(mine) and math.isfinite(known) else None
+        ratio = over(mine, known)
         theirs = known / PUBLISHED[name, s][20] if math.isfinite(known) else "5.6+"
         most = max(run["rounds"] for run in cell["runs"])
         slow = slow_down(cells, name, s, cohort)
