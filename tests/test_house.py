@@ -1,4 +1,4 @@
-"""The house rules that a machine can keep: who imports whom, what loads JAX, how long a file may be."""
+"""The house rules that a machine can keep: who imports whom, what loads JAX, how long a function may be."""
 
 import ast
 import re
@@ -134,11 +134,9 @@ def test_light_things_load_no_jax(code):
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
-def test_files_and_functions_stay_small():
+def test_functions_stay_small():
     for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        assert len(text.splitlines()) <= 320, path
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
                 body = [n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
                 size = node.end_lineno - body[0].lineno + 1 if body else 0
