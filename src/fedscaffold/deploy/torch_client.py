@@ -6,10 +6,14 @@
 `model()` makes the module, `loss(module, batch)` the mean loss over a batch (None: skip this batch), `data(site)` the
 site's records: a tuple of tensors or a `Dataset`, cut into batches by the settings, or a `DataLoader`, used as it is.
 
-The module's trained parameters become views of one flat vector y, and their gradients views of another, so that a step
-adds the flat shift once, for all layers at a time. Parameters that need no gradient stay what `model()` made them.
-Buffers (BatchNorm's running means) are no parameters: they get no correction and travel apart, by name. A step counts
-when the optimiser performed it: one that a `GradScaler` skipped leaves no trace in the mean direction.
+The local model is one flat vector y; a step adds the flat shift to the flat gradient once, for all layers at a time.
+After every backward pass the gradients are read from the parameters, and after every step the parameters are written
+from y (or read, where the app's own optimiser moved them): nothing depends on what a loss does to `.grad` or to where
+a tensor lies in memory. A loss that changes the parameters themselves is refused.
+
+Parameters that need no gradient stay what `model()` made them, and must be the same at every site. Buffers (BatchNorm's
+running means) are no parameters: they get no correction and travel apart, by name. A step counts when the optimiser
+performed it: one that a `GradScaler` skipped leaves no trace in the mean direction.
 """
 
 from __future__ import annotations
@@ -78,16 +82,17 @@ class TorchLearner:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.module = model().to(device=self.device, dtype=self.dtype)
+        self.parameters = dict(self.module.named_parameters(remove_duplicate=False))
         self.trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         saved = self.module.state_dict().keys()
-        self.kept = {name: b for name, b in self.module.named_buffers() if name in saved}
-        self.buffers = {name: b.detach().cpu().numpy().copy() for name, b in self.kept.items()}
+        self.kept = tuple(name for name, _ in self.module.named_buffers() if name in saved)
+        self.buffers = self._read_buffers()
         arrays = {name: p.detach().cpu().numpy() for name, p in self.trained.items()}
         self.schema = Schema.of(arrays, precision, self.buffers)
         self.start = self.schema.flatten(arrays)
         self.y = torch.from_numpy(self.start.copy()).to(self.device)
         self.g = torch.zeros_like(self.y)
-        self._share_memory()
+        self._write_parameters()
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
@@ -101,18 +106,29 @@ class TorchLearner:
 
         return Site(number, train, lambda x, buffers: self._evaluate(x, buffers, self.test(name)))
 
-    def _share_memory(self) -> None:
-        """Make every parameter a view of y and its gradient a view of g."""
-        values, gradients = self.schema.unflatten(self.y), self.schema.unflatten(self.g)
-        for name, parameter in self.trained.items():
-            parameter.data = values[name]
-            parameter.grad = gradients[name]
+    def _write_parameters(self) -> None:
+        """Bring y into the module."""
+        with torch.no_grad():
+            for name, values in self.schema.unflatten(self.y).items():
+                self.trained[name].copy_(values)
+
+    def _read_parameters(self) -> None:
+        """Bring the module, which its own optimiser has moved, into y."""
+        for name, values in self.schema.unflatten(self.y).items():
+            values.copy_(self.trained[name].detach())
+
+    def _read_buffers(self) -> dict[str, Array]:
+        """The buffers of now: a module may bind a name to another tensor."""
+        now = dict(self.module.named_buffers())
+        return {name: now[name].detach().cpu().numpy().copy() for name in self.kept}
 
     def _load(self, x: Array, buffers: dict[str, Array]) -> None:
+        self.y.copy_(torch.from_numpy(x.copy()))
+        self._write_parameters()
+        now = dict(self.module.named_buffers())
         with torch.no_grad():
-            self.y.copy_(torch.from_numpy(x.copy()))
             for name, value in buffers.items():
-                self.kept[name].copy_(torch.from_numpy(value.copy()))
+                now[name].copy_(torch.from_numpy(value.copy()))
 
     def _train(self, work: Work, records: Any) -> Trained:
         """K local steps from x; the mean direction where it is wanted."""
@@ -129,13 +145,14 @@ class TorchLearner:
                 at_x = algorithm.direction(self._full_gradient(records), x, x, shift).cpu().numpy()
                 self._load(work.x, work.buffers)  # that pass has moved running means
             total, steps = self._descend(work, records, x, shift)
-        buffers = {name: b.detach().cpu().numpy().copy() for name, b in self.kept.items()}
         mean = (total / max(steps, 1)).cpu().numpy() if work.collect else None
-        return Trained(self.y.cpu().numpy().copy(), steps, mean if at_x is None else at_x, buffers)
+        return Trained(self.y.cpu().numpy().copy(), steps, mean if at_x is None else at_x, self._read_buffers())
 
     def _descend(self, work: Work, records: Any, x: Tensor, shift: Tensor) -> tuple[Tensor, int]:
         """The steps; returns the sum of the directions performed, and how many they were."""
-        optimizer, flat = self._make_optimizer(work.local)
+        own = work.local.optimizer == "own"
+        targets = self.trained if own else {"y": torch.nn.Parameter(self.y)}  # which shares the memory of y
+        optimizer = self._make_optimizer(work.local, targets)
         scaler = None if self.scaler is None else self.scaler()
         total, d, steps = torch.zeros_like(self.y), self.g, 0
 
@@ -147,63 +164,110 @@ class TorchLearner:
 
         optimizer.register_step_post_hook(performed)
         for batch in _batches(records, work.local, work.seed, work.algorithm.one_step):
-            flat.grad = self.g
+            scales = None if batch is None else scaler
             if batch is None:
                 self.g.copy_(self._full_gradient(records))
-            elif not self._backward(batch, scaler, optimizer):
+            elif not self._gradient(batch, scales):
                 continue
-            with torch.no_grad():
-                d = work.algorithm.direction(self.g, self.y, x, shift)
-                flat.grad = d
-                if work.local.optimizer == "own" and d is not self.g:
-                    self.g.copy_(d)  # it looks at the parameters' own gradients
-            if scaler is None or batch is None:
+            if scales is not None:
+                given = self._give(self.g, targets)
+                scales.unscale_(optimizer)
+                self.g.copy_(torch.cat([grad.reshape(-1) for grad in given.values()]))
+            d = work.algorithm.direction(self.g, self.y, x, shift)
+            given = self._give(d, targets)
+            if scales is None:
                 optimizer.step()
             else:
-                scaler.step(optimizer)
-                scaler.update()
+                scales.step(optimizer)
+                scales.update()
+            if own:
+                _check_taken(targets, given)
+                self._read_parameters()
+            else:
+                self._write_parameters()
         return total, steps
+
+    def _give(self, d: Tensor, targets: dict[str, Any]) -> dict[str, Tensor]:
+        """Make d the gradient of what the optimiser moves: copies, as it may work on them in place."""
+        parts = self.schema.unflatten(d) if targets is self.trained else {"y": d}
+        given = {name: part.clone() for name, part in parts.items()}
+        for name, grad in given.items():
+            targets[name].grad = grad
+        return given
 
     def _loss(self, batch: Batch) -> Tensor | None:
         value = self.loss(self.module, batch)
-        if value is not None:
-            one_number("loss(module, batch)", value.shape)
+        if value is None:
+            return None
+        if not isinstance(value, torch.Tensor):
+            raise InputError(
+                f"loss(module, batch) must return a tensor, or None to skip a batch, got {type(value).__name__}"
+            )
+        one_number("loss(module, batch)", value.shape)
         return value
 
-    def _backward(self, batch: Batch, scaler: Any, optimizer: Any) -> bool:
-        """The gradient of a batch in g; False where the loss says to skip it."""
-        self.g.zero_()
+    def _gradient(self, batch: Batch, scaler: Any = None) -> bool:
+        """The gradient of a batch (scaled, by a scaler) in g; False where the loss says to skip it."""
         value = self._loss(_moved(batch, self.device))
         if value is None:
             return False
-        if scaler is None:
-            value.backward()
-        else:
-            scaler.scale(value).backward()
-            scaler.unscale_(optimizer)
+        for parameter in self.trained.values():
+            parameter.grad = None  # whatever the loss left there is no gradient of its value
+        if value.requires_grad:
+            (value if scaler is None else scaler.scale(value)).backward()
+        self._check_untouched()
+        grads = {name: parameter.grad for name, parameter in self.trained.items()}
+        if all(grad is None for grad in grads.values()):
+            raise InputError(
+                "loss(module, batch) has no gradient in any trained parameter: it was detached, or made of "
+                "something else than the module; return None to skip a batch"
+            )
+        for name, part in self.schema.unflatten(self.g).items():
+            grad = grads[name]
+            part.zero_() if grad is None else part.copy_(grad.to_dense() if grad.is_sparse else grad)
         return True
+
+    def _check_untouched(self) -> None:
+        """Refuse a loss that has changed the parameters: only steps may, or the mean direction is not x - y."""
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        values, moved = self.schema.unflatten(self.y), {id(p) for p in self.trained.values()}
+        for name, parameter in (self.parameters | now).items():
+            if now.get(name) is not self.parameters.get(name):
+                done = "replaced"
+            elif parameter.requires_grad != (id(parameter) in moved):
+                done = "froze or unfroze"
+            elif name in values and not _same_bits(parameter.detach(), values[name]):
+                done = "changed"
+            else:
+                continue
+            raise InputError(
+                f"loss(module, batch) {done} the parameter {name!r}; only the optimiser may: "
+                "write a constraint as a function in forward, or as torch.nn.utils.parametrize"
+            )
 
     def _full_gradient(self, records: Any) -> Tensor:
         """The mean gradient over all records, batch by batch."""
         total, number = torch.zeros_like(self.g), 0
         for batch in _passes(records):
-            if self._backward(batch, None, None):
+            if self._gradient(batch):
                 size = _rows(batch)
                 total.add_(self.g, alpha=size)
                 number += size
         return total / max(number, 1)
 
-    def _make_optimizer(self, local: Local) -> tuple[Any, Any]:
-        """The optimiser of one round, on the flat vector or the app's own on the module; and the flat parameter."""
-        flat = torch.nn.Parameter(self.y)  # shares its memory
+    def _make_optimizer(self, local: Local, targets: dict[str, Any]) -> Any:
+        """The optimiser of one round: on the flat vector, or the app's own on the module."""
         if local.optimizer == "own":
             if self.optimizer is None:
                 raise InputError('local.optimizer = "own" needs TorchLearner(..., optimizer=module -> optimiser)')
-            return self.optimizer(self.module), flat
+            own = self.optimizer(self.module)
+            _check_optimizer(own, targets, self.parameters)
+            return own
+        flat = list(targets.values())
         if local.optimizer == "adam":
-            return torch.optim.Adam([flat], lr=local.lr), flat
+            return torch.optim.Adam(flat, lr=local.lr)
         momentum = local.momentum if local.optimizer == "momentum" else 0.0
-        return torch.optim.SGD([flat], lr=local.lr, momentum=momentum), flat
+        return torch.optim.SGD(flat, lr=local.lr, momentum=momentum)
 
     def _evaluate(self, x: Array, buffers: dict[str, Array], records: Any) -> dict[str, float]:
         """Means of the loss and the metrics over the records, in eval mode."""
@@ -216,12 +280,40 @@ class TorchLearner:
             for batch in _passes(records):
                 moved, size = _moved(batch, self.device), _rows(batch)
                 value = self._loss(moved)
-                means = {} if self.metrics is None else self.metrics(self.module, moved)
+                means = {} if self.metrics is None else dict(self.metrics(self.module, moved))
                 means |= {} if value is None else {"loss": float(value)}
                 for name, mean in means.items():
                     sums[name] = sums.get(name, 0.0) + size * float(mean)
                     counts[name] = counts.get(name, 0) + size
         return {name: total / counts[name] for name, total in sums.items()}
+
+
+def _check_optimizer(optimizer: Any, trained: dict[str, Any], parameters: dict[str, Any]) -> None:
+    """Refuse an optimiser that does not move exactly what the federation trains."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer(module) must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in trained.items() if id(p) not in moved]
+    if left:
+        raise InputError(f"the optimiser leaves out {left[0]!r}, which is trained; requires_grad_(False) freezes it")
+    if moved - {id(p) for p in parameters.values()}:
+        raise InputError("the optimiser moves parameters that are none of the module's; make them part of the module")
+
+
+def _check_taken(targets: dict[str, Any], given: dict[str, Tensor]) -> None:
+    """Refuse an optimiser that steps along gradients of its own making: the correction never reaches the model."""
+    for name, grad in given.items():
+        if targets[name].grad is not None and targets[name].grad is not grad:
+            raise InputError(
+                f"the optimiser replaced the gradient of {name!r} by one of its own, without the correction; "
+                "take one that steps along .grad as it finds it"
+            )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype are the same, NaN included."""
+    bits = torch.int64 if a.dtype == torch.float64 else torch.int32
+    return a.dtype == b.dtype and bool(torch.equal(a.view(bits), b.view(bits)))
 
 
 def _batches(records: Any, local: Local, seed: int, one_step: bool) -> Iterator[Batch]:
