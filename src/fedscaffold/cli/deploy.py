@@ -138,15 +138,18 @@ def status(
 ) -> int:
     """Show who is in, when each was last heard, whom the round waits for, and whether the audit log is whole."""
     from fedscaffold.deploy.audit import verified
+    from fedscaffold.deploy.store import seen
 
     home = next((folder for folder in (out, out / "server") if (folder / "status.json").is_file()), None)
     if home is None:
         raise InputError(f"{out} has no status.json: nothing was started there")
     now = json.loads((home / "status.json").read_text(encoding="utf-8"))
-    events = verified(home / "audit.jsonl")
+    kept = seen(home / "state")
+    events = verified(home / "audit.jsonl", None if kept is None else kept.audit)
     refused = [event for event in events if event["event"] == "refused"]
-    answer = {**now, "audit_events": len(events), "refused": refused[-10:]}
-    say(answer, _status_lines(now, len(events), refused), as_json)
+    broken = [f"broken {event['at']}: {event['note']}" for event in events if event["event"] == "broken"]
+    answer = {**now, "audit_events": len(events), "audit_broken": broken, "refused": refused[-10:]}
+    say(answer, [*_status_lines(now, len(events), refused), *(f"  {line}" for line in broken)], as_json)
     return 0
 
 
@@ -162,18 +165,19 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
         )
     lines += [f"  {site}: absent" for site in now["absent"]]
     lines += [f"  refused {event['at']} {event['site']}: {event['reason']}" for event in refused[-5:]]
+    lines += [f"  warning: {said}" for said in now.get("warnings", [])]
     return [*lines, f"audit log: {events} events, chain whole"]
 
 
 def _fresh(out: Path, folder: Path, engine: str) -> None:
     """Refuse a folder in use; note what runs there, for `resume`."""
+    from fedscaffold.deploy.apps import note
+
     if (out / "deployment.json").exists():
         raise InputError(f"{out} holds a deployment; `fedscaffold deploy resume {out}` goes on, or give another --out")
     if not (folder / "federation.toml").is_file():
         raise FileNotFoundError(f"{folder / 'federation.toml'} not found; `fedscaffold deploy new DIR` writes one")
-    out.mkdir(parents=True, exist_ok=True)
-    facts = json.dumps({"app": str(folder.resolve()), "engine": engine})
-    (out / "deployment.json").write_text(facts + "\n", encoding="utf-8")
+    note(out, folder, engine)
 
 
 def _in_process(folder: Path, out: Path, rounds: int | None, as_json: bool) -> int:

@@ -12,6 +12,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.cli.verbs import prepared, say
 
 if TYPE_CHECKING:
+    from fedscaffold.deploy.audit import Head
     from fedscaffold.deploy.store import Kept
     from fedscaffold.experiments.findings import Finding
 
@@ -19,6 +20,7 @@ __all__ = ["look"]
 
 MARKS = {"ok": "  ok   ", "watch": "  watch", "wrong": "  WRONG"}
 STUCK = 3  # rounds in a row without a quorum
+COMPARE = "compare the log with a copy; the state itself is checked apart"
 
 
 def look(folder: Path, data: str | None, as_json: bool) -> int:
@@ -66,7 +68,7 @@ def _server(folder: Path) -> tuple[str, int, list[Finding]]:
     kept = seen(folder / "state")
     if kept is None:
         raise InputError(f"{folder} holds a server that has not committed anything yet")
-    state, (events, found) = kept.state, _log(folder / "audit.jsonl")
+    state, (events, found) = kept.state, _log(folder / "audit.jsonl", kept.audit)
     found += [Finding("checkpoint", "watch", f"{one}.", "look at the disk") for one in kept.warnings]
     title = f"deployed server, {len(state.roster)} sites, {state.round} rounds"
     memory = _memory(kept, events) if state.c is not None and state.roster else None
@@ -102,21 +104,19 @@ def _memory(kept: Kept, events: list[dict[str, Any]]) -> Any:
     return Memory(sites.__getitem__, weights, c, mean, None, norms, scale, state.round, state.x.dtype, at, share)
 
 
-def _log(path: Path) -> tuple[list[dict[str, Any]], list[Finding]]:
+def _log(path: Path, head: Head | None) -> tuple[list[dict[str, Any]], list[Finding]]:
     """The audit log, and what it says: a broken chain, rounds that failed, replies that were refused."""
     from fedscaffold.deploy.audit import verified
     from fedscaffold.experiments.findings import Finding, listed
 
     try:
-        events = verified(path)
+        events = verified(path, head)
     except InputError as error:
-        return [], [
-            Finding("audit", "wrong", f"{error}.", "compare the log with a copy; the state itself is checked apart")
-        ]
+        return [], [Finding("audit", "wrong", f"{error}.", COMPARE)]
     ends = [e["event"] for e in events if e["event"] in ("committed", "abandoned")]
     failed = next((i for i, event in enumerate(reversed(ends)) if event == "committed"), len(ends))
     refused = Counter(str(e.get("site")) for e in events if e["event"] == "refused")
-    found = []
+    found = [Finding("audit", "wrong", f"{e['note']}.", COMPARE) for e in events if e["event"] == "broken"]
     if failed >= STUCK:
         said = f"The last {failed} rounds were abandoned for want of a quorum."
         found.append(
@@ -128,7 +128,7 @@ def _log(path: Path) -> tuple[list[dict[str, Any]], list[Finding]]:
         do = f"the reasons are in {path.name}"
         found.append(Finding("refusals", "watch", said, do, float(sum(refused.values())), sites))
     if not found:
-        done = sum(event == "committed" for event in ends)
+        done = len({e["round"] for e in events if e["event"] == "committed"})
         found = [
             Finding("audit", "ok", f"The log is whole: {len(events)} events, {done} rounds committed.", number=done)
         ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.client import Learner
 from fedscaffold.deploy.settings import Settings, load
+from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["APP", "TOML", "learner_of", "open_app"]
+__all__ = ["APP", "TOML", "learner_of", "note", "open_app"]
 
 APP, TOML = "app.py", "federation.toml"
 
@@ -19,6 +21,13 @@ def open_app(folder: Path) -> tuple[Settings, Learner]:
     """The settings and the learner of an app's folder."""
     settings = load(Path(folder) / TOML)
     return settings, learner_of(Path(folder), settings)
+
+
+def note(out: Path, folder: Path, engine: str) -> None:
+    """Make the folder of a run, open to its owner only, and note which app runs there."""
+    make_folder(out.absolute().parent)
+    make_folder(out, private=True)
+    write_private(out / "deployment.json", json.dumps({"app": str(folder.resolve()), "engine": engine}) + "\n")
 
 
 def learner_of(folder: Path, settings: Settings) -> Learner:

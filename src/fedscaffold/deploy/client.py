@@ -18,7 +18,7 @@ from fedscaffold.algorithms import Algorithm, travelled
 from fedscaffold.deploy import gate
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.memory import Lost, held, wait_for_word
-from fedscaffold.deploy.schema import Array, Blob, Fact, Packet, Schema, blob, fingerprint
+from fedscaffold.deploy.schema import Array, Fact, Packet, Schema, blob, fingerprint
 from fedscaffold.deploy.settings import Local, Settings, algorithm_of
 from fedscaffold.state import commit as keep
 from fedscaffold.state import latest
@@ -160,7 +160,7 @@ def _trained(
     if settings.local.buffers == "average":
         blobs |= {f"buffer.{key}": blob(value) for key, value in done.buffers.items()}
     elif done.buffers:
-        keep(own / "buffers", done.buffers, {"kind": "buffers"})
+        keep(own / "buffers", done.buffers, {"kind": "buffers"}, private=True)
     told: dict[str, Fact] = {"records": site.records, "steps": done.steps, "memory": memory}
     return Packet({**facts, "kind": "train", **told, **metrics}, blobs)
 
@@ -170,13 +170,8 @@ def _buffers(request: Packet, learner: Learner, settings: Settings, own: Path) -
     if settings.local.buffers == "local":
         kept = latest(own / "buffers")
         return dict(learner.buffers) if kept is None else kept.arrays
-    out = {}
-    for name, shape, dtype in learner.schema.buffers:
-        item = request.blobs.get(f"buffer.{name}")
-        if not isinstance(item, Blob) or (item.shape, item.dtype) != (shape, dtype):
-            raise Refused("schema", f"no buffer {name} came along")
-        out[name] = np.frombuffer(item.data, np.dtype(dtype).newbyteorder("<")).reshape(shape).astype(dtype)
-    return out
+    kinds = learner.schema.buffers
+    return {name: gate.array_of(request, f"buffer.{name}", shape, dtype).copy() for name, shape, dtype in kinds}
 
 
 def _metrics(site: Site, x: Array, buffers: dict[str, Array]) -> dict[str, float]:

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 from fedscaffold.deploy.client import Learner, answer, greeting
 from fedscaffold.deploy.gate import Refused
+from fedscaffold.deploy.rounds import shares
 from fedscaffold.deploy.schema import Packet
 from fedscaffold.deploy.server import Outcome, Server
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.state import tensors
+from fedscaffold.state.files import create, write_private
 
 __all__ = ["InProcess", "Stopped", "Summary", "Transport", "drive"]
 
@@ -127,7 +129,7 @@ def save_model(server: Server, path: Path) -> None:
     """Write the model as named arrays in a safetensors file; whole or not at all."""
     arrays = {**server.schema.unflatten(server.state.x), **server.state.buffers}
     temporary = path.with_name(path.name + ".part")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    fd = create(temporary, private=True)
     try:
         tensors.write(fd, tensors.encode(arrays, {"round": str(server.state.round), "run": server.run}))
     finally:
@@ -185,16 +187,21 @@ def _record(server: Server, outcome: Outcome) -> None:
 
 
 def _line(server: Server, row: dict[str, Any]) -> None:
-    with (server.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    path = server.folder / "metrics.jsonl"
+    if not path.exists():
+        write_private(path, "")
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def _status(server: Server, phase: str) -> None:
     """Write status.json for `deploy status`; only a view, so it need not be durable, but it is never half written."""
     now, wall = server.clock(), time.time()
+    p = shares(server.roster)
     sites = {
         site: {
             "records": member.records,
+            "share": p[site],
             "counted_in_round": member.applied,
             "last_seen": None if site not in server.seen else wall - (now - server.seen[site]),
             "told": member.told,
@@ -214,7 +221,6 @@ def _status(server: Server, phase: str) -> None:
         "at": wall,
         "pid": os.getpid(),
         "sites": sites,
+        "warnings": server.warnings,
     }
-    path = server.folder / "status.json"
-    path.with_name("status.json.part").write_text(json.dumps(status), encoding="utf-8")
-    path.with_name("status.json.part").replace(path)
+    write_private(server.folder / "status.json", json.dumps(status))

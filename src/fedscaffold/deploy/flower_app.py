@@ -26,6 +26,7 @@ from fedscaffold.deploy.client import answer
 from fedscaffold.deploy.drive import Stopped, drive
 from fedscaffold.deploy.schema import Blob, Packet
 from fedscaffold.deploy.server import Server
+from fedscaffold.state.files import make_folder, write_private
 
 __all__ = ["FlowerTransport", "client_app", "from_record", "server_app", "to_record"]
 
@@ -160,7 +161,7 @@ def _folder() -> Path:
 def serve(grid: Grid, context: Context) -> None:
     """Run the federation; its state, log and model lie in the folder that the run's `home` names."""
     home = Path(str(context.run_config["home"]))
-    home.mkdir(parents=True, exist_ok=True)
+    make_folder(home, private=True)
     outcome: dict[str, Any] = {}
     try:
         settings, learner = open_app(_folder())
@@ -171,9 +172,8 @@ def serve(grid: Grid, context: Context) -> None:
         outcome = {"error": str(error)}
         raise
     finally:
-        part = home / "outcome.json.part"
-        part.write_text(json.dumps(outcome or {"error": "the server app failed; see its log"}), encoding="utf-8")
-        part.replace(home / "outcome.json")
+        said = outcome or {"error": "the server app failed; see its log"}
+        write_private(home / "outcome.json", json.dumps(said))
 
 
 def _answered(message: Message, context: Context) -> Message:

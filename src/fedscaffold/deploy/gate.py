@@ -6,7 +6,8 @@
     not finite    every number is one
     stale         it answers this round and this request (round and nonce), and none before
     implausible   as many records as registered, at least one step and no more than asked for
-    norm          optionally, the pair (move, change of c_i) is not longer than the cap (clipped where the server can)
+    overflow      what the server makes of it, scaled and added up, is finite as well
+    norm          the pair (move, change of c_i) does not drown the others' replies, and with `deploy.clip` is clipped
 
 Replies come from machines of others. Nothing here trusts a type, a length or a number; whatever is wrong raises
 `Refused` with the reason, and never anything else.
@@ -15,23 +16,28 @@ Replies come from machines of others. Nothing here trusts a type, a length or a 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedscaffold.deploy.schema import Array, Blob, Packet, Schema
 
-__all__ = ["Asked", "Refused", "Update", "admit", "clipped", "norm_of", "text", "vector", "whole"]
+__all__ = [
+    "Asked", "Refused", "Update", "admit", "array_of", "clipped", "finite", "fresh", "length_of", "measured",
+    "outsized", "said", "shown", "text", "vector", "whole",
+]  # fmt: skip
 
 MOST_FACTS = 64
 MOST_TEXT = 500
+HEADROOM = 8.0  # how often the largest length that is let in still fits the model's type: a sum and a difference do
 
 
 class Refused(ValueError):
     """A message that was not let in: `code` is the test it failed, the text says what was wrong."""
 
     def __init__(self, code: str, sentence: str) -> None:
-        super().__init__(f"{code}: {sentence}")
+        super().__init__(f"{code}: {sentence}"[:MOST_TEXT])
         self.code = code
 
 
@@ -59,6 +65,8 @@ class Update(NamedTuple):
     memory: str
     """Digest of the c_i that the client now holds in waiting; "" where the server keeps them."""
     metrics: dict[str, float]
+    length: float = 0.0
+    """Of the pair (move, change of c_i), in units of the model; of c_i where that is reported."""
 
 
 def admit(packet: Packet, asked: Asked) -> Update:
@@ -104,39 +112,97 @@ def fresh(packet: Packet, asked: Asked) -> None:
         raise Refused("stale", f"a reply to another request of round {round_}")
 
 
-def clipped(update: Update, c: Array | None, travel: float, cap: float) -> tuple[Update, float]:
+def measured(update: Update, c: Array | None, travel: float) -> Update:
+    """The update with the length of its pair; refused where the model's type could not hold what is made of it.
+
+    >>> update = Update({"d": np.array([3.0, 4.0])}, 2, {}, "", {})
+    >>> measured(update, None, 2.0).length
+    10.0
+    >>> measured(update._replace(vectors={"d": np.array([1e308, 1e308])}), None, 2.0)
+    Traceback (most recent call last):
+    fedscaffold.deploy.gate.Refused: overflow: numbers up to 1e+308 do not fit float64 when they are added up
+    """
+    move, change = _pair(update, c, travel)
+    length = math.hypot(length_of(move), 0.0 if change is None else travel * length_of(change))
+    longest = max(length, *(length_of(vector) for vector in update.vectors.values()))
+    (dtype,) = {vector.dtype for vector in update.vectors.values()}
+    if not longest < float(np.finfo(dtype).max) / HEADROOM:
+        most = max(float(np.abs(vector).max(initial=0.0)) for vector in update.vectors.values())
+        raise Refused("overflow", f"numbers up to {most:.3g} do not fit {dtype} when they are added up")
+    return update._replace(length=length)
+
+
+def clipped(update: Update, c: Array | None, travel: float, cap: float) -> Update:
     """Shorten the pair (move, change of c_i) to `cap` where it is longer: both by one factor, so that c stays the mean.
 
-    Returns the update and the length that the pair had.
+    >>> update = measured(Update({"d": np.array([3.0, 4.0])}, 1, {}, "", {}), None, 2.0)
+    >>> clipped(update, None, 2.0, cap=5.0).vectors["move"]
+    array([3., 4.])
     """
-    d = update.vectors.get("d")
-    change = None if d is None or c is None else d - c
-    move = update.vectors["move"] if "move" in update.vectors else travel * update.vectors["d"]
-    length = norm_of(move, change, travel)
-    if length <= cap:
-        return update, length
-    vectors = {"move": (cap / length * move).astype(move.dtype)}
+    if update.length <= cap:
+        return update
+    factor = cap / update.length
+    move, change = _pair(update, c, travel)
+    dtype = update.vectors["move" if "move" in update.vectors else "d"].dtype
+    vectors = {"move": (factor * move).astype(dtype)}
     if c is not None and change is not None:
-        vectors["d"] = (c + cap / length * change).astype(move.dtype)
-    return update._replace(vectors=vectors), length
+        vectors["d"] = (c + factor * change).astype(dtype)
+    return update._replace(vectors=vectors, length=cap)
 
 
-def norm_of(move: Array, change: Array | None, travel: float) -> float:
-    """Length of the pair (move, travel * change of c_i), both in units of the model.
+def outsized(lengths: Mapping[str, float], usual: float, dtype: Any) -> dict[str, Refused]:
+    """Replies so long that the others' numbers vanish in the rounding of a sum with them, and why they are refused.
 
-    >>> norm_of(np.array([3.0]), np.array([2.0]), 2.0)
-    5.0
+    A reply is compared with the lower median of all, which less than half of the sites cannot raise; the only one of
+    a round is compared with `usual`. Lengths below 1 / eps are never refused: small models may take large steps.
+
+    >>> list(outsized({"ant": 1e-3, "bee": 2e-3, "cow": 1e200}, 1.0, np.float64))
+    ['cow']
     """
-    square = float(np.vdot(move, move).real)
-    square += 0.0 if change is None else travel**2 * float(np.vdot(change, change).real)
-    return math.sqrt(square)
+    ordered = sorted(lengths.values())
+    middle = usual if len(ordered) < 2 else ordered[(len(ordered) - 1) // 2]
+    most = max(1.0, middle) / float(np.finfo(dtype).eps)
+    why = f"where the median is {middle:.3g}: in a sum with it the others' numbers vanish"
+    return {
+        site: Refused("norm", f"its update is {length:.3g} long {why}")
+        for site, length in sorted(lengths.items())
+        if length > most
+    }
+
+
+def length_of(vector: Array) -> float:
+    """Euclidean norm in double precision, without overflow or underflow on its way.
+
+    >>> length_of(np.array([3e200, 4e200])), length_of(np.array([3e30, 4e30], np.float32)) > 4.9e30
+    (5e+200, True)
+    """
+    most = float(np.abs(vector).max(initial=0.0))
+    if most == 0.0 or not math.isfinite(most):
+        return most
+    return most * float(np.linalg.norm(vector.astype(np.float64) / most))
+
+
+def _pair(update: Update, c: Array | None, travel: float) -> tuple[Array, Array | None]:
+    """(move, change of c_i) in double precision; infinite where even that is too small."""
+    d, move = update.vectors.get("d"), update.vectors.get("move")
+    with np.errstate(over="ignore", invalid="ignore"):
+        change = None if d is None or c is None else d.astype(np.float64) - c
+        if move is None:
+            assert d is not None
+            return travel * d.astype(np.float64), change
+        return move.astype(np.float64), change
 
 
 def vector(packet: Packet, name: str, schema: Schema) -> Array:
     """One vector of the model out of a packet: schema and finiteness checked."""
-    array = _array(name, packet.blobs.get(name), (schema.size,), schema.dtype)
+    array = array_of(packet, name, (schema.size,), schema.dtype)
     finite(name, array)
     return array
+
+
+def array_of(packet: Packet, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+    """One array of a known shape and dtype out of a packet."""
+    return _array(name, packet.blobs.get(name) if isinstance(packet.blobs, dict) else None, shape, dtype)
 
 
 def finite(name: str, array: Array) -> None:
@@ -150,16 +216,21 @@ def text(facts: Any, name: str, default: str | None = None) -> str:
     """A fact that must be a short text."""
     value = facts.get(name, default) if isinstance(facts, dict) else None
     if not isinstance(value, str) or len(value) > MOST_TEXT:
-        raise Refused("schema", f"{name} must be a short text, got {_shown(value)}")
+        raise Refused("schema", f"{name} must be a short text, got {shown(value)}")
     return value
+
+
+def said(facts: Any, name: str) -> str:
+    """A fact that must be a short text, to be shown to people: what would steer a terminal is escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text(facts, name))
 
 
 def whole(facts: Any, name: str) -> int:
-    """A fact that must be a whole number."""
+    """A fact that must be a whole number of 64 bits."""
     value = facts.get(name) if isinstance(facts, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise Refused("schema", f"{name} must be a whole number, got {_shown(value)}")
-    return value
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise Refused("schema", f"{name} must be a whole number of 64 bits, got {shown(value)}")
+    return int(value)
 
 
 def _wanted(asked: Asked) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -179,7 +250,7 @@ def _small(packet: Packet, wanted: dict[str, tuple[tuple[int, ...], str]]) -> No
     sent = claimed = 0
     for name, item in packet.blobs.items():
         if not isinstance(item, Blob) or not isinstance(item.data, bytes) or not _is_shape(item.shape):
-            raise Refused("schema", f"{_shown(name)} is not an array")
+            raise Refused("schema", f"{shown(name)} is not an array")
         sent += len(item.data)
         claimed += math.prod(item.shape)  # at least one byte each
     if max(sent, claimed) > room:
@@ -188,17 +259,18 @@ def _small(packet: Packet, wanted: dict[str, tuple[tuple[int, ...], str]]) -> No
 
 def _arrays(packet: Packet, wanted: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, Array]:
     if packet.blobs.keys() != wanted.keys():
-        raise Refused("schema", f"arrays {_shown(sorted(map(str, packet.blobs)))} where {sorted(wanted)} are expected")
+        names = ", ".join(shown(name) for name in list(packet.blobs)[:3]) or "none"
+        more = ", ..." if len(packet.blobs) > 3 else ""
+        raise Refused("schema", f"arrays {names}{more} where {', '.join(sorted(wanted)) or 'none'} are expected")
     return {name: _array(name, packet.blobs[name], shape, dtype) for name, (shape, dtype) in wanted.items()}
 
 
 def _array(name: str, item: Blob | None, shape: tuple[int, ...], dtype: str) -> Array:
-    if item is None or not isinstance(item.data, bytes):
+    if not isinstance(item, Blob) or not isinstance(item.data, bytes) or not _is_shape(item.shape):
         raise Refused("schema", f"no array {name}")
-    if item.dtype != dtype or item.shape != shape:
-        raise Refused(
-            "schema", f"{name} is {_shown(item.dtype)} {_shown(item.shape)} where {dtype} {shape} is expected"
-        )
+    if not isinstance(item.dtype, str) or item.dtype != dtype or item.shape != shape:
+        found = f"{shown(item.dtype)} {'x'.join(map(str, item.shape))[:80] or 'scalar'}"
+        raise Refused("schema", f"{name} is {found} where {dtype} {'x'.join(map(str, shape)) or 'scalar'} is expected")
     kind = np.dtype(dtype).newbyteorder("<")
     if len(item.data) != math.prod(shape) * kind.itemsize:
         raise Refused(
@@ -209,15 +281,26 @@ def _array(name: str, item: Blob | None, shape: tuple[int, ...], dtype: str) -> 
 
 def _metrics(facts: dict[str, Any]) -> dict[str, float]:
     """Metrics that are finite numbers; a diverged loss is no reason to refuse a client."""
-    named = ((name.removeprefix("metric."), v) for name, v in facts.items() if str(name).startswith("metric."))
-    return {name: float(v) for name, v in named if type(v) in (int, float) and abs(v) < 1e300}
+    named = ((name, value) for name, value in facts.items() if isinstance(name, str) and name.startswith("metric."))
+    return {
+        name.removeprefix("metric."): float(value)
+        for name, value in named
+        if name.isprintable() and len(name) <= 80 and type(value) in (int, float) and abs(value) < 1e300
+    }
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, tuple) and len(shape) < 33 and all(type(n) is int and n >= 0 for n in shape)
+    return isinstance(shape, tuple) and len(shape) < 33 and all(type(n) is int and 0 <= n < 2**63 for n in shape)
 
 
-def _shown(value: Any) -> str:
-    """A stranger's value, cut short for a log line."""
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+def shown(value: Any) -> str:
+    """A stranger's value, cut short for a log line; of what may be long or deep, only what it is.
+
+    >>> shown("north"), shown(10**5000), shown([[]])
+    ("'north'", 'a whole number of 16610 bits', 'a list')
+    """
+    if isinstance(value, str):
+        return repr(value[:60] + "..." if len(value) > 60 else value)[:80]
+    if isinstance(value, int) and value.bit_length() > 63:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value) if value is None or type(value) in (bool, int, float) else f"a {type(value).__name__}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedscaffold.state.files import make_folder, write_private
 
 __all__ = ["days_left", "make_authority", "make_secret", "make_server", "make_site_key"]
 
@@ -102,7 +103,7 @@ def _private(key: Any) -> bytes:
 
 
 def _write(path: Path, data: bytes, secret: bool = False) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
+    make_folder(path.parent, private=True)
+    write_private(path, data)
+    if not secret:
+        path.chmod(0o644)

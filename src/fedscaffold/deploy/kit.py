@@ -32,6 +32,7 @@ from fedscaffold.deploy import keys
 from fedscaffold.deploy.apps import TOML, open_app
 from fedscaffold.deploy.local import stage
 from fedscaffold.deploy.settings import load
+from fedscaffold.state.files import make_folder, write_private
 
 __all__ = ["ENGINE", "Finding", "check", "make_kit"]
 
@@ -41,7 +42,7 @@ SWITCHES = """\
 export FLWR_HOME="$here/engine" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
 """
-HEAD = '#!/bin/sh\nset -eu\nhere="$(cd "$(dirname "$0")" && pwd)"\ncd "$here"\n' + SWITCHES
+HEAD = '#!/bin/sh\nset -eu\numask 077\nhere="$(cd "$(dirname "$0")" && pwd)"\ncd "$here"\n' + SWITCHES
 UNIT = """\
 [Unit]
 Description=fedscaffold {what}
@@ -49,6 +50,7 @@ After=network-online.target
 Wants=network-online.target
 
 [Service]
+UMask=0077
 ExecStart=/bin/sh {folder}/{script}
 Restart=always
 # a site that comes back within a minute of a crash is still taken for online, and refused
@@ -90,6 +92,8 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty: keys in use must not be replaced; give a new folder")
     authority, hub = out / "authority", out / "server"
+    for folder in (out, authority, hub, *(out / site for site in sites)):
+        make_folder(folder, private=True)
     keys.make_authority(authority, days)
     keys.make_server(authority, hub, [server, *({"localhost", "127.0.0.1"} - {server})], days)
     _copy(authority / "ca.crt", hub / "ca.crt")
@@ -156,7 +160,7 @@ def _site_folder(
     _copy(folder / "site.pub", hub / "keys" / f"{site}.pub")
     stage(app, folder / "app")
     facts: dict[str, Any] = {"site": site, "server": server, "port": port}
-    (folder / "site.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_private(folder / "site.json", json.dumps(facts, indent=1) + "\n")
     given = f"export FEDSCAFFOLD_DATA={shlex.quote(data)}\n" if data else ""
     start = (
         f"{HEAD}{given}mkdir -p state\n"
@@ -166,7 +170,7 @@ def _site_folder(
     )
     _script(folder / "start.sh", start)
     unit = UNIT.format(what=f"site {site}", folder=f"/opt/fedscaffold/{site}", script="start.sh", pause=70)
-    (folder / f"fedscaffold-{site}.service").write_text(unit, encoding="utf-8")
+    write_private(folder / f"fedscaffold-{site}.service", unit)
 
 
 def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) -> None:
@@ -194,14 +198,14 @@ def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) ->
     )
     for name, what in (("link", "link"), ("executor", "executor")):
         unit = UNIT.format(what=what, folder="/opt/fedscaffold/server", script=f"start-{name}.sh", pause=5)
-        (hub / f"fedscaffold-{name}.service").write_text(unit, encoding="utf-8")
+        write_private(hub / f"fedscaffold-{name}.service", unit)
 
 
 def _script(path: Path, text: str, head: str = "") -> None:
-    path.write_text(head + text, encoding="utf-8")
-    path.chmod(0o755)
+    write_private(path, head + text)
+    path.chmod(0o700)
 
 
 def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(source.read_bytes())
+    make_folder(target.parent, private=True)
+    write_private(target, source.read_bytes())

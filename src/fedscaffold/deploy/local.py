@@ -29,11 +29,13 @@ from fedscaffold.deploy.apps import TOML
 from fedscaffold.deploy.drive import Stopped
 from fedscaffold.deploy.processes import alive, descendants, end, ended, free_port, signal_group
 from fedscaffold.deploy.settings import load
+from fedscaffold.state.files import make_folder, write_private
 
 __all__ = ["Federation", "engine_environment", "stage"]
 
 RETURN = 70.0  # seconds: a site that comes back sooner is still taken for online, and refused
 MOST_DEATHS = 5
+PRIVATE = 0o077  # umask of the engine: its database, its logs and what its apps write are their owner's only
 
 PROJECT = """\
 [project]
@@ -70,7 +72,7 @@ def engine_environment(home: Path) -> dict[str, str]:
 def stage(app: Path, target: Path) -> None:
     """Copy what the engine ships to the sites: the app's Python files and settings, and a project file."""
     shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
+    make_folder(target, private=True)
     for path in sorted(app.iterdir()):
         if path.name == TOML or (path.suffix == ".py" and not path.name.startswith("test_")):
             shutil.copy(path, target / path.name)
@@ -98,8 +100,8 @@ class Federation:
         if threading.current_thread() is threading.main_thread():
             # so that this block is left, and all is ended
             self.usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        for folder in (self.secrets, self.logs, self.home / "engine", self.home / "server"):
-            folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.home, self.secrets, self.logs, self.home / "engine", self.home / "server"):
+            make_folder(folder, private=True)
         (self.home / "server" / "outcome.json").unlink(missing_ok=True)
         for stale in self.home.glob("link.db*"):
             stale.unlink()
@@ -107,7 +109,7 @@ class Federation:
         stage(self.app, self.home / "app")
         connection = f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.secrets / "ca.crt"}"\n'
         text = f'[superlink]\ndefault = "local"\n\n[superlink.local]\n{connection}'
-        (self.home / "engine" / "config.toml").write_text(text, encoding="utf-8")
+        write_private(self.home / "engine" / "config.toml", text)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,7 +144,7 @@ class Federation:
     def start_site(self, site: str) -> None:
         """Start a site's SuperNode."""
         folder = self.home / "sites" / site
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, private=True)
         place = ["--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1", "--port", free_port()]
         trust = ["--root-certificates", self.secrets / "ca.crt"]
         trust += ["--auth-supernode-private-key", self.secrets / f"{site}.key"]
@@ -241,6 +243,7 @@ class Federation:
                 env=self.environment,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                umask=PRIVATE,
             )
             for site in sites
         ]
@@ -250,16 +253,23 @@ class Federation:
                 raise Stopped(f"{site} could not be registered: {said.decode(errors='replace')[-300:].strip()}")
 
     def _start(self, name: str, command: list[Any]) -> None:
-        log = (self.logs / f"{name}.log").open("ab")
-        words = [str(word) for word in command]
+        log = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.processes[name] = subprocess.Popen(
-            words, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            [str(word) for word in command],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            umask=PRIVATE,
         )
-        log.close()
+        os.close(log)
 
     def _flwr(self, *words: Any) -> str:
         command = ["flwr", *(str(word) for word in words)]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=120, check=False, umask=PRIVATE
+        )
         if done.returncode:
             raise Stopped(f"{' '.join(command[:3])} failed: {(done.stderr or done.stdout)[-300:].strip()}")
         return done.stdout

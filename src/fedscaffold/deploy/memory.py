@@ -63,7 +63,7 @@ def wait_for_word(folder: Path, counted: Array | None, waiting: Array) -> None:
             before = here.get("before")
         if before is not None:
             arrays["before"] = before
-    commit(folder, arrays, {"kind": "c_i"})
+    commit(folder, arrays, {"kind": "c_i"}, private=True)
 
 
 def _here(folder: Path) -> dict[str, Array]:

@@ -20,10 +20,13 @@ from typing import NamedTuple
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.deploy.gate import Update
+from fedscaffold.deploy.gate import Update, length_of
 from fedscaffold.deploy.schema import Array
 
-__all__ = ["Member", "State", "aggregated", "joined", "left", "residual", "resynced", "shares", "size", "weighted"]
+__all__ = [
+    "Member", "State", "aggregated", "joined", "left", "overflowed", "residual", "resynced", "shares", "size",
+    "weighted",
+]  # fmt: skip
 
 
 class Member(NamedTuple):
@@ -37,6 +40,10 @@ class Member(NamedTuple):
     """Of the c_i it must hold, where clients keep them; "" for zeros."""
     told: str = ""
     """What became of its last reply: it is told with the next request."""
+    lost: int = 0
+    """How often it has said that its c_i is lost, where clients keep them."""
+    rests: int = 0
+    """The last round it is not asked to train in, as it has said so too often."""
 
 
 class State(NamedTuple):
@@ -153,14 +160,25 @@ def residual(state: State) -> float:
     """|c - sum p_i c_i|, the health gauge, where the server keeps the c_i; anything above rounding is a bias."""
     if state.c is None or not state.roster:
         return 0.0
-    mean = weighted(shares(state.roster), state.c_i, state.x.size)
-    return float(np.linalg.norm(state.c - mean))
+    return length_of(state.c - weighted(shares(state.roster), state.c_i, state.x.size))
 
 
 def size(state: State) -> float:
     """Root mean square of |c_i| over the roster: what a residual is to be compared with."""
     p = shares(state.roster)
-    return math.sqrt(sum(p[site] * float(c_i.astype(np.float64) @ c_i) for site, c_i in sorted(state.c_i.items())))
+    return math.hypot(*(math.sqrt(p[site]) * length_of(c_i) for site, c_i in sorted(state.c_i.items())))
+
+
+def overflowed(state: State) -> str | None:
+    """What of a state is not finite: "x", "c", "buffer NAME", or the site whose c_i it is; None where all is.
+
+    >>> state = State(1, np.zeros(2), np.zeros(2), {"ant": np.array([1.0, np.inf])}, {}, {})
+    >>> overflowed(state), overflowed(state._replace(c_i={}))
+    ('ant', None)
+    """
+    floats = {f"buffer {name}": value for name, value in state.buffers.items() if value.dtype.kind == "f"}
+    parts = {**state.c_i, "x": state.x, **({} if state.c is None else {"c": state.c}), **floats}
+    return next((name for name, value in parts.items() if not np.isfinite(value).all()), None)
 
 
 def _held(state: State, site: str) -> Array:

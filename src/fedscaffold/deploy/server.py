@@ -11,7 +11,8 @@ request what became of their last reply (`told`, and the digest of the c_i they 
 
 Where clients keep their own c_i and one of them has lost it (or brings an old one, or another run's), c would keep a
 share that nobody holds. Then the next round is a resync: all report their c_i, c is made anew from them, and who does
-not report starts again from zeros.
+not report starts again from zeros. A member that says so again and again would halve everybody's progress: after its
+third time it rests for 8 rounds, then 16, 32 ..., so that R rounds take no more than 3 + log2(R / 4) resyncs of it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from fedscaffold.deploy.store import Kept, keep, recall
 
 __all__ = ["Outcome", "Server", "Verdict"]
 
+FREE = 3  # times that a member may lose its c_i before it rests: disks do fail
+REST = 8  # rounds of its first rest; each is twice as long as the one before
+HEAVY = 0.5  # share of all weight that a site should not have by its own word alone
+
 
 class Server:
     """The server's side of the protocol; `state` is what was committed last."""
@@ -55,7 +60,6 @@ class Server:
         self.algorithm = algorithm_of(settings)
         self.server_keeps = settings.deploy.state == "server"
         self.token = secrets.token_hex(8) if token is None else token  # makes the nonces of this life its own
-        self.audit = Audit(self.folder / "audit.jsonl")
         self.open_round: Open | None = None
         self.attempt = self.lives = 0
         self.seen: dict[str, float] = {}
@@ -67,10 +71,13 @@ class Server:
             c = np.zeros_like(x) if self.algorithm.remember is not None else None
             state = State(0, x, c, {}, {}, dict(buffers or {}) if settings.local.buffers == "average" else {})
             kept = Kept(state, secrets.token_hex(8) if token is None else token, 0, False, ())
+        self.audit = Audit(self.folder / "audit.jsonl", kept.audit)
         for warning in kept.warnings:
             self.audit.write("fallback", note=warning)
         self.state, self.run, self.generation, self.resync = kept.state, kept.run, kept.generation, kept.resync
         self.audit.write("started", run=self.run, round=self.state.round, algorithm=self.algorithm.name)
+        if self.audit.broken:
+            self._commit(self.state, self.resync)  # the new log is the one to go by from here on
 
     # Who is in
 
@@ -89,8 +96,9 @@ class Server:
             return
         member = Member(records, mass) if old is None else old._replace(records=records, mass=mass)
         moved = old is not None and old.mass != mass and old.digest != ""  # we do not have the c_i it weighs
-        self._commit(rounds.joined(self.state, site, member), self.resync or moved)
-        self.audit.write("joined" if old is None else "changed", site=site, records=records, members=len(self.roster))
+        state = rounds.joined(self.state, site, member)
+        self.audit.write("joined" if old is None else "changed", site=site, records=records, members=len(state.roster))
+        self._commit(state, self.resync or moved)
 
     def leave(self, site: str, c_i: Array | None = None) -> None:
         """Take a site out of the roster, between rounds; the c_i it keeps itself is wanted, else a resync follows."""
@@ -99,8 +107,9 @@ class Server:
         if member is None:
             raise InputError(f"{site!r} is not in the roster; members: {', '.join(sorted(self.roster)) or 'none'}")
         known = self.server_keeps or not member.digest or fingerprint(c_i) == member.digest
-        self._commit(rounds.left(self.state, site, c_i if known else None), self.resync or not known)
-        self.audit.write("left", site=site, members=len(self.roster))
+        state = rounds.left(self.state, site, c_i if known else None)
+        self.audit.write("left", site=site, members=len(state.roster))
+        self._commit(state, self.resync or not known)
 
     @property
     def roster(self) -> dict[str, Member]:
@@ -110,12 +119,25 @@ class Server:
     @property
     def residual(self) -> float | None:
         """|c - sum p_i c_i|, the health gauge; None where the clients keep the c_i, and only they know."""
-        if not self.server_keeps:
-            return None
-        if self._gauge is None or self._gauge[0] is not self.state:
-            self._gauge = self.state, rounds.residual(self.state)  # once a state: it costs as much as a round's sum
-            self.scale = max(self.scale, rounds.size(self.state))
-        return self._gauge[1]
+        return self._gauged(self.state)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the operator should know, in sentences: what is not bounded, who weighs much, who rests, the log."""
+        deploy, p = self.settings.deploy, rounds.shares(self.roster)
+        out = [] if deploy.clip is not None else ["deploy.clip is off: nothing bounds how far one site moves the model"]
+        if self.settings.weights == "records" and len(p) > 2:
+            out += [
+                f"{site} has {share:.0%} of all weight by its own word: confirm its records under [deploy.records]"
+                for site, share in sorted(p.items())
+                if share > HEAVY and site not in deploy.records
+            ]
+        out += [
+            f"{site} has lost its c_i {member.lost} times and is not asked before round {member.rests + 1}"
+            for site, member in sorted(self.roster.items())
+            if member.rests > self.state.round
+        ]
+        return out + [said for said in (self.audit.broken, self.audit.trouble) if said]
 
     # A round
 
@@ -131,7 +153,10 @@ class Server:
             self.attempt += 1
             self.audit.write("waiting", round=self.state.round + 1, present=here, quorum=need)
             return {}
-        cohort = cohorts.chosen(here, size, self.settings.seed, self.state.round, self.attempt)
+        awake = [site for site in here if kind != "train" or self.roster[site].rests <= self.state.round]
+        cohort = cohorts.chosen(
+            awake if len(awake) >= max(need, 1) else here, size, self.settings.seed, self.state.round, self.attempt
+        )
         life = f"{self.run} {self.token} {self.attempt} {self.lives}"
         self.lives += 1
         told = self.state, self.schema, self.settings, self.algorithm
@@ -149,13 +174,7 @@ class Server:
         try:
             return self._admitted(site, packet)
         except Refused as refusal:
-            current = self.open_round
-            if current is not None and site in current.asked and refusal.code not in ("stale", "late"):
-                current.failed.setdefault(site, str(refusal))
-            member = self.roster.get(site)
-            if member is not None:
-                self.roster[site] = member._replace(told=f"refused, {refusal}")
-            self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
+            self._refuse(site, refusal)
             return Verdict(False, str(refusal))
 
     def failed(self, site: str, reason: str) -> None:
@@ -182,23 +201,21 @@ class Server:
         current = self.open_round
         if current is None:
             raise RuntimeError("no round is open")
-        missing, heard = self.waiting, tuple(sorted(current.updates))
-        committed = len(heard) >= current.need
-        if committed and current.kind != "evaluate":
-            self._commit(self._after(current), False if current.kind == "resync" else self.resync)
-        self.open_round = None
-        self.attempt = 0 if committed else self.attempt + 1
-        number = self.state.round if committed else self.state.round + 1
+        missing, state = self.waiting, self._settled(current)
+        heard, committed = tuple(sorted(current.updates)), state is not None
+        number = self.state.round + 1 if state is None else state.round
+        for site in missing:
+            self._tell(site, f"too late for round {number}: it was closed without you", state)
         done = "evaluated" if current.kind == "evaluate" else "committed"
         event = done if committed else "abandoned"
-        gauge = {"residual": self.residual} if committed else {}
-        for site in missing:
-            self.roster[site] = self.roster[site]._replace(
-                told=f"too late for round {number}: it was closed without you"
-            )
+        gauge = {} if state is None else {"residual": self._gauged(state)}
         facts = {"heard": list(heard), "failed": current.failed, "missing": list(missing)}
-        self.audit.write(event, round=number, kind=current.kind, **facts, **gauge)
+        self.open_round = None
+        self.attempt = 0 if committed else self.attempt + 1
         metrics = self._means(current) if committed else {}
+        # before the commit, which holds the log's head: a crash between the two leaves a line too many, and no alarm
+        self.audit.write(event, round=number, kind=current.kind, **facts, **gauge)
+        self._commit(state or self.state, self.resync and not (committed and current.kind == "resync"))
         return Outcome(committed, current.kind, number, heard, dict(current.failed), missing, metrics)
 
     # Inside
@@ -217,7 +234,27 @@ class Server:
         records = gate.whole(packet.facts, "records")
         if not 1 <= records <= self.settings.deploy.max_records:
             raise Refused("implausible", f"{records} records; 1 to {self.settings.deploy.max_records} are allowed")
+        agreed, old = self.settings.deploy.records.get(site), self.roster.get(site)
+        if agreed is not None and records != agreed:
+            raise Refused("implausible", f"{records} records where {agreed} stand under [deploy.records]")
+        if agreed is None and old is not None and records != old.records:
+            do = f"if that is right, the operator writes {site} = {records} under [deploy.records] and resumes"
+            raise Refused("implausible", f"{records} records where {old.records} were registered; {do}")
         return records
+
+    def _refuse(self, site: str, refusal: Refused) -> None:
+        """Name a reply that was not let in: in the round, to its sender, in the log."""
+        current = self.open_round
+        if current is not None and site in current.asked and refusal.code not in ("stale", "late"):
+            current.failed.setdefault(site, str(refusal))
+            current.updates.pop(site, None)
+        self._tell(site, f"refused, {refusal}")
+        self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
+
+    def _tell(self, site: str, told: str, state: State | None = None) -> None:
+        roster = (state or self.state).roster
+        if site in roster:
+            roster[site] = roster[site]._replace(told=told)
 
     def _admitted(self, site: str, packet: Packet) -> Verdict:
         if site not in self.roster:
@@ -226,7 +263,7 @@ class Server:
         if current is None or site not in current.asked:
             raise Refused("late", "no reply of it is awaited: the round is closed, or went to others")
         asked = current.asked[site]
-        if packet.facts.get("kind") in ("lost", "refusal"):
+        if gate.text(packet.facts, "kind", "") in ("lost", "refusal"):
             gate.fresh(packet, asked)
             return self._declined(site, packet, current)
         update = gate.admit(packet, asked)
@@ -238,15 +275,29 @@ class Server:
 
     def _declined(self, site: str, packet: Packet, current: Open) -> Verdict:
         """A client that says itself why it cannot take part."""
-        reason = gate.text(packet.facts, "reason")
-        if packet.facts["kind"] == "lost" and not self.server_keeps and site not in current.updates:
+        reason = gate.said(packet.facts, "reason")
+        counts = not self.server_keeps and site not in current.updates and current.kind != "evaluate"
+        if packet.facts["kind"] == "lost" and counts:
+            if not self.roster[site].digest:
+                raise Refused("implausible", "it says that its c_i is lost where zeros are expected of it")
             self.audit.write("lost", site=site, round=self.state.round + 1, reason=reason)
             if current.kind == "resync":  # it has answered: it holds nothing, and starts again from zeros
                 current.updates[site] = Update({}, 1, {}, "", {})
                 return Verdict(True, reason)
+            if site not in current.failed:
+                self._forgetful(site)
             self.resync = True
         self.failed(site, reason)
         return Verdict(False, reason)
+
+    def _forgetful(self, site: str) -> None:
+        """Count a loss of c_i; who loses it too often rests."""
+        member = self.roster[site]
+        lost = member.lost + 1
+        rests = self.state.round + 1 + REST * 2 ** (lost - FREE - 1) if lost > FREE else member.rests
+        self.roster[site] = member._replace(lost=lost, rests=rests)
+        if lost > FREE:
+            self.audit.write("resting", site=site, lost=lost, until=rests)
 
     def _limited(self, site: str, update: Update, kind: str) -> Update:
         """Check a reported c_i against its digest; clip or refuse a pair that is too long."""
@@ -254,21 +305,39 @@ class Server:
             c_i, digest = update.vectors["c_i"], self.roster[site].digest
             if (fingerprint(c_i) != digest) if digest else np.any(c_i):
                 raise Refused("implausible", "the c_i it reports is not the one that counted last")
-            return update
+            return update._replace(length=gate.length_of(c_i))
         if kind == "evaluate":
             return update
         if not self.server_keeps and self.algorithm.remember is not None and len(update.memory) != 32:
             raise Refused("schema", "it does not say which c_i it holds now")
-        clip = self.settings.deploy.clip
-        if clip is None:
+        clip, travel = self.settings.deploy.clip, self._travel(update)
+        update = gate.measured(update, self.state.c, travel)
+        if clip is None or update.length <= clip:
             return update
-        update, length = gate.clipped(update, self.state.c, self._travel(update), clip)
-        if length > clip:
-            self.audit.write("clipped", site=site, round=self.state.round + 1, norm=length, cap=clip)
-        return update
+        self.audit.write("clipped", site=site, round=self.state.round + 1, norm=update.length, cap=clip)
+        return gate.clipped(update, self.state.c, travel, clip)
 
     def _travel(self, update: Update) -> float:
         return update.steps * self.settings.local.lr
+
+    def _settled(self, current: Open) -> State | None:
+        """The state after a round, without those whose replies would spoil it for all; None below the quorum."""
+        if current.kind == "evaluate":
+            return self.state if len(current.updates) >= current.need else None
+        lengths = {site: update.length for site, update in current.updates.items()}
+        dtype = self.state.x.dtype
+        for site, refusal in gate.outsized(lengths, gate.length_of(self.state.x), dtype).items():
+            self._refuse(site, refusal)
+        while len(current.updates) >= current.need:
+            with np.errstate(over="ignore", invalid="ignore"):
+                state = self._after(current)
+            what = rounds.overflowed(state)
+            if what is None:
+                return state
+            # its own c_i, or the longest: the round is tried again without it
+            site = what if what in current.updates else max(sorted(current.updates), key=lambda one: lengths[one])
+            self._refuse(site, Refused("overflow", f"with it {what} would not be finite"))
+        return None
 
     def _after(self, current: Open) -> State:
         if current.kind == "resync":
@@ -276,8 +345,17 @@ class Server:
         travel = {site: self._travel(update) for site, update in current.updates.items()}
         return rounds.aggregated(self.algorithm, self.state, current.updates, travel, self.server_keeps)
 
+    def _gauged(self, state: State) -> float | None:
+        """|c - sum p_i c_i| of a state, once each: it costs as much as a round's sum."""
+        if not self.server_keeps:
+            return None
+        if self._gauge is None or self._gauge[0] is not state:
+            self._gauge = state, rounds.residual(state)
+            self.scale = max(self.scale, rounds.size(state))
+        return self._gauge[1]
+
     def _commit(self, state: State, resync: bool) -> None:
-        kept = Kept(state, self.run, self.generation, resync, ())
+        kept = Kept(state, self.run, self.generation, resync, (), self.audit.head)
         self.generation = keep(self.folder / "state", kept, self.settings, self.schema)
         self.state, self.resync = state, resync
 

@@ -34,6 +34,11 @@ __all__ = ["Deploy", "Local", "Settings", "algorithm_of", "load", "parse"]
 
 DEPLOYABLE = {"name", "direction", "server", "shift", "remember", "at_x", "one_step", "by_move", "normalised"}
 OPTIMIZERS = ("sgd", "momentum", "adam", "own")
+RESERVED = {
+    "app", "authority", "ca", "engine", "executor", "hub", "keys", "link", "logs", "run", "secrets", "server", "site",
+    "sites", "state", "superexec",  # folders and files of a federation
+    "aux", "con", "nul", "prn", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),  # devices of Windows
+}  # fmt: skip
 
 
 class Local(NamedTuple):
@@ -70,6 +75,8 @@ class Deploy(NamedTuple):
     """Largest norm of a client's pair (move, change of c_i), in units of the model."""
     max_records: int = 10**9
     """Most records that a site may claim."""
+    records: dict[str, int] = {}  # noqa: RUF012 (never changed)
+    """The operator's word on sites' numbers of records; of others, their first word counts."""
 
 
 class Settings(NamedTuple):
@@ -187,10 +194,18 @@ def _local(table: dict[str, Any]) -> Local:
 def _deploy(table: dict[str, Any]) -> Deploy:
     sites = table.get("sites", [])
     if not isinstance(sites, list) or not all(isinstance(s, str) and _is_name(s) for s in sites):
-        raise InputError(f"deploy.sites must be a list of names (letters, digits, - and _), got {sites!r}")
-    if len(set(sites)) != len(sites):
-        raise InputError(f"deploy.sites must name each site once, got {sites!r}")
-    clip = table.get("clip")
+        allowed = "names of at most 64 letters (a to z), digits, - and _, which begin with a letter or digit"
+        raise InputError(f"deploy.sites must be a list of {allowed}, got {sites!r}")
+    plain = [site.lower() for site in sites]  # as file systems see them that do not tell A from a
+    if len(set(plain)) != len(sites):
+        raise InputError(f"deploy.sites must name each site once, and not by capitals alone, got {sites!r}")
+    if taken := [site for site in sites if site.lower() in RESERVED]:
+        raise InputError(f"deploy.sites: {taken[0]!r} is a name of the kit or the system; call the site otherwise")
+    clip, records = table.get("clip"), table.get("records", {})
+    if not isinstance(records, dict):
+        raise InputError(f"deploy.records must be a table, written [deploy.records], got {records!r}")
+    for site in records:
+        checks.choice("site in [deploy.records]", site, sites)
     return Deploy(
         tuple(sites),
         checks.choice("deploy.state", table.get("state", "server"), ("server", "client")),
@@ -200,11 +215,13 @@ def _deploy(table: dict[str, Any]) -> Deploy:
         checks.number("deploy.wait", table.get("wait", 300.0), at_least=0),
         None if clip is None else checks.number("deploy.clip", clip, above=0),
         checks.whole("deploy.max_records", table.get("max_records", 10**9)),
+        {site: checks.whole(f"deploy.records.{site}", number) for site, number in records.items()},
     )
 
 
 def _is_name(text: str) -> bool:
-    return 0 < len(text) <= 64 and all(c.isascii() and (c.isalnum() or c in "-_") for c in text)
+    known = all(c.isascii() and (c.isalnum() or c in "-_") for c in text)
+    return 0 < len(text) <= 64 and known and text[0].isalnum()
 
 
 def _share(name: str, value: Any) -> float | int:

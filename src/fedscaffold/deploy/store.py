@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedscaffold.checks import InputError
+from fedscaffold.deploy.audit import Head
 from fedscaffold.deploy.rounds import Member, State
 from fedscaffold.deploy.schema import Schema
 from fedscaffold.deploy.settings import Settings
@@ -22,6 +23,8 @@ class Kept(NamedTuple):
     generation: int
     resync: bool
     warnings: tuple[str, ...]
+    audit: Head | None = None
+    """Where the audit log ended; None in states of before this was kept."""
 
 
 def keep(folder: Path, kept: Kept, settings: Settings, schema: Schema) -> int:
@@ -38,8 +41,9 @@ def keep(folder: Path, kept: Kept, settings: Settings, schema: Schema) -> int:
         "settings": settings.digest,
         "schema": schema.digest,
         "roster": {site: member._asdict() for site, member in state.roster.items()},
+        "audit": None if kept.audit is None else list(kept.audit),
     }
-    return commit(folder, arrays, facts, after=kept.generation or None)
+    return commit(folder, arrays, facts, after=kept.generation or None, private=True)
 
 
 def recall(folder: Path, settings: Settings, schema: Schema) -> Kept | None:
@@ -70,4 +74,6 @@ def _kept(snapshot: Snapshot) -> Kept:
         {site: Member(**member) for site, member in facts["roster"].items()},
         {name.removeprefix("buffer."): value for name, value in arrays.items() if name.startswith("buffer.")},
     )
-    return Kept(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings)
+    audit = facts.get("audit")
+    head = None if audit is None else Head(*audit)
+    return Kept(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head)

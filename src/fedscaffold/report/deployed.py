@@ -102,6 +102,10 @@ class Deployed:
         if what == "started":
             self.run, self.algorithm = event.get("run", ""), event.get("algorithm", "")
             self.opened = self.closed = None
+            while self.round > event.get("round", self.round):  # a crash came before its commit, or it was put back
+                self.round -= 1
+                if self.marks:
+                    self.marks.pop()
             self.stamps.clear()
             self.stamps.append((self.round, at))
         elif what in ("joined", "changed") and site is not None:

@@ -65,6 +65,7 @@ def commit(
     keep: int = 2,
     *,
     after: int | None = None,
+    private: bool = False,
 ) -> int:
     """Make `arrays` and `facts` the latest state of `folder`, atomically and durably; return its generation.
 
@@ -75,7 +76,8 @@ def commit(
 
     `after` is the generation this state continues, as a reader got it from `latest`. Damaged newer files, which
     `latest` passed over, then no longer count among those kept; a whole newer file means that somebody else wrote
-    here meanwhile, and is refused.
+    here meanwhile, and is refused. A `private` state is its owner's only: files of mode 0600, in a folder of mode 0700
+    where it has to be made.
 
     >>> import tempfile, numpy as np
     >>> folder = tempfile.mkdtemp()
@@ -90,12 +92,12 @@ def commit(
     keep = checks.whole("keep", keep, at_least=2)
     text = plain(facts)
     with reported(f"committing to {folder}"):
-        make_folder(folder)
+        make_folder(folder, private)
         with locked(folder / LOCK):
             before = generations(folder)
             generation = 1 + max((number for number, _ in before), default=0)
             good = before if after is None else continued(before, after, folder)
-            publish(folder, encode(arrays, text, generation), generation)
+            publish(folder, encode(arrays, text, generation), generation, private)
             kept = {path for _, path in good[: keep - 1]}
             for _, path in before:
                 if path not in kept:
@@ -176,11 +178,11 @@ def continued(before: list[tuple[int, Path]], after: int, folder: Path) -> list[
     return [(number, path) for number, path in before if number <= after]
 
 
-def publish(folder: Path, encoded: tensors.Encoded, generation: int) -> None:
+def publish(folder: Path, encoded: tensors.Encoded, generation: int, private: bool = False) -> None:
     """Write the temporary file, sync it, rename it, sync the folder."""
     temporary = folder / TEMPORARY
     try:
-        fd = create(temporary)
+        fd = create(temporary, private)
         try:
             digest = tensors.write(fd, encoded)
             os.fsync(fd)

@@ -17,7 +17,10 @@ from typing import Any
 
 from fedscaffold.checks import InputError
 
-__all__ = ["StateError", "create", "locked", "make_folder", "open_file", "reported", "sync_folder", "write_all"]
+__all__ = [
+    "StateError", "create", "locked", "make_folder", "open_file", "reported", "sync_folder", "write_all",
+    "write_private",
+]  # fmt: skip
 
 CHUNK = 8 << 20
 """Bytes handed to one system call at most: large enough to cost nothing, small enough to interrupt."""
@@ -55,10 +58,28 @@ def write_all(fd: int, data: Any) -> None:
         view = view[os.write(fd, view[:CHUNK]) :]
 
 
-def create(path: Path) -> int:
-    """Open a new file for reading and writing; a file of that name is removed first, a link is not followed."""
+def create(path: Path, private: bool = False) -> int:
+    """Open a new file for reading and writing; a file of that name is removed first, a link is not followed.
+
+    A private one is its owner's only, whatever the umask.
+    """
     path.unlink(missing_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600 if private else 0o666)
+    if private:
+        os.fchmod(fd, 0o600)
+    return fd
+
+
+def write_private(path: Path, data: bytes | str) -> None:
+    """Write a file that only its owner can read, whole or not at all; a view, not synced: a power cut may lose it."""
+    temporary = path.with_name(path.name + ".part")
+    fd = create(temporary, private=True)
+    try:
+        write_all(fd, data.encode() if isinstance(data, str) else data)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -89,11 +110,13 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def make_folder(folder: Path) -> None:
-    """Create `folder` and its parents where they are missing, durably."""
+def make_folder(folder: Path, private: bool = False) -> None:
+    """Create `folder` and its parents where they are missing, durably; private ones are their owner's only."""
     if not folder.is_dir():
-        make_folder(folder.absolute().parent)
+        make_folder(folder.absolute().parent, private)
         folder.mkdir(exist_ok=True)
+        if private:
+            folder.chmod(0o700)
         sync_folder(folder.absolute().parent)
 
 
@@ -103,7 +126,7 @@ def locked(path: Path) -> Iterator[None]:
 
     The lock goes with the process that holds it, however that one ends; the empty file stays.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,676 @@
+"""One site against the federation: whatever it sends, it causes nothing but its own refusal."""
+
+import json
+import math
+import os
+import shutil
+import sys
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from deploy_case import (
+    CURVATURE,
+    SITES,
+    answer,
+    data,
+    everybody,
+    greeting,
+    learner,
+    memory_folder,
+    optimum,
+    play,
+    run_quietly,
+    server_of,
+    settings,
+)
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as some
+
+from fedscaffold.checks import InputError
+from fedscaffold.cli import main
+from fedscaffold.deploy import InProcess, Server, drive, gate, parse
+from fedscaffold.deploy.audit import Audit, verified
+from fedscaffold.deploy.gate import Asked, Refused
+from fedscaffold.deploy.rounds import residual, shares, size
+from fedscaffold.deploy.schema import Blob, Packet, blob
+from fedscaffold.deploy.store import seen
+
+DEPLOYED = ["scaffold", "scaffold'\noption = 1 #", "fedavg", "fedprox", "feddyn", "fednova", "sgd"]
+
+
+@pytest.fixture
+def tmp_path():
+    folder = memory_folder()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def attacked(server, config, folder, change, by=("ant",), present=SITES):
+    """One round in which the replies of some sites are changed on their way."""
+    requests = server.open(present)
+    for site, request in requests.items():
+        reply = answer(request, learner(config.precision), config, site, folder / "sites")
+        server.receive(site, change(site, reply) if site in by else reply)
+    return server.close()
+
+
+def full_of(value):
+    """All vectors of a reply full of one number."""
+    return lambda site, reply: reply._replace(
+        blobs={name: blob(np.full(item.shape, value, item.dtype)) for name, item in reply.blobs.items()}
+    )
+
+
+def at_rounding(server):
+    """Whether c is the mean of the c_i, and everything finite."""
+    state = server.state
+    finite = all(np.isfinite(v).all() for v in (state.x, *state.c_i.values()))
+    if state.c is None:
+        return finite
+    eps = float(np.finfo(state.x.dtype).eps)
+    return (
+        finite and np.isfinite(state.c).all() and residual(state) <= 100 * eps * max(size(state), server.scale, 1e-300)
+    )
+
+
+HUGE = {"float64": [1e200, -1e308, 1.7e308], "float32": [1e20, -1e30, 3.4e38]}
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("clip", ["", "clip = 2.0"])
+@pytest.mark.parametrize("algorithm", DEPLOYED)
+def test_one_huge_reply_is_the_end_of_nobody(algorithm, clip, precision, tmp_path):
+    config = settings(deploy=clip, algorithm=f"name = '{algorithm}'", top="")
+    config = config._replace(precision=precision)
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    for value in HUGE[precision]:
+        outcome = attacked(server, config, tmp_path, full_of(value))
+        assert outcome.committed
+        assert set(outcome.heard) >= set(SITES[1:])
+        assert clip or outcome.heard == SITES[1:]
+        assert at_rounding(server)
+        server = server_of(config, tmp_path)  # and again after a restart
+    assert np.abs(server.state.x).max() < 100
+    assert play(server, config, tmp_path).heard == SITES
+
+
+def test_after_a_huge_reply_the_run_still_reaches_the_optimum(tmp_path):
+    for clip in ("", "clip = 5.0"):
+        config = settings(deploy=clip, local="steps = 3\nlr = 0.3")
+        folder = tmp_path / str(len(clip))
+        server = server_of(config, folder)
+        everybody(server, config)
+        for value in HUGE["float64"]:
+            attacked(server, config, folder, full_of(value))
+        for _ in range(60):
+            play(server, config, folder)
+        np.testing.assert_allclose(server.state.x, optimum(shares(server.roster)), atol=1e-9)
+        assert residual(server.state) < 1e-12
+
+
+def test_it_is_named_and_told(tmp_path):
+    config = settings()
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    assert attacked(server, config, tmp_path, full_of(1e200)).refused["ant"].startswith("norm: its update is")
+    assert attacked(server, config, tmp_path, full_of(1.7e308)).refused["ant"].startswith("overflow: numbers up to")
+    assert "overflow" in server.open(SITES)["ant"].facts["told"]
+    codes = [event["code"] for event in verified(tmp_path / "audit.jsonl") if event["event"] == "refused"]
+    assert codes == ["norm", "overflow"]
+
+
+@pytest.mark.parametrize("state", ["server", "client"])
+@pytest.mark.parametrize("algorithm", DEPLOYED)
+def test_when_all_overflow_the_round_is_abandoned_and_nothing_changes(algorithm, state, tmp_path):
+    """Each is finite, a majority is huge, and the server's own factor makes the sum infinite."""
+    rate = "" if algorithm in ("sgd", "fednova") or "#" in algorithm else "\nserver_lr = 1e10"
+    config = settings(deploy=f"state = '{state}'\nretries = 1", algorithm=f"name = '{algorithm}'{rate}")
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    play(server, config, tmp_path)
+    before = server.state.x.tobytes()
+    outcome = attacked(server, config, tmp_path, full_of(1e307), by=SITES)
+    assert at_rounding(server) if state == "server" else np.isfinite(server.state.x).all()
+    if not outcome.committed:
+        assert server.state.x.tobytes() == before
+        assert set(outcome.refused) >= set(SITES[:3])
+    assert np.isfinite(server_of(config, tmp_path).state.x).all()
+
+
+def test_a_c_i_that_would_overflow_is_refused_alone(tmp_path):
+    """c_i+ = c_i - c + d: the server's own sum, for one site only."""
+    config = settings()
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    play(server, config, tmp_path)
+    most = np.finfo(np.float64).max
+    server.state.c_i["ant"] = np.array([most, 0.0])  # what no gate has seen: a state restored by hand, say
+    requests = server.open(SITES)
+    for site in SITES:
+        reply = answer(requests[site], learner(), config, site, tmp_path)
+        if site == "ant":
+            reply = reply._replace(blobs={"d": blob(np.array([most / 20, 0.0]))})
+        server.receive(site, reply)
+    server.open_round.updates["ant"] = server.open_round.updates["ant"]._replace(length=1.0)
+    server.state.c[:] = -most / 4
+    outcome = server.close()
+    assert outcome.committed
+    assert "with it ant would not be finite" in outcome.refused["ant"]
+
+
+values = some.floats(width=64) | some.sampled_from([5e-324, -5e-324, 1e-310, 1e150, 1e155, -1e299, 1.79e308, 0.0])
+
+
+@contextmanager
+def host(clip, precision):
+    """A fresh server: what is within bounds does harm a model, and is to harm one only."""
+    config = settings(deploy="clip = 3.0" if clip else "")._replace(precision=precision)
+    folder = memory_folder()
+    server = server_of(config, folder)
+    everybody(server, config)
+    try:
+        yield server, config, folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@limits(max_examples=60, deadline=None)
+@given(
+    wrong=some.dictionaries(some.sampled_from(SITES), some.tuples(values, values), min_size=1, max_size=4),
+    steps=some.sampled_from([1, 2, 3]),
+    metric=some.floats() | some.sampled_from([1e308, -1e308, 10**400, True, "x", None]),
+    clip=some.booleans(),
+    precision=some.sampled_from(["float32", "float64"]),
+)
+def test_mutated_numbers_never_stop_or_spoil_a_server(wrong, steps, metric, clip, precision):
+    def change(site, reply):
+        kept = reply.facts | {"steps": steps, "metric.loss": metric, "metric.\x1b[2J": 1.0}
+        with np.errstate(over="ignore"):
+            blobs = {name: blob(np.array(wrong[site]).astype(item.dtype)) for name, item in reply.blobs.items()}
+        return Packet(kept, blobs)
+
+    with host(clip, precision) as (server, config, folder):
+        outcome = attacked(server, config, folder, change, by=tuple(wrong))
+        assert set(outcome.heard) | set(outcome.refused) == set(SITES)
+        assert at_rounding(server)
+        assert all(np.isfinite(value) for value in outcome.metrics.values())
+        if len(wrong) < 3:  # a majority is honest
+            assert outcome.committed
+            assert set(SITES) - set(wrong) <= set(outcome.heard)
+        verified(folder / "audit.jsonl", server.audit.head)
+        assert np.isfinite(server_of(config, folder).state.x).all()
+
+
+def test_norms_neither_overflow_nor_vanish():
+    rng = np.random.default_rng(0)
+    for scale in (1e-300, 1e-160, 1.0, 1e160, 1e300):
+        v = rng.standard_normal(50)
+        assert gate.length_of(scale * v) == pytest.approx(scale * float(np.linalg.norm(v)), rel=1e-14)
+    v = rng.standard_normal(50).astype(np.float32)
+    for scale in (np.float32(1e-30), np.float32(1e30)):
+        exact = float(np.linalg.norm(v.astype(np.float64) * float(scale)))
+        assert gate.length_of(scale * v) == pytest.approx(exact, rel=1e-6)
+
+
+# Logs
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        float("inf"), float("-inf"), float("nan"), 10**5000, -(10**5000), "\ud800\udfff", "\x00\x1b[2J", b"\xff", {1: {2: 3}},
+        np.float32(1.5), np.array([1, 2]), {"a": float("nan")}, [[[[[[1]]]]]], {1, 2}, object(), "x" * 10**6, 1j,
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_no_log_line_ends_a_server(odd, tmp_path):
+    log = Audit(tmp_path / "audit.jsonl")
+    log.write("odd", value=odd, inner={"deep": [odd]})
+    log.write("after")
+    events = verified(tmp_path / "audit.jsonl", log.head)
+    assert [event["event"] for event in events] == ["odd", "after"]
+    assert max(map(len, (tmp_path / "audit.jsonl").read_text().splitlines())) < 10_000
+
+
+def test_lines_that_the_disk_does_not_take_are_kept_until_it_does(tmp_path, monkeypatch):
+    log = Audit(tmp_path / "audit.jsonl")
+    log.write("first")
+    real = os.write
+
+    def half(fd, data):
+        real(fd, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", half)
+    for i in range(3):
+        log.write("unwritten", number=i)
+    assert "No space left" in log.trouble
+    assert [event["event"] for event in verified(tmp_path / "audit.jsonl", log.head)] == ["first"]
+    monkeypatch.undo()
+    log.write("last")
+    events = verified(tmp_path / "audit.jsonl", log.head)
+    assert [event["event"] for event in events] == ["first", *["unwritten"] * 3, "last"]
+    assert log.trouble == ""
+
+
+# The gate: `Refused`, whatever comes
+
+odd_things = some.recursive(
+    some.none()
+    | some.booleans()
+    | some.integers()
+    | some.sampled_from([2**63, -(2**63) - 1, float("nan"), float("inf"), 1e308])
+    | some.sampled_from([4301, 5000]).map(lambda digits: -(10**digits))
+    | some.floats()
+    | some.text(max_size=20)
+    | some.sampled_from(["x" * 10**5, "\ud800", "\x1b[2J", "ant", "n"])
+    | some.binary(max_size=20),
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+names = some.sampled_from(
+    [
+        "site",
+        "round",
+        "nonce",
+        "schema",
+        "records",
+        "steps",
+        "memory",
+        "kind",
+        "reason",
+        "metric.loss",
+        "metric.\n",
+        "x",
+    ]
+)
+odd_blobs = some.none() | odd_things | some.builds(
+    Blob,
+    odd_things | some.just("float64"),
+    odd_things | some.lists(some.integers(-2, 2**80), max_size=3).map(tuple)
+    | some.sampled_from([4301, 5000]).map(lambda digits: (10**digits, 2)) | some.just((2,)),
+    odd_things | some.binary(min_size=16, max_size=16),
+)  # fmt: skip
+nested = []
+for _ in range(5000):
+    nested = [nested]
+
+
+def told():
+    schema = learner().schema
+    facts = {"site": "ant", "round": 2, "nonce": "n", "schema": schema.digest, "records": 2, "steps": 3}
+    return Packet(facts, {"d": blob(np.ones(2))}), Asked("ant", 2, "n", ("d",), schema, records=2, most_steps=3)
+
+
+@limits(max_examples=150, deadline=None)
+@given(
+    facts=some.dictionaries(names, odd_things) | odd_things,
+    blobs=some.dictionaries(some.sampled_from(["d", "", "x" * 999, "\ud800"]), odd_blobs, max_size=2) | odd_things,
+    keep=some.booleans(),
+)
+def test_every_entry_of_the_gate_refuses_whatever_comes(facts, blobs, keep):
+    good, asked = told()
+    if keep and isinstance(facts, dict):
+        facts = good.facts | facts
+    packet = Packet(facts, blobs)
+    entries = [
+        lambda: gate.admit(packet, asked),
+        lambda: gate.fresh(packet, asked),
+        lambda: gate.vector(packet, "d", asked.schema),
+        lambda: gate.array_of(packet, "d", (2,), "float64"),
+        *(lambda name=name: gate.text(facts, name) for name in ("site", "memory")),
+        *(lambda name=name: gate.said(facts, name) for name in ("reason",)),
+        *(lambda name=name: gate.whole(facts, name) for name in ("round", "records", "steps")),
+    ]
+    for entry in entries:
+        said = ""
+        try:
+            entry()
+        except Refused as refusal:
+            said = str(refusal)
+        assert len(said) <= 500
+        assert said.isprintable()
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**63, nested, "9" * 5000, {"a": nested}], ids=range(6))
+@pytest.mark.parametrize("where", ["round", "records", "steps", "nonce", "site", "schema", "memory", "kind", "reason"])
+def test_long_numbers_and_deep_nests_are_refused_at_the_server(value, where, tmp_path):
+    config = settings()
+    server = server_of(config, tmp_path)
+    everybody(server, config, SITES[1:])
+    hello = greeting(learner(), config, "ant")
+    if where in hello.facts and where != "kind":
+        with pytest.raises(Refused):
+            server.hello("ant", hello._replace(facts={**hello.facts, where: value}))
+    everybody(server, config, SITES[:1])
+    for kind in ("train", "lost", "refusal"):
+        outcome = attacked(
+            server, config, tmp_path, lambda s, r, k=kind: r._replace(facts={**r.facts, "kind": k, where: value})
+        )
+        assert outcome.committed
+        assert where in ("kind", "reason") or outcome.heard == SITES[1:]
+    assert at_rounding(server)
+
+
+@pytest.mark.parametrize(
+    "shape", [(10**5000,), (2, 10**5000), (2**63,), (-1,), (2,) * 40, [2], (2.0,), (True, 2), nested]
+)
+def test_shapes_of_any_size_are_refused(shape):
+    packet, asked = told()
+    with pytest.raises(Refused):
+        gate.admit(packet._replace(blobs={"d": Blob("float64", shape, bytes(16))}), asked)
+
+
+def test_what_a_site_says_cannot_steer_a_terminal(tmp_path):
+    config = settings()
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    evil = "\x1b]0;owned\x07\x1b[2J\u202e\u2066 gone"
+
+    def refuses(site, reply):
+        return reply._replace(facts={**reply.facts, "kind": "refusal", "reason": evil})
+
+    outcome = attacked(server, config, tmp_path, refuses)
+    assert outcome.refused["ant"].isprintable()
+    assert all(str(event.get("reason", "")).isprintable() for event in verified(tmp_path / "audit.jsonl"))
+
+
+# The log's head
+
+
+def logged(folder):
+    """A finished run: its log, and the head that its last commit holds."""
+    config = settings()
+    run_quietly(config, folder, rounds=3)
+    return config, folder / "audit.jsonl", seen(folder / "state").audit
+
+
+def damaged(lines, how):
+    swapped = [*lines[:4], lines[5], lines[4], *lines[6:]]
+    return {
+        "cut by one": lines[:-1],
+        "cut by five": lines[:-5],
+        "emptied": [],
+        "beheaded": lines[1:],
+        "one removed": lines[:3] + lines[4:],
+        "reordered": swapped,
+        "changed": [*lines[:3], lines[3].replace("joined", "jOined"), *lines[4:]],
+        "doubled": lines + lines[-1:],
+    }[how]
+
+
+def called(words, monkeypatch):
+    """The exit code of a command."""
+    monkeypatch.setattr(sys, "argv", ["fedscaffold", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return left.value.code
+
+
+HOW = ["cut by one", "cut by five", "emptied", "beheaded", "one removed", "reordered", "changed", "doubled", "deleted",
+       "replaced tail", "replaced"]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_whatever_is_done_to_the_log_is_found(how, tmp_path, monkeypatch, capsys):
+    config, path, head = logged(tmp_path)
+    lines = path.read_text().splitlines()
+    assert len(verified(path, head)) == head.lines == len(lines)
+    if how == "deleted":
+        path.unlink()
+    elif how in ("replaced", "replaced tail"):  # a chain of its own, whole, and longer than the old one
+        path.write_text("".join(line + "\n" for line in ([] if how == "replaced" else lines[:-2])))
+        forger = Audit(path)
+        for i in range(len(lines) + 3):
+            forger.write("opened", round=i)
+    else:
+        path.write_text("".join(line + "\n" for line in damaged(lines, how)))
+    with pytest.raises(InputError, match=r"audit\.jsonl"):
+        verified(path, head)
+    assert called(["deploy", "status", str(tmp_path)], monkeypatch) == 2
+    assert called(["diagnose", str(tmp_path)], monkeypatch) == 1
+    again, _ = run_quietly(config, tmp_path, rounds=4)  # it goes on, and says so for good
+    events = verified(path, seen(tmp_path / "state").audit)
+    assert events[0]["event"] == "broken"
+    assert "audit.jsonl" in events[0]["note"]
+    assert (tmp_path / "audit.jsonl.broken-1").exists() == (how != "deleted")
+    assert again.state.round == 4
+    assert called(["deploy", "status", str(tmp_path)], monkeypatch) == 0
+    assert "broken" in capsys.readouterr().out
+
+
+def test_a_crash_at_any_point_is_no_alarm(tmp_path):
+    """Power fails before any write, sync or rename: the log may be longer than its head, never shorter or other."""
+    config = settings(deploy="quorum = 1")
+    points, seen_longer = 0, False
+    while True:
+        folder = tmp_path / "crashed"
+        shutil.rmtree(folder, ignore_errors=True)
+        with pytest.MonkeyPatch.context() as patch:
+            crash = crash_after(patch, points)
+            try:
+                server = server_of(config, folder)
+                everybody(server, config, SITES[:2])
+                play(server, config, folder, SITES[:2])
+                break
+            except crash:
+                points += 1
+        kept = seen(folder / "state")
+        head = kept.audit if kept is not None else None
+        found = verified(folder / "audit.jsonl", head)
+        seen_longer = seen_longer or (head is not None and len(found) > head.lines)
+        again = server_of(config, folder)
+        assert again.audit.broken == ""
+        assert "broken" not in {event["event"] for event in verified(folder / "audit.jsonl", again.audit.head)}
+    assert points > 15
+    assert seen_longer
+
+
+def crash_after(monkeypatch, calls):
+    """os.fsync, os.write and rename fail for good after so many calls: the machine loses power there."""
+    left = [calls]
+
+    class Crash(BaseException):
+        pass
+
+    def dying(function):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Crash
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "write", "rename", "replace"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    return Crash
+
+
+# Records
+
+
+@pytest.mark.parametrize("weights", ["records", "equal"])
+def test_record_counts_are_agreed_once(weights, tmp_path):
+    config = settings(top=f"weights = '{weights}'", local="steps = 3\nlr = 0.3")
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    before = shares(server.roster)
+    hello = greeting(learner(), config, "ant")
+    for lie in (10**9, 1, 3):
+        with pytest.raises(Refused, match=r"where 2 were registered; .* ant = \d+ under \[deploy.records\]"):
+            server.hello("ant", hello._replace(facts={**hello.facts, "records": lie}))
+        server = server_of(config, tmp_path)  # nor after a restart
+    assert shares(server.roster) == before
+    assert play(server, config, tmp_path).heard == SITES
+
+
+@pytest.mark.parametrize("state", ["server", "client"])
+def test_the_operator_confirms_another_count(state, tmp_path):
+    """His word changes the weight, exactly; a site that claims anything else stays out."""
+    more = {"ant": 7}
+
+    def grown(site):
+        return tuple(np.repeat(a[:1], more.get(site, 4), axis=0) for a in (data(site)))
+
+    config = settings(deploy=f"state = '{state}'", top="weights = 'records'", local="steps = 3\nlr = 0.3")
+    first = learner(data=lambda site: tuple(np.repeat(a[:1], 4, axis=0) for a in data(site)))
+    server = Server(config, first.schema, first.start, tmp_path)
+    drive(server, InProcess(first, config, tmp_path), 3)
+    again = learner(data=grown)
+    server = Server(config, again.schema, again.start, tmp_path)
+    drive(server, InProcess(again, config, tmp_path), 4)
+    assert server.roster["ant"].records == 4
+    assert "ant" not in {site for event in verified(tmp_path / "audit.jsonl")[-4:] for site in event.get("heard", [])}
+    confirmed = config._replace(deploy=config.deploy._replace(records=more))
+    server = Server(confirmed, again.schema, again.start, tmp_path)
+    drive(server, InProcess(again, confirmed, tmp_path), 60)
+    assert shares(server.roster)["ant"] == 7 / 23
+    goal = sum(p * CURVATURE[s] * data(s)[1][0] for s, p in shares(server.roster).items())
+    goal = goal / sum(p * CURVATURE[s] for s, p in shares(server.roster).items())
+    np.testing.assert_allclose(server.state.x, goal, atol=1e-9)
+    assert state == "client" or residual(server.state) < 1e-13
+
+
+def test_a_first_claim_is_held_against_the_operators_word_or_shown(tmp_path):
+    config = settings(top="weights = 'records'", extra="[deploy.records]\nant = 2")
+    server = server_of(config, tmp_path)
+    hello = greeting(learner(), config, "ant")
+    with pytest.raises(Refused, match=r"1000000000 records where 2 stand under \[deploy.records\]"):
+        server.hello("ant", hello._replace(facts={**hello.facts, "records": 10**9}))
+    everybody(server, config)
+    assert not any("weight" in said for said in server.warnings)
+    config = settings(top="weights = 'records'")
+    server = server_of(config, tmp_path / "other")
+    everybody(server, config, SITES[1:])
+    server.hello("ant", hello._replace(facts={**hello.facts, "records": 10**9}))
+    assert any(said.startswith("ant has 100% of all weight by its own word") for said in server.warnings)
+
+
+def test_nothing_bounds_a_site_without_clip_and_the_operator_is_told(tmp_path, monkeypatch, capsys):
+    run_quietly(settings(), tmp_path, rounds=1)
+    assert called(["deploy", "status", str(tmp_path)], monkeypatch) == 0
+    assert "warning: deploy.clip is off" in capsys.readouterr().out
+    assert not server_of(settings(deploy="clip = 1.0"), tmp_path / "other").warnings
+
+
+# c_i that are said to be lost
+
+
+def pretends(site, reply):
+    """It says that its c_i is lost."""
+    told = {**reply.facts, "kind": "lost", "reason": "c_i 1234 is expected and is not here"}
+    return reply._replace(facts=told, blobs={})
+
+
+def worst(server):
+    """What costs the others most: to be honest where a lie would be seen, and to have lost all where it would not."""
+    return lambda site, reply: (
+        pretends(site, reply) if reply.facts["kind"] == "train" and server.roster[site].digest else reply
+    )
+
+
+def test_members_that_lose_their_c_i_each_time_hardly_slow_the_others_down(tmp_path):
+    """Without a bound every second round is a resync."""
+    opened, liars = 40, ("ant", "bee")
+    config = settings(deploy="state = 'client'", local="steps = 3\nlr = 0.3")
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    for i in range(opened):
+        attacked(server, config, tmp_path, worst(server), by=liars)
+        if i == opened // 2:
+            server = server_of(config, tmp_path)  # a restart forgets nothing
+    lost = opened - server.state.round
+    assert 3 < lost <= 3 + math.log2(opened / 4)  # those of both are repaired at once
+    resting = [event for event in verified(tmp_path / "audit.jsonl") if event["event"] == "resting"]
+    assert {event["site"] for event in resting} == set(liars)
+
+
+def test_who_rests_is_named_and_the_optimum_is_still_everybodys(tmp_path):
+    config = settings(deploy="state = 'client'", local="steps = 3\nlr = 0.3")
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    while not any(said.startswith("ant has lost its c_i 4 times") for said in server.warnings):
+        attacked(server, config, tmp_path, worst(server))
+    while any("lost its c_i" in said for said in server.warnings):  # it rests, then it is asked again
+        assert server.roster["ant"].applied < play(server, config, tmp_path).round
+    for _ in range(32):
+        assert play(server, config, tmp_path).heard == SITES
+    np.testing.assert_allclose(server.state.x, optimum(shares(server.roster)), atol=1e-9)
+
+
+def test_zeros_cannot_be_lost(tmp_path):
+    config = settings(deploy="state = 'client'")
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    outcome = attacked(server, config, tmp_path, pretends)
+    assert "where zeros are expected" in outcome.refused["ant"]
+    assert not server.resync
+
+
+# Names and who may read
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "server", "Server", "AUTHORITY", "ca", "secrets", "logs", "state", "link", "con", "NUL", "com1", "LPT9", "..", ".",
+        "a/b", "../up", "-rf", "_x", "", "a" * 65, "a.b", "nоrth", "north\u200b", "a\n", "a b", "ﬁr", "a\x00", "~root", "*",
+    ],
+)  # fmt: skip
+def test_names_that_collide_or_deceive_are_refused(name):
+    with pytest.raises(InputError, match=r"deploy\.sites"):
+        parse(f"[deploy]\nsites = ['north', {json.dumps(name)}]")
+
+
+def test_names_differ_by_more_than_capitals():
+    with pytest.raises(InputError, match="not by capitals alone"):
+        parse("[deploy]\nsites = ['north', 'North']")
+    assert parse("[deploy]\nsites = ['n-1_A', '2nd', 'servers']").deploy.sites == ("n-1_A", "2nd", "servers")
+
+
+def open_to_others(folder):
+    return {
+        str(path.relative_to(folder)): oct(path.stat().st_mode & 0o777)
+        for path in [folder, *folder.rglob("*")]
+        if path.stat().st_mode & 0o077 and path.suffix not in (".crt", ".pub", ".py", ".toml")
+    }
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("state", ["server", "client"])
+def test_what_a_run_leaves_is_its_owners_only(state, umask, tmp_path):
+    config = settings(deploy=f"state = '{state}'")
+    before = os.umask(umask)
+    try:
+        run_quietly(config, tmp_path / "run", rounds=2)
+        run_quietly(config, tmp_path / "run", rounds=3)  # after every file was replaced
+    finally:
+        os.umask(before)
+    made = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"state", "audit.jsonl", "metrics.jsonl", "status.json", "model.safetensors"} <= made
+    assert open_to_others(tmp_path / "run") == {}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_a_kit_is_its_owners_only(umask, tmp_path):
+    pytest.importorskip("cryptography")
+    from fedscaffold.deploy.kit import make_kit
+
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "app.py").write_text("")
+    (app / "federation.toml").write_text("[deploy]\nsites = ['north', 'south']\n")
+    (tmp_path / "sites.toml").write_text("server = 'localhost'\napp = 'app'\n")
+    before = os.umask(umask)
+    try:
+        make_kit(tmp_path / "sites.toml", tmp_path / "kits")
+    finally:
+        os.umask(before)
+    assert open_to_others(tmp_path / "kits") == {}
+    assert [path.parent.name for path in (tmp_path / "kits").rglob("ca.key")] == ["authority"]
+    for script in (tmp_path / "kits").rglob("*.sh"):
+        assert "umask 077" in script.read_text().splitlines()[:3]
