@@ -74,7 +74,7 @@ class Learner(Protocol):
 
     @property
     def buffers(self) -> dict[str, Array]:
-        """The buffers to begin with."""
+        """What the model keeps but does not train, to begin with: buffers, and frozen parameters."""
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
@@ -89,7 +89,8 @@ def greeting(learner: Learner, settings: Settings, name: str) -> Packet:
         "schema": learner.schema.digest,
         "settings": settings.digest,
     }
-    return Packet({"kind": "hello", **facts}, {})
+    prints = np.frombuffer(bytes.fromhex("".join(print_ for *_, print_ in learner.schema.frozen)), np.uint8)
+    return Packet({"kind": "hello", **facts}, {"frozen": blob(prints)} if prints.size else {})
 
 
 def answer(request: Packet, learner: Learner, settings: Settings, name: str, folder: Path) -> Packet:
@@ -169,7 +170,9 @@ def _buffers(request: Packet, learner: Learner, settings: Settings, own: Path) -
     """The buffers to work with: the server's averages, or those this site keeps to itself."""
     if settings.local.buffers == "local":
         kept = latest(own / "buffers")
-        return dict(learner.buffers) if kept is None else kept.arrays
+        if kept is not None:
+            return kept.arrays
+        return {name: learner.buffers[name] for name, _, _ in learner.schema.buffers}
     kinds = learner.schema.buffers
     return {name: gate.array_of(request, f"buffer.{name}", shape, dtype).copy() for name, shape, dtype in kinds}
 

@@ -127,7 +127,7 @@ def drive(
 
 def save_model(server: Server, path: Path) -> None:
     """Write the model as named arrays in a safetensors file; whole or not at all."""
-    arrays = {**server.schema.unflatten(server.state.x), **server.state.buffers}
+    arrays = server.schema.filed(server.state.x, {**server.untrained, **server.state.buffers})
     temporary = path.with_name(path.name + ".part")
     fd = create(temporary, private=True)
     try:

@@ -24,8 +24,8 @@ import numpy as np
 from fedscaffold.deploy.schema import Array, Blob, Packet, Schema
 
 __all__ = [
-    "Asked", "Refused", "Update", "admit", "array_of", "clipped", "finite", "fresh", "length_of", "measured",
-    "outsized", "said", "shown", "text", "vector", "whole",
+    "Asked", "Refused", "Update", "admit", "array_of", "clipped", "finite", "fresh", "frozen_apart", "length_of",
+    "measured", "outsized", "said", "shown", "text", "vector", "whole",
 ]  # fmt: skip
 
 MOST_FACTS = 64
@@ -210,6 +210,15 @@ def finite(name: str, array: Array) -> None:
     bad = array.size - int(np.count_nonzero(np.isfinite(array)))
     if bad:
         raise Refused("not finite", f"{bad} of the {array.size} numbers of {name} are NaN or infinite")
+
+
+def frozen_apart(packet: Packet, schema: Schema) -> list[str]:
+    """Names of the frozen parameters whose fingerprints in a greeting differ from the schema's."""
+    item = packet.blobs.get("frozen") if isinstance(packet.blobs, dict) else None
+    mine = [(name, bytes.fromhex(print_)) for name, *_, print_ in schema.frozen]
+    if not isinstance(item, Blob) or not isinstance(item.data, bytes) or len(item.data) != 16 * len(mine):
+        return []
+    return [name for i, (name, print_) in enumerate(mine) if item.data[16 * i : 16 * (i + 1)] != print_]
 
 
 def text(facts: Any, name: str, default: str | None = None) -> str:

@@ -196,5 +196,5 @@ def _averaged(state: State, share: Mapping[str, float], updates: Mapping[str, Up
             flat = {site: value.ravel() for site, value in came.items()}
             out[name] = weighted(share, flat, old.size).reshape(old.shape).astype(old.dtype)
         else:
-            out[name] = np.maximum.reduce([came[site] for site in sorted(came)])
+            out[name] = np.asarray(np.maximum.reduce([came[site] for site in sorted(came)]))
     return out

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
+from fedscaffold.state.tensors import bfloat16
 
 __all__ = ["Array", "Blob", "Fact", "Packet", "Schema", "blob", "digest_of", "fingerprint"]
 
@@ -40,7 +41,7 @@ class Packet(NamedTuple):
 
 
 class Schema(NamedTuple):
-    """Names and shapes of a model's trained arrays, their one dtype, and its buffers, which are kept apart by name.
+    """What a model is made of: trained arrays, all of one dtype, and buffers and frozen arrays, kept apart by name.
 
     >>> schema = Schema(("w", "b"), ((2, 3), (2,)), "float32")
     >>> schema.size, schema.nbytes
@@ -52,9 +53,20 @@ class Schema(NamedTuple):
     dtype: str
     buffers: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     """(name, shape, dtype) of what a model keeps but does not train: running means, counters."""
+    frozen: tuple[tuple[str, tuple[int, ...], str, str], ...] = ()
+    """(name, shape, dtype, fingerprint) of what never changes, and must be the same on the server and at every site."""
+    stored: tuple[tuple[str, str, str], ...] = ()
+    """(name in the model's file, name of the array, dtype in the file); () for the arrays as they are."""
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Array], dtype: str, buffers: Mapping[str, Array] | None = None) -> Schema:
+    def of(
+        cls,
+        arrays: Mapping[str, Array],
+        dtype: str,
+        buffers: Mapping[str, Array] | None = None,
+        frozen: Mapping[str, Array] | None = None,
+        stored: tuple[tuple[str, str, str], ...] = (),
+    ) -> Schema:
         """Return the schema of named arrays that are to travel as `dtype`.
 
         >>> Schema.of({"w": np.zeros((2, 2))}, "float64").digest == Schema.of({"w": np.zeros(4)}, "float64").digest
@@ -63,7 +75,8 @@ class Schema(NamedTuple):
         if not arrays:
             raise InputError("the model has no trained arrays; at least one is needed")
         kept = tuple((name, np.shape(a), np.asarray(a).dtype.name) for name, a in sorted((buffers or {}).items()))
-        return cls(tuple(arrays), tuple(np.shape(a) for a in arrays.values()), dtype, kept)
+        fixed = tuple((name, a.shape, a.dtype.name, fingerprint(a)) for name, a in sorted((frozen or {}).items()))
+        return cls(tuple(arrays), tuple(np.shape(a) for a in arrays.values()), dtype, kept, fixed, stored)
 
     @property
     def size(self) -> int:
@@ -77,7 +90,7 @@ class Schema(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Short fingerprint of names, shapes, dtype and buffers: equal models, equal digests."""
+        """Short fingerprint of names, shapes, dtypes and the values of frozen arrays: equal models, equal digests."""
         return digest_of(list(self))
 
     def flatten(self, arrays: Mapping[str, Array]) -> Array:
@@ -93,6 +106,21 @@ class Schema(NamedTuple):
         bounds = [0, *accumulate(prod(shape) for shape in self.shapes)]
         slices = zip(self.names, pairwise(bounds), self.shapes, strict=True)
         return {name: vector[begin:end].reshape(shape) for name, (begin, end), shape in slices}
+
+    def filed(self, vector: Array, kept: Mapping[str, Array]) -> dict[str, Array]:
+        """The model as its file has it: the trained arrays, and those it keeps; tied ones under each of their names.
+
+        >>> schema = Schema.of({"w": np.zeros(1)}, "float64", stored=(("in", "w", "float16"), ("out", "w", "float64")))
+        >>> schema.filed(np.array([3.0]), {})
+        {'in': array([3.], dtype=float16), 'out': array([3.])}
+        """
+        arrays = {**kept, **self.unflatten(vector)}
+        if not self.stored:
+            return arrays
+        return {
+            name: bfloat16(arrays[source]) if dtype == "bfloat16" else np.asarray(arrays[source], dtype)
+            for name, source, dtype in self.stored
+        }
 
 
 def blob(array: Array) -> Blob:

@@ -65,11 +65,15 @@ class Server:
         self.seen: dict[str, float] = {}
         self._gauge: tuple[State, float] | None = None
         self.scale = 0.0  # the largest size of the c_i that was seen: what the residual is to be compared with
+        self.untrained = dict(buffers or {})
+        if not {row[0] for row in (*schema.buffers, *schema.frozen)} <= self.untrained.keys():
+            raise InputError("the model keeps arrays that are not trained; give the server buffers=learner.buffers")
         kept = recall(self.folder / "state", settings, schema)
         if kept is None:
             x = np.asarray(start, settings.precision)
             c = np.zeros_like(x) if self.algorithm.remember is not None else None
-            state = State(0, x, c, {}, {}, dict(buffers or {}) if settings.local.buffers == "average" else {})
+            averaged = schema.buffers if settings.local.buffers == "average" else ()
+            state = State(0, x, c, {}, {}, {name: self.untrained[name] for name, *_ in averaged})
             kept = Kept(state, secrets.token_hex(8) if token is None else token, 0, False, ())
         self.audit = Audit(self.folder / "audit.jsonl", kept.audit)
         for warning in kept.warnings:
@@ -230,6 +234,11 @@ class Server:
             raise Refused("stranger", f"{site!r} is not one of the sites of this federation")
         for what, mine in (("schema", self.schema.digest), ("settings", self.settings.digest)):
             if gate.text(packet.facts, what) != mine:
+                other = gate.frozen_apart(packet, self.schema) if what == "schema" else []
+                if other:
+                    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+                    said = f"frozen parameters of {site} are not the server's: {', '.join(other[:3])}{more}"
+                    raise Refused("config", f"{said}; load them from the same file everywhere")
                 raise Refused("config", f"its {what} differ from the server's; give it the same app and TOML")
         records = gate.whole(packet.facts, "records")
         if not 1 <= records <= self.settings.deploy.max_records:

@@ -26,7 +26,7 @@ import torch
 from fedscaffold.checks import InputError, one_number
 from fedscaffold.deploy.arrays_client import draws
 from fedscaffold.deploy.client import Site, Trained, Work
-from fedscaffold.deploy.schema import Array, Schema
+from fedscaffold.deploy.schema import Array, Schema, fingerprint
 from fedscaffold.deploy.settings import Local
 
 __all__ = ["TorchLearner"]
@@ -81,14 +81,19 @@ class TorchLearner:
         self.dtype = torch.float64 if precision == "float64" else torch.float32
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.module = model().to(device=self.device, dtype=self.dtype)
+            module = model()
+        _check_module(module)
+        kinds = {name: t.dtype for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
+        self.module = module.to(device=self.device, dtype=self.dtype)
         self.parameters = dict(self.module.named_parameters(remove_duplicate=False))
         self.trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        saved = self.module.state_dict().keys()
-        self.kept = tuple(name for name, _ in self.module.named_buffers() if name in saved)
-        self.buffers = self._read_buffers()
+        self.kept = tuple(name for name, _ in self.module.named_buffers() if name in kinds)
+        frozen = self._frozen()
+        self.buffers = {**self._read_buffers(), **frozen}
         arrays = {name: p.detach().cpu().numpy() for name, p in self.trained.items()}
-        self.schema = Schema.of(arrays, precision, self.buffers)
+        stored = _stored(self.module, kinds, self.dtype)
+        buffers = {name: self.buffers[name] for name in self.kept}
+        self.schema = Schema.of(arrays, precision, buffers, frozen, stored)
         self.start = self.schema.flatten(arrays)
         self.y = torch.from_numpy(self.start.copy()).to(self.device)
         self.g = torch.zeros_like(self.y)
@@ -122,13 +127,27 @@ class TorchLearner:
         now = dict(self.module.named_buffers())
         return {name: now[name].detach().cpu().numpy().copy() for name in self.kept}
 
+    def _frozen(self) -> dict[str, Array]:
+        """The parameters that are not trained; not copied where they lie in the machine's own memory."""
+        return {name: p.detach().cpu().numpy() for name, p in self.module.named_parameters() if not p.requires_grad}
+
+    def _check_frozen(self) -> None:
+        """Refuse a round that has moved what nobody trains: it would stay at this site."""
+        now = self._frozen()
+        for name, _, _, print_ in self.schema.frozen:
+            if fingerprint(now[name]) != print_:
+                raise InputError(
+                    f"the frozen parameter {name!r} was changed in training; requires_grad_(True) trains it"
+                )
+
     def _load(self, x: Array, buffers: dict[str, Array]) -> None:
         self.y.copy_(torch.from_numpy(x.copy()))
         self._write_parameters()
         now = dict(self.module.named_buffers())
         with torch.no_grad():
-            for name, value in buffers.items():
-                now[name].copy_(torch.from_numpy(value.copy()))
+            for name in self.kept:
+                if name in buffers:
+                    now[name].copy_(torch.from_numpy(buffers[name].copy()))
 
     def _train(self, work: Work, records: Any) -> Trained:
         """K local steps from x; the mean direction where it is wanted."""
@@ -145,6 +164,7 @@ class TorchLearner:
                 at_x = algorithm.direction(self._full_gradient(records), x, x, shift).cpu().numpy()
                 self._load(work.x, work.buffers)  # that pass has moved running means
             total, steps = self._descend(work, records, x, shift)
+        self._check_frozen()
         mean = (total / max(steps, 1)).cpu().numpy() if work.collect else None
         return Trained(self.y.cpu().numpy().copy(), steps, mean if at_x is None else at_x, self._read_buffers())
 
@@ -286,6 +306,34 @@ class TorchLearner:
                     sums[name] = sums.get(name, 0.0) + size * float(mean)
                     counts[name] = counts.get(name, 0) + size
         return {name: total / counts[name] for name, total in sums.items()}
+
+
+def _check_module(module: Module) -> None:
+    """Refuse a module whose parameters cannot be laid out in one vector."""
+    places: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise InputError(f"parameter {name!r} has no shape yet; let model() send a batch through the module first")
+        if parameter.is_complex() and parameter.requires_grad:
+            raise InputError(f"parameter {name!r} is complex; train its real and imaginary parts")
+        other = places.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        if other != name:
+            raise InputError(f"{name!r} shares the memory of {other!r}; tie them by assigning the Parameter itself")
+
+
+def _stored(module: Module, kinds: dict[str, Any], precision: Any) -> tuple[tuple[str, str, str], ...]:
+    """Which array stands under each name of `state_dict()`, and in what dtype: the module's own, at `precision`."""
+    known = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
+    rows = []
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in known or tensor.is_complex():
+            raise InputError(
+                f"model() saves {name!r}, which is no parameter or buffer of real numbers; it cannot be kept"
+            )
+        narrow = kinds[name] in (torch.float16, torch.bfloat16)
+        dtype = kinds[name] if narrow else tensor.dtype
+        rows.append((name, known[id(tensor)], str(dtype).removeprefix("torch.")))
+    return tuple(rows)
 
 
 def _check_optimizer(optimizer: Any, trained: dict[str, Any], parameters: dict[str, Any]) -> None:

@@ -4,9 +4,10 @@
     n bytes    JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
     the rest   the arrays' bytes, one after the other without holes, little-endian, C order
 
-Any safetensors reader opens these files. They are written by hand because the SHA-256 is taken of the very bytes on
-their way to the disk, without a copy of the arrays, and because what is read here may come from a stranger: nothing is
-believed, arrays take no more memory than the file has bytes, and no code can hide in numbers.
+NumPy has no bfloat16: such numbers are pairs of bytes here. Any safetensors reader opens these files. They are written
+by hand because the SHA-256 is taken of the very bytes on their way to the disk, without a copy of the arrays, and
+because what is read here may come from a stranger: nothing is believed, arrays take no more memory than the file has
+bytes, and no code can hide in numbers.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ import numpy.typing as npt
 
 from fedscaffold.state.files import CHUNK, StateError, open_file, reported, write_all
 
-__all__ = ["Array", "Encoded", "encode", "read", "strict_json", "write"]
+__all__ = ["Array", "Encoded", "bfloat16", "encode", "read", "strict_json", "write"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
 DTYPES = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BOOL": "|b1",
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "|V2", "BOOL": "|b1",
     "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1",
 }  # fmt: skip
+BYTES = np.dtype("V2")
 CODES = {np.dtype(text): code for code, text in DTYPES.items()}
 HEADER_LIMIT = 3 << 20
 """Bytes of JSON that are parsed at most, which no JSON can blow up to 100 MB; what is longer belongs in an array."""
@@ -62,7 +64,7 @@ def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> Encoded:
         array = given[name]
         little = array.dtype.newbyteorder("<")
         if little not in CODES or name == METADATA:
-            allowed = ", ".join(sorted(dtype.name for dtype in CODES))
+            allowed = ", ".join(sorted(dtype.name for dtype in CODES if dtype != BYTES))
             reason = "is a reserved name" if name == METADATA else f"has dtype {array.dtype}, which cannot be kept"
             raise StateError(f"array {name!r} {reason}; allowed: {allowed}")
         end = begin + array.nbytes
@@ -74,6 +76,17 @@ def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> Encoded:
     if len(text) > HEADER_LIMIT:
         raise StateError(f"facts and names take {len(text)} bytes, at most {HEADER_LIMIT} are kept; use arrays")
     return Encoded(len(text).to_bytes(8, "little") + text, ordered)
+
+
+def bfloat16(array: Array) -> Array:
+    """Round to bfloat16, ties to even; the result is pairs of bytes, as NumPy has no such numbers.
+
+    >>> bfloat16(np.array([1.0, 1.00390625])).tobytes().hex()  # 1 + 2^-8 lies in the middle
+    '803f803f'
+    """
+    bits = np.asarray(array, "<f4").view("<u4")
+    rounded: Array = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").view(BYTES)
+    return rounded
 
 
 def write(fd: int, encoded: Encoded) -> str:
