@@ -1,17 +1,48 @@
-"""Argument checks and their sentences: what is wrong, what is allowed, what was received."""
+"""Argument checks and their sentences: what is wrong, what is allowed, what was received.
+
+A number is an int, a float, or a NumPy or JAX scalar of these; a bool is none, nor is text. A whole number is written
+as one: 1e9 and 5.0 are floats, and refused where a whole number is asked for.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
-from typing import Any
+import numbers
+import os
+from collections.abc import Callable, Iterable
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["InputError", "choice", "number", "one_number", "whole"]
+__all__ = [
+    "LARGEST", "InputError", "choice", "fits", "memoised", "number", "one_number", "path", "share", "shown", "text",
+    "whole", "written",
+]  # fmt: skip
+
+P = ParamSpec("P")
+R = TypeVar("R")
+LARGEST = 2**63 - 1
+"""Whole numbers go into 64 bits."""
+MOST_SHOWN = 120
+CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 class InputError(ValueError):
     """The user's mistake, said in one line; the command line prints it and exits with 2."""
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: on one line, cut where it is long, whatever it is.
+
+    >>> len(shown([1] * 1000)), shown(10**5000)
+    (63, 'an int of over 4300 digits')
+    """
+    try:
+        line = " ".join(repr(value).split())
+    except (ValueError, RecursionError, MemoryError):
+        return "an int of over 4300 digits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return line if len(line) <= MOST_SHOWN else f"{line[: MOST_SHOWN // 2]}..."
 
 
 def choice(name: str, value: str, allowed: Iterable[str]) -> str:
@@ -22,11 +53,11 @@ def choice(name: str, value: str, allowed: Iterable[str]) -> str:
     fedscaffold.checks.InputError: unknown algorithm 'scafold' (did you mean 'scaffold'?); known: fedavg, scaffold
     """
     known = sorted(allowed)
-    if value in known:
+    if isinstance(value, str) and value in known:
         return value
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(value)[:MOST_SHOWN], known, n=1, cutoff=0.5) if isinstance(value, str) else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise InputError(f"unknown {name} {value!r}{hint}; known: {', '.join(known)}")
+    raise InputError(f"unknown {name} {shown(value)}{hint}; known: {', '.join(known)}")
 
 
 def number(name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf) -> float:
@@ -36,14 +67,120 @@ def number(name: str, value: Any, *, above: float = -math.inf, at_least: float =
     Traceback (most recent call last):
     fedscaffold.checks.InputError: lr must be a number above 0, got -0.1
     """
-    bound = f" above {above:g}" if above > -math.inf else f" of at least {at_least:g}" if at_least > -math.inf else ""
+    given = _scalar(value)
     try:
-        real = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError):
-        real = math.nan
+        real = float(given) if _is_real(given) else math.nan
+    except OverflowError:
+        real = math.inf
     if not math.isfinite(real) or real <= above or real < at_least:
-        raise InputError(f"{name} must be a number{bound}, got {value!r}")
+        bound = f" above {above:g}" if above > -math.inf else ""
+        bound = f" of at least {at_least:g}" if at_least > -math.inf else bound
+        raise InputError(f"{name} must be a number{bound}, got {shown(value)}")
     return real
+
+
+def whole(name: str, value: Any, *, at_least: int = 1, at_most: int = LARGEST) -> int:
+    """Return `value` as a Python int within its bounds.
+
+    >>> whole("rounds", 2.5)
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: rounds must be a whole number of at least 1, got 2.5
+    >>> whole("seed", 1e9, at_least=0)
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: seed must be a whole number of at least 0, got 1000000000.0: write 1000000000
+    """
+    given = _scalar(value)
+    if _is_whole(given) and at_least <= given <= at_most:
+        return int(given)
+    beyond = _is_whole(given) and given > at_most
+    upper = f" and at most {at_most}" if at_most < LARGEST or beyond else ""
+    hint = f": write {int(given)}" if isinstance(given, float) and given.is_integer() and abs(given) < 1e15 else ""
+    raise InputError(f"{name} must be a whole number of at least {at_least}{upper}, got {shown(value)}{hint}")
+
+
+def share(name: str, value: Any, of: str, *, at_most: int = LARGEST) -> float | int:
+    """Return a share in (0, 1], given as a float, or a number of at least 1, given as an int.
+
+    >>> share("cohort", 0.2, "clients"), share("cohort", 5, "clients")
+    (0.2, 5)
+    >>> share("cohort", 2.0, "clients")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: cohort must be a share in (0, 1] such as 0.5, or a number of clients such as 5,
+    got 2.0
+    """
+    given = _scalar(value)
+    if _is_whole(given):
+        return whole(name, given, at_most=at_most)
+    if _is_real(given) and 0 < given <= 1:
+        return float(given)
+    raise InputError(f"{name} must be a share in (0, 1] such as 0.5, or a number of {of} such as 5, got {shown(value)}")
+
+
+def written(word: str) -> int | float | str:
+    """The number that a word such as "20" or "0.5" stands for; the word itself where it stands for none.
+
+    >>> written("20"), written("0.5"), written("many")
+    (20, 0.5, 'many')
+    """
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def text(name: str, value: Any) -> str:
+    """Return text that can be written to a file: not empty, without zero bytes, in UTF-8.
+
+    >>> text("output.dir", "")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: output.dir must be text that is not empty, got ''
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{name} must be text that is not empty, got {shown(value)}")
+    if "\0" in value or (not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value)):
+        raise InputError(f"{name} must be text without zero bytes, in UTF-8, got {shown(value)}")
+    return value
+
+
+def path(name: str, value: Any) -> Path:
+    """Return `value` as a path, if it can be one.
+
+    >>> path("checkpoint", "runs/first").name
+    'first'
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise InputError(f"{name} must be a path, got {shown(value)}")
+    return Path(text(name, os.fspath(value)))
+
+
+def fits(what: str, needed: int) -> None:
+    """Refuse what is larger than this machine's memory, before it is made.
+
+    >>> fits("dim 99999999999", 99999999999**2 * 8)
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: dim 99999999999 would take 7.45e+13 GB of memory, and this machine has ...
+    """
+    if needed > (most := memory()):
+        size = f"{needed / 2**30:.3g} GB of memory, and this machine has {most / 2**30:.3g}"
+        raise InputError(f"{what} would take {size}")
+
+
+def memory() -> float:
+    """Bytes of memory that this machine or container has.
+
+    >>> memory() > 2**20
+    True
+    """
+    try:
+        most = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError):
+        return math.inf
+    try:
+        return min(most, float(CGROUP.read_text()))
+    except (ValueError, OSError):  # no limit, or no such thing
+        return most
 
 
 def one_number(loss: str, shape: Iterable[int]) -> None:
@@ -59,21 +196,34 @@ def one_number(loss: str, shape: Iterable[int]) -> None:
         raise InputError(f"{loss} {wanted}, got shape {tuple(shape)}; end it with .mean()")
 
 
-def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return `value` as a Python int within its bounds.
+def memoised(make: Callable[P, R]) -> Callable[P, R]:
+    """`functools.cache` for functions that check their arguments: True is not 1, and a list reaches the check.
 
-    >>> whole("rounds", 2.5)
+    >>> memoised(lambda k: whole("k", k))([3])
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: rounds must be a whole number of at least 1, got 2.5
+    fedscaffold.checks.InputError: k must be a whole number of at least 1, got [3]
     """
-    upper = "" if at_most is None else f" and at most {at_most}"
-    refusal = InputError(f"{name} must be a whole number of at least {at_least}{upper}, got {value!r}")
-    if isinstance(value, (bool, str)):
-        raise refusal
-    try:
-        integer = int(value)
-    except (TypeError, ValueError, OverflowError):
-        raise refusal from None
-    if integer != value or integer < at_least or (at_most is not None and integer > at_most):
-        raise refusal
-    return integer
+    known = lru_cache(maxsize=None, typed=True)(make)
+
+    @wraps(make)
+    def made(*given: P.args, **named: P.kwargs) -> R:
+        try:
+            hash((given, tuple(named.values())))
+        except TypeError:
+            return make(*given, **named)
+        return known(*given, **named)  # type: ignore[arg-type]
+
+    return made
+
+
+def _scalar(value: Any) -> Any:
+    """A NumPy or JAX scalar as the Python number it is; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -63,7 +63,7 @@ def target_of(text: str | tuple[str, float] | Mapping[str, float]) -> tuple[str,
         parts = next(iter(text.items())) if isinstance(text, Mapping) and len(text) == 1 else text
     try:
         name, value = parts
-        number = float(value)
     except (TypeError, ValueError):
-        raise InputError(f"a target is a metric and a value, such as accuracy:0.9, got {text!r}") from None
+        raise InputError(f"a target is a metric and a value, such as accuracy:0.9, got {checks.shown(text)}") from None
+    number = checks.written(value) if isinstance(text, str) else value
     return checks.choice("metric", name, METRICS), checks.number("the target", number)

@@ -11,14 +11,13 @@ quadratics, at the price of a second exchange every round. With K large the loca
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold import checks
 from fedscaffold.algorithms.base import Algorithm, Vector
 from fedscaffold.algorithms.fedavg import stepping
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def dane(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
     """DANE with proximal weight `mu`; no memory between rounds.
 

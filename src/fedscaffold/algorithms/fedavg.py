@@ -9,13 +9,12 @@ optimum: the bias is about lr (K - 1) / 2 times the mean of H^-1 (H_i - H) grad 
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold import checks
 from fedscaffold.algorithms.base import Algorithm, ServerStep, Vector
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def fedavg(server_lr: float = 1.0) -> Algorithm:
     """FedAvg with a server step.
 

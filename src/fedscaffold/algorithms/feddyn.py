@@ -14,13 +14,12 @@ Symbols: lambda_i (the paper's gradient of L_i) = c_i, h = c.
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold import checks
 from fedscaffold.algorithms.base import Algorithm, Vector
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def feddyn(alpha: float = 1.0, server_lr: float = 1.0) -> Algorithm:
     """FedDyn with regularisation `alpha`.
 

@@ -9,13 +9,12 @@ weigh more; FedNova keeps the weights p_i, but not SCAFFOLD's exactness: the dri
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold.algorithms.base import Algorithm
 from fedscaffold.algorithms.fedavg import direction, stepping
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def fednova(server_lr: float = 1.0) -> Algorithm:
     """FedNova for plain SGD, with a constant step or a schedule.
 

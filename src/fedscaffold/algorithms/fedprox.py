@@ -8,14 +8,13 @@ The pull towards x damps the drift and the progress alike; it does not remove th
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold import checks
 from fedscaffold.algorithms.base import Algorithm, Vector
 from fedscaffold.algorithms.fedavg import stepping
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def fedprox(mu: float = 1.0, server_lr: float = 1.0) -> Algorithm:
     """FedProx with proximal weight `mu` (1 in the SCAFFOLD paper's experiments; 0 is FedAvg).
 

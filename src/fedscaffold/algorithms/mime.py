@@ -10,16 +10,14 @@ g_i(y) and g_i(x) are gradients on the same batch. s is kept by the server, as c
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold import checks
 from fedscaffold.algorithms.base import Algorithm, Vector
 from fedscaffold.algorithms.dane import shift
 from fedscaffold.algorithms.fedavg import stepping
-from fedscaffold.checks import InputError
+from fedscaffold.checks import InputError, memoised
 
 
-@cache
+@memoised
 def mime(beta: float = 0.9, server_lr: float = 1.0) -> Algorithm:
     """Mime with momentum `beta` in [0, 1); with 0 it is DANE with mu = 0.
 

@@ -16,13 +16,12 @@ Symbols: gamma = lr, p = 1 / local_steps, x_i,t = y, h_i = c_i - c.
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold.algorithms.base import Algorithm
 from fedscaffold.algorithms.scaffold import scaffold
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def scaffnew() -> Algorithm:
     """Scaffnew with p = 1 / local_steps; all clients take part in every round.
 

@@ -27,13 +27,12 @@ Symbols: x, y_i, c, c_i, K = local_steps, eta_l = lr, eta_g = server_lr, S/N = h
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold import checks
 from fedscaffold.algorithms.base import Algorithm, Vector
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def scaffold(option: int = 2, server_lr: float = 1.0) -> Algorithm:
     """SCAFFOLD with option 1 or 2 for the clients' control variates.
 

@@ -16,14 +16,13 @@ Symbols: theta = x, xi_c = xi_i = shift, gamma = lr, H = local_steps.
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold import checks
 from fedscaffold.algorithms.base import Algorithm, Vector
 from fedscaffold.algorithms.scaffold import direction, remember, shift
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def scaffold_xi(server_lr: float = 1.0) -> Algorithm:
     """SCAFFOLD in the xi form: the same models as `scaffold()` with all clients, half of its messages down.
 

@@ -8,13 +8,12 @@ There is no local work, hence no drift, and nothing gained from the clients' com
 
 from __future__ import annotations
 
-from functools import cache
-
 from fedscaffold.algorithms.base import Algorithm
 from fedscaffold.algorithms.fedavg import direction, stepping
+from fedscaffold.checks import memoised
 
 
-@cache
+@memoised
 def sgd(server_lr: float = 1.0) -> Algorithm:
     """Large-batch SGD: by definition one local step on the full batch, whatever `local_steps` says.
 

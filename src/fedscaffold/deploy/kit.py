@@ -20,7 +20,6 @@ import shlex
 import ssl
 import stat
 import time
-import tomllib
 import urllib.request
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +31,7 @@ from fedscaffold.deploy import keys
 from fedscaffold.deploy.apps import TOML, open_app
 from fedscaffold.deploy.local import stage
 from fedscaffold.deploy.settings import load
+from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
 
 __all__ = ["ENGINE", "Finding", "check", "make_kit"]
@@ -74,19 +74,18 @@ class Finding(NamedTuple):
 
 def make_kit(path: Path, out: Path) -> list[Path]:
     """Make the folders that `path` (a sites.toml) asks for; returns them."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is not valid TOML: {error}") from None
+    table = toml(text_of(path), str(path))
     for key in table:
         checks.choice("key", key, ("server", "port", "app", "days", "data"))
     server, port = str(table.get("server", "")), checks.whole("port", table.get("port", 8000), at_most=65535)
     if not server or any(c.isspace() or c in "\"'$" for c in server):
         raise InputError(f"{path}: server must be the name or address that sites call, got {server!r}")
-    days = checks.whole("days", table.get("days", 365))
+    days = checks.whole("days", table.get("days", 365), at_most=36_500)
     app = path.parent / str(table.get("app", "app"))
     sites = load(app / TOML).deploy.sites
     data = table.get("data", {})
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: data must be a table, written [data], got {checks.shown(data)}")
     for site in data:
         checks.choice("site in [data]", site, sites)
     if out.exists() and any(out.iterdir()):
@@ -107,7 +106,7 @@ def make_kit(path: Path, out: Path) -> list[Path]:
 
 def check(folder: Path) -> list[Finding]:
     """Preflight of a site's folder: versions, certificate, server, clock, data, model."""
-    facts = json.loads((folder / "site.json").read_text(encoding="utf-8"))
+    facts = record(folder / "site.json", site=str, server=str, port=int)
     findings = [_versions(), _certificate(folder / "ca.crt")]
     findings += _server(folder, facts["server"], facts["port"])
     try:

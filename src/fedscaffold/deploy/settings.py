@@ -20,8 +20,6 @@ An unknown key is refused with the nearest known one. Standard library only: a c
 
 from __future__ import annotations
 
-import math
-import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +27,12 @@ from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, make
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.schema import digest_of
+from fedscaffold.parsing import toml
 
 __all__ = ["Deploy", "Local", "Settings", "algorithm_of", "load", "parse"]
 
 DEPLOYABLE = {"name", "direction", "server", "shift", "remember", "at_x", "one_step", "by_move", "normalised"}
+MOST = 2**31 - 1  # rounds, steps and epochs are counted in 32 bits, as in the simulator
 OPTIMIZERS = ("sgd", "momentum", "adam", "own")
 RESERVED = {
     "app", "authority", "ca", "engine", "executor", "hub", "keys", "link", "logs", "run", "secrets", "server", "site",
@@ -124,10 +124,7 @@ def parse(text: str, source: str = "settings") -> Settings:
     Traceback (most recent call last):
     fedscaffold.checks.InputError: settings: unknown key 'deploy.quorm' (did you mean 'deploy.quorum'?); known: ...
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source} is not valid TOML: {error}") from None
+    table = toml(text, source)
     try:
         return _checked(table)
     except InputError as error:
@@ -156,13 +153,13 @@ def _checked(table: dict[str, Any]) -> Settings:
     algorithm = {"name": "scaffold", **_table(table, "algorithm", None)}
     settings = Settings(
         checks.whole("seed", table.get("seed", 0), at_least=0, at_most=2**63 - 1),
-        checks.whole("rounds", table.get("rounds", 100)),
+        checks.whole("rounds", table.get("rounds", 100), at_most=MOST),
         checks.choice("weights", table.get("weights", "equal"), ("equal", "records")),
         checks.choice("precision", table.get("precision", "float32"), ("float32", "float64")),
         checks.whole("evaluate_every", table.get("evaluate_every", 1)),
         algorithm,
         _local(local),
-        _share("cohort.size", cohort.get("size", 1.0)),
+        checks.share("cohort.size", cohort.get("size", 1.0), "sites"),
         _deploy(deploy),
     )
     if algorithm_of(settings).normalised and not settings.plain:
@@ -180,9 +177,9 @@ def _local(table: dict[str, Any]) -> Local:
         raise InputError("give either local.steps or local.epochs, one of the two")
     batch = table.get("batch_size")
     return Local(
-        None if steps is None else checks.whole("local.steps", steps),
-        None if epochs is None else checks.whole("local.epochs", epochs),
-        None if batch is None else _share("local.batch_size", batch),
+        None if steps is None else checks.whole("local.steps", steps, at_most=MOST),
+        None if epochs is None else checks.whole("local.epochs", epochs, at_most=MOST),
+        None if batch is None else checks.share("local.batch_size", batch, "records"),
         checks.number("local.lr", table.get("lr", 0.1), above=0),
         checks.choice("local.draw", table.get("draw", "auto"), ("auto", "replacement", "shuffle")),
         checks.choice("local.optimizer", table.get("optimizer", "sgd"), OPTIMIZERS),
@@ -195,22 +192,22 @@ def _deploy(table: dict[str, Any]) -> Deploy:
     sites = table.get("sites", [])
     if not isinstance(sites, list) or not all(isinstance(s, str) and _is_name(s) for s in sites):
         allowed = "names of at most 64 letters (a to z), digits, - and _, which begin with a letter or digit"
-        raise InputError(f"deploy.sites must be a list of {allowed}, got {sites!r}")
+        raise InputError(f"deploy.sites must be a list of {allowed}, got {checks.shown(sites)}")
     plain = [site.lower() for site in sites]  # as file systems see them that do not tell A from a
     if len(set(plain)) != len(sites):
-        raise InputError(f"deploy.sites must name each site once, and not by capitals alone, got {sites!r}")
+        raise InputError(f"deploy.sites must name each site once, and not by capitals alone, got {checks.shown(sites)}")
     if taken := [site for site in sites if site.lower() in RESERVED]:
         raise InputError(f"deploy.sites: {taken[0]!r} is a name of the kit or the system; call the site otherwise")
     clip, records = table.get("clip"), table.get("records", {})
     if not isinstance(records, dict):
-        raise InputError(f"deploy.records must be a table, written [deploy.records], got {records!r}")
+        raise InputError(f"deploy.records must be a table, written [deploy.records], got {checks.shown(records)}")
     for site in records:
         checks.choice("site in [deploy.records]", site, sites)
     return Deploy(
         tuple(sites),
         checks.choice("deploy.state", table.get("state", "server"), ("server", "client")),
         checks.number("deploy.deadline", table.get("deadline", 600.0), above=0),
-        _share("deploy.quorum", table.get("quorum", 0.5)),
+        checks.share("deploy.quorum", table.get("quorum", 0.5), "sites"),
         checks.whole("deploy.retries", table.get("retries", 10), at_least=0),
         checks.number("deploy.wait", table.get("wait", 300.0), at_least=0),
         None if clip is None else checks.number("deploy.clip", clip, above=0),
@@ -224,19 +221,10 @@ def _is_name(text: str) -> bool:
     return 0 < len(text) <= 64 and known and text[0].isalnum()
 
 
-def _share(name: str, value: Any) -> float | int:
-    """A share in (0, 1] (a float) or a number of at least 1 (an int)."""
-    if isinstance(value, float) and math.isfinite(value) and 0 < value <= 1:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise InputError(f"{name} must be a share such as 0.5 or a number such as 5, got {value!r}")
-
-
 def _table(table: dict[str, Any], name: str, known: tuple[str, ...] | None) -> dict[str, Any]:
     part = table.get(name, {})
     if not isinstance(part, dict):
-        raise InputError(f"{name} must be a table, written [{name}], got {part!r}")
+        raise InputError(f"{name} must be a table, written [{name}], got {checks.shown(part)}")
     if known is not None:
         _known(part, known, f"{name}.")
     return part

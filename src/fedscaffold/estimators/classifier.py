@@ -154,7 +154,7 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
         if name == "softmax":
             return problems.softmax(clients, classes=classes, l2=self.l2)
         if name == "mlp":
-            hidden = checks.whole("the width in model 'mlp:WIDTH'", int(width) if width.isdigit() else (width or 300))
+            hidden = checks.whole("the width in model 'mlp:WIDTH'", checks.written(width or "300"))
             return problems.mlp(clients, hidden, classes=classes, l2=self.l2, seed=seed)
         if classes != 2:
             raise InputError(f"model 'logistic' is for two classes, got {classes}; use model='softmax'")

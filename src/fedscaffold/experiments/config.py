@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
+from fedscaffold import checks
 from fedscaffold.checks import InputError
+from fedscaffold.parsing import NotToml, toml
 
 __all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Server", "load", "parse", "to_toml"]
+
+
+KEY = "{key}"  # in the sentence of a check, stands for the key it is made for
+
+
+def _checked(check: Callable[..., Any], **bounds: Any) -> PlainValidator:
+    return PlainValidator(lambda value: check(KEY, value, **bounds))
+
+
+def _steps(key: str, value: Any) -> int | list[int]:
+    return [checks.whole(key, one) for one in value] if isinstance(value, list) else checks.whole(key, value)
+
+
+def _lr(key: str, value: Any) -> float | str:
+    return value if value == "tuned" and isinstance(value, str) else checks.number(key, value, above=0)
+
+
+Count = Annotated[int, _checked(checks.whole)]
+Seed = Annotated[int, _checked(checks.whole, at_least=0)]
+Number = Annotated[float, _checked(checks.number, at_least=0)]
+Positive = Annotated[float, _checked(checks.number, above=0)]
+Text = Annotated[str, _checked(checks.text)]
 
 
 class Section(BaseModel):
@@ -25,24 +48,24 @@ class Section(BaseModel):
 class ProblemConfig(Section):
     """What is minimised: a data set split among clients and a model, or quadratics."""
 
-    dataset: str = "digits"
-    split: str = "similarity:0"
-    clients: int | None = None
-    model: str = "softmax"
-    l2: float = 0.0
-    dim: int = 20
-    mu: float = 0.01
-    smoothness: float = 1.0
-    noise: float = 0.0
-    seed: int = 0
-    data: str | None = None
+    dataset: Text = "digits"
+    split: Text = "similarity:0"
+    clients: Count | None = None
+    model: Text = "softmax"
+    l2: Number = 0.0
+    dim: Count = 20
+    mu: Positive = 0.01
+    smoothness: Positive = 1.0
+    noise: Number = 0.0
+    seed: Seed = 0
+    data: Text | None = None
 
 
 class Algorithm(BaseModel):
     """The algorithm by name; its own parameters follow and are checked by the algorithm."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = "scaffold"
+    name: Text = "scaffold"
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -53,20 +76,20 @@ class Algorithm(BaseModel):
 class Local(Section):
     """What a client does in a round."""
 
-    steps: int | list[int] | None = None
-    epochs: int | None = None
-    batch_size: int | float | None = None
-    lr: float | Literal["tuned"] = 0.1
-    draw: str = "auto"
+    steps: Annotated[int | list[int], _checked(_steps)] | None = None
+    epochs: Count | None = None
+    batch_size: Annotated[int | float, _checked(checks.share, of="records")] | None = None
+    lr: Annotated[float | Literal["tuned"], _checked(_lr)] = 0.1
+    draw: Literal["auto", "replacement", "shuffle"] = "auto"
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
-    momentum: float = 0.9
+    momentum: Number = 0.9
 
 
 class Cohort(Section):
     """Who takes part in a round: a share or a number of clients, among those who can be reached."""
 
-    size: int | float = 1.0
-    availability: str | None = None
+    size: Annotated[int | float, _checked(checks.share, of="clients")] = 1.0
+    availability: Text | None = None
     """A CSV file of zeros and ones: a line for each round, over and over, a column for each client."""
 
 
@@ -74,31 +97,31 @@ class Server(Section):
     """The optimiser of the server's step: with FedAvg these are FedAvgM, FedAdam, FedYogi and FedAdagrad."""
 
     optimizer: Literal["none", "momentum", "nesterov", "adam", "yogi", "adagrad"] = "none"
-    lr: float = 1.0
-    momentum: float = 0.9
+    lr: Positive = 1.0
+    momentum: Number = 0.9
 
 
 class Output(Section):
     """Where the run's folder goes, and how often its state is kept there."""
 
-    dir: str = "runs/latest"
-    checkpoint_every: int | None = None
+    dir: Text = "runs/latest"
+    checkpoint_every: Count | None = None
     """Rounds between two checkpoints; by the clock unless given."""
 
 
 class Config(Section):
     """Everything that makes a run."""
 
-    seed: int = 0
-    rounds: int = Field(default=100)
+    seed: Seed = 0
+    rounds: Count = 100
     weights: Literal["equal", "records"] = "equal"
     precision: Literal["float32", "float64"] = "float32"
-    stop_at: str | None = None
-    metrics: list[str] | None = None
-    evaluate_every: int = 1
-    block: int | None = None
-    stale: str = "keep"
-    compression: str = "none"
+    stop_at: Text | None = None
+    metrics: list[Text] | None = None
+    evaluate_every: Count = 1
+    block: Count | None = None
+    stale: Text = "keep"
+    compression: Text = "none"
     client_state: Literal["array", "auto", "file", "sparse"] = "array"
     """Where the c_i are kept: docs/resume.md."""
     problem: ProblemConfig = ProblemConfig()
@@ -128,11 +151,11 @@ def parse(text: str, overrides: Sequence[str] = (), source: str = "config") -> C
     >>> parse("[locl]")
     Traceback (most recent call last):
     fedscaffold.checks.InputError: config: unknown key 'locl' (did you mean 'local'?); known: algorithm, block, ...
+    >>> parse("seed = 1e9")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: config: seed must be a whole number of at least 0, got 1000000000.0: write 1000000000
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source} is not valid TOML: {error}") from None
+    table = toml(text, source)
     for override in overrides:
         _apply(table, override)
     try:
@@ -154,10 +177,12 @@ def _apply(table: dict[str, Any], override: str) -> None:
     path, sign, value = override.partition("=")
     keys = path.strip().split(".")
     if not sign or not all(keys):
-        raise InputError(f"--set takes key=value such as local.lr=0.2, got {override!r}")
+        raise InputError(f"--set takes key=value such as local.lr=0.2, got {checks.shown(override)}")
+    if len(value.splitlines()) > 1:
+        raise InputError(f"--set takes one line of text, got {checks.shown(override)}")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = toml(f"value = {value}", f"--set {path.strip()}")["value"]
+    except NotToml:
         parsed = value.strip()  # a bare word is a string: --set algorithm.name=fedavg
     for key in keys[:-1]:
         table = table.setdefault(key, {})
@@ -176,9 +201,22 @@ def _sentence(error: ValidationError) -> str:
         near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
         hint = f" (did you mean {'.'.join([*place[:-1], near[0]])!r}?)" if near else ""
         return f"unknown key {'.'.join(place)!r}{hint}; known: {', '.join(known)}"
-    keys = [part for part in place if part.isidentifier() and part not in ("int", "float", "list")]
-    expected = first["msg"].removeprefix("Input should be ")
-    return f"{'.'.join(keys)} must be {expected}, got {first['input']!r}"
+    key = ".".join(_keys(place))
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"]).replace(KEY, key)
+    expected = "a table" if first["type"] == "model_type" else first["msg"].removeprefix("Input should be ")
+    return f"{key} must be {expected}, got {checks.shown(first['input'])}"
+
+
+def _keys(place: list[str]) -> list[str]:
+    """Of the place of a fault the keys: behind them comes which type of several did not fit."""
+    model: Any = Config
+    for depth, part in enumerate(place):
+        fields = getattr(model, "model_fields", {})
+        if part not in fields:
+            return place[:depth]
+        model = fields[part].annotation
+    return place
 
 
 def _known(place: list[str]) -> list[str]:

@@ -80,7 +80,7 @@ def _model(config: ProblemConfig, federated: data.FederatedData) -> Problem:
             raise InputError(f"{name} needs labels, and {federated.name} has none; use model 'linear'")
         if name == "softmax":
             return problems.softmax(federated.clients, classes=federated.classes, l2=config.l2, test=federated.test)
-        hidden = checks.whole("the width in model 'mlp:WIDTH'", int(width) if width.isdigit() else (width or 300))
+        hidden = checks.whole("the width in model 'mlp:WIDTH'", checks.written(width or "300"))
         return problems.mlp(
             federated.clients, hidden, classes=federated.classes, l2=config.l2, test=federated.test, seed=config.seed
         )

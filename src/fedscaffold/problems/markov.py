@@ -65,6 +65,7 @@ def garnet(num_states: int = 30, num_actions: int = 2, branching: int = 2, *, se
     states = checks.whole("num_states", num_states)
     actions = checks.whole("num_actions", num_actions)
     links = checks.whole("branching", branching, at_most=states)
+    checks.fits(f"a Garnet of {states} states and {actions} actions", 5 * 8 * states**2 * actions)
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     for _ in range(TRIES):
         ranks = rng.random((states, actions, states)).argsort(axis=2).argsort(axis=2)
@@ -89,7 +90,7 @@ def perturbed(world: DecisionProcess, heterogeneity: float, *, seed: int = 0) ->
     share = checks.number("heterogeneity", heterogeneity, at_least=0)
     if share > 1:
         raise InputError(f"heterogeneity must be a number from 0 to 1, got {heterogeneity!r}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(checks.whole("seed", seed, at_least=0, at_most=2**64 - 1))
     kernel = (1 - share) * world.kernel + share * _simplex(rng, world.kernel > 0)
     rewards = (1 - share) * world.rewards + share * rng.random(world.rewards.shape)
     return world._replace(kernel=kernel, rewards=rewards)

@@ -37,12 +37,12 @@ def softmax(
     >>> softmax(clients, classes=3)
     Problem(softmax regression, 2 clients, 14 records, d = 15)
     """
-    clients = tables(clients)
+    clients, l2 = tables(clients), checks.number("l2", l2, at_least=0)
     features, classes = _sizes(clients, classes, test)
     params = {"w": np.zeros((classes, features)), "b": np.zeros(classes)}
     smoothness = 0.5 * max(_largest_eigenvalue(x) for x, _ in clients) + l2
     facts = Facts(mu=l2 if l2 > 0 else None, smoothness=smoothness)
-    loss = CrossEntropy(classes, checks.number("l2", l2, at_least=0))
+    loss = CrossEntropy(classes, l2)
     return Problem(loss, params, _typed(clients), test=test, accuracy=accuracy, facts=facts, name="softmax regression")
 
 
@@ -66,8 +66,9 @@ def mlp(
     """
     clients = tables(clients)
     features, classes = _sizes(clients, classes, test)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     widths = [features, checks.whole("hidden", hidden), classes]
+    checks.fits(f"a network with {hidden} hidden units", 8 * hidden * (features + classes))
     params = [
         {"w": rng.normal(size=(out, into)) * np.sqrt(2 / into), "b": np.zeros(out)} for into, out in pairwise(widths)
     ]
@@ -118,7 +119,9 @@ def _sizes(clients: Sequence[Client], classes: int | None, test: Client | None) 
     classes = int(labels.max()) + 1 if classes is None else checks.whole("classes", classes, at_least=2)
     if labels.max() >= classes:
         raise InputError(f"labels must be below classes = {classes}, got {int(labels.max())}")
-    return np.shape(clients[0][0])[-1], max(2, classes)
+    features, classes = np.shape(clients[0][0])[-1], max(2, classes)
+    checks.fits(f"a model of {features} features and {classes} classes", 8 * features * classes)
+    return features, classes
 
 
 def _typed(clients: Sequence[Client]) -> list[Client]:

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold.checks import InputError
 from fedscaffold.problems.layout import Layout
-from fedscaffold.problems.records import counted, is_float, joined, model, refuse_non_finite
+from fedscaffold.problems.records import counted, is_float, joined, model, reals, refuse_non_finite
 
 __all__ = ["Facts", "Functions", "Problem", "no_loss", "weights_of"]
 
@@ -191,26 +191,29 @@ def weights_of(problem: Problem, weights: str | ArrayLike) -> Floats:
             raise InputError(f"weights must be 'equal', 'records' or one number per client, got {weights!r}")
         shares = np.ones(problem.num_clients) if weights == "equal" else problem.counts.astype(np.float64)
     else:
-        shares = np.asarray(weights, np.float64)
+        shares = reals("weights", weights)
         if shares.shape != (problem.num_clients,):
             raise InputError(
                 f"weights must be one number for each of the {problem.num_clients} clients, got shape {shares.shape}"
             )
-        if not np.isfinite(shares).all() or (shares < 0).any() or shares.sum() <= 0:
+        if not np.isfinite(shares).all() or (shares < 0).any() or not shares.any():
             raise InputError("weights must be finite, not negative, and not all zero")
+        with np.errstate(over="ignore"):
+            shares = shares / (shares.max() if np.isinf(shares.sum()) else 1.0)
     normalised: Floats = shares / shares.sum()
     return normalised
 
 
 def _noise_factor(noise: ArrayLike, num_clients: int, dim: int) -> Floats:
     """Square root of the noise covariance: a number, one (1, d, d) matrix, or one (d, d) matrix per client."""
-    covariance = np.asarray(noise, np.float64)
+    covariance = reals("noise", noise)
     if not np.isfinite(covariance).all():
         raise InputError("noise must be finite")
     if covariance.ndim == 0:
         if covariance < 0:
             raise InputError(f"noise is a variance and must be a number of at least 0, got {float(covariance)}")
-        return np.sqrt(covariance)
+        deviation: Floats = np.sqrt(covariance)
+        return deviation
     if covariance.shape not in ((dim, dim), (num_clients, dim, dim)):
         raise InputError(
             f"noise must be a variance, one ({dim}, {dim}) covariance, or ({num_clients}, {dim}, {dim}), "

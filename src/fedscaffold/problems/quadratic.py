@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Facts, Floats, Problem
+from fedscaffold.problems.records import reals
 
 __all__ = ["dialled", "lower_bound_pair", "quadratic"]
 
@@ -56,10 +57,10 @@ def quadratic(
     """
     if (hessians is None) != (linear is None):
         raise InputError("hessians and linear go together: give both, or neither for the random family")
-    if hessians is None:
+    if hessians is None or linear is None:
         a, b = _random_family(num_clients, dim, mu, smoothness, seed)
     else:
-        a, b = np.asarray(hessians, np.float64), np.asarray(linear, np.float64)
+        a, b = reals("hessians", hessians), reals("linear", linear)
     return _problem(a, b, noise, x0, "quadratic")
 
 
@@ -86,12 +87,16 @@ def dialled(
     2.0
     """
     checks.whole("num_clients", num_clients, at_least=2)
+    checks.whole("dim", dim)
+    mu = checks.number("mu", mu, above=0)
+    smoothness = checks.number("smoothness", smoothness, at_least=mu)
+    checks.fits(f"{num_clients} quadratics of dim {dim}", 3 * 8 * num_clients * dim**2)
     big_g = checks.number("gradient_dissimilarity", gradient_dissimilarity, at_least=0)
     delta = checks.number("hessian_dissimilarity", hessian_dissimilarity, at_least=0)
     if delta > mu:
         raise InputError(f"hessian_dissimilarity must be at most mu = {mu} to keep every client convex, got {delta}")
-    rng = np.random.default_rng(seed)
-    mean = _rotated(rng, np.geomspace(mu, smoothness, checks.whole("dim", dim)))
+    rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
+    mean = _rotated(rng, np.geomspace(mu, smoothness, dim))
     tilt = rng.normal(size=(num_clients, dim, dim))
     tilt = tilt + np.swapaxes(tilt, 1, 2)
     tilt -= tilt.mean(axis=0)
@@ -115,7 +120,8 @@ def lower_bound_pair(
     array([ 3., -3.])
     """
     hessians = np.array([[[2.0 * checks.number("mu", mu, above=0)]], [[0.0]]])
-    return _problem(hessians, np.array([[-float(big_g)], [float(big_g)]]), noise, [x0], "lower-bound pair")
+    pull = checks.number("big_g", big_g)
+    return _problem(hessians, np.array([[-pull], [pull]]), noise, [checks.number("x0", x0)], "lower-bound pair")
 
 
 def _random_family(num_clients: int, dim: int, mu: float, smoothness: float, seed: int) -> tuple[Floats, Floats]:
@@ -123,7 +129,8 @@ def _random_family(num_clients: int, dim: int, mu: float, smoothness: float, see
     checks.whole("dim", dim)
     checks.number("mu", mu, above=0)
     checks.number("smoothness", smoothness, at_least=mu)
-    rng = np.random.default_rng(seed)
+    checks.fits(f"{num_clients} quadratics of dim {dim}", 3 * 8 * num_clients * dim**2)
+    rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     grid = np.geomspace(mu, smoothness, dim)
     spectra = rng.choice(grid, size=(num_clients, dim))
     spectra[0, 0], spectra[0, -1] = grid[0], grid[-1]
@@ -144,11 +151,12 @@ def _problem(a: Floats, b: Floats, noise: ArrayLike | None, x0: ArrayLike | None
         raise InputError("hessians and linear must be finite, got NaN or infinite values")
     if not np.allclose(a, np.swapaxes(a, 1, 2), rtol=1e-10, atol=1e-10):
         raise InputError("hessians must be symmetric matrices")
-    start = np.zeros(b.shape[1]) if x0 is None else np.asarray(x0, np.float64)
+    start = np.zeros(b.shape[1]) if x0 is None else reals("x0", x0)
     if start.shape != b.shape[1:]:
         raise InputError(f"x0 must have shape {b.shape[1:]}, got {start.shape}")
     clients = list(zip(a[:, None], b[:, None], strict=True))
-    if noise is not None and np.ndim(noise) == 0 and noise == 0:
+    noise = None if noise is None else reals("noise", noise)
+    if noise is not None and noise.ndim == 0 and noise == 0:
         noise = None  # or normal numbers would be drawn for every step, which cost more than the rest of it
     return Problem(loss, start, clients, gradient=gradient, noise=noise, facts=_facts(a, b, noise), name=name)
 

@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["counted", "is_float", "joined", "model", "refuse_non_finite", "tables"]
+__all__ = ["counted", "is_float", "joined", "model", "reals", "refuse_non_finite", "tables"]
 
 Tree: TypeAlias = Any
 Table: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
@@ -87,6 +88,21 @@ def tables(clients: Sequence[Any]) -> list[Table]:
     for i, pair in enumerate(pairs):
         refuse_words(f"the data of client {i}", pair)
     return pairs
+
+
+def reals(name: str, given: ArrayLike) -> NDArray[Any]:
+    """Numbers as an array of float64; text, truth values and rows of unlike lengths are refused.
+
+    >>> reals("weights", [1, 2])
+    array([1., 2.])
+    """
+    try:
+        array = np.asarray(given)
+        if array.dtype.kind in "iufO":
+            return array.astype(np.float64)
+    except (TypeError, ValueError, OverflowError):  # refused below
+        pass
+    raise InputError(f"{name} must be numbers, got {checks.shown(given)}")
 
 
 def is_float(array: NDArray[Any]) -> bool:

@@ -153,9 +153,12 @@ def two_datasets(
 
     checks.choice("kind", kind, ("linear", "logistic"))
     checks.whole("num_clients", num_clients, at_least=2)
+    checks.whole("dim", dim)
+    checks.whole("seed", seed, at_least=0, at_most=2**31 - 1)
     if num_clients % 2:
         raise InputError(f"num_clients must be even: half of them hold each data set, got {num_clients}")
     size = checks.whole("records", records) * num_clients // 2
+    checks.fits(f"{2 * size} records of dim {dim}", 2 * 8 * 2 * size * dim + 8 * num_clients * dim**2)
     halves = []
     for which, informative in enumerate((2, 10)):
         if kind == "linear":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Request", "availability", "batch", "block", "cohort_size", "footprint", "lr", "steps"]
 
 CACHE = 1 << 20  # bytes that a block of clients may touch at every step: about a core's second-level cache
+MOST = 2**31 - 1  # rounds, steps and records of a batch are counted in 32 bits
 MOST_CLIENTS = 256  # in a block: sums over clients are sums of block sums, which keeps their rounding errors small
 
 
@@ -62,16 +63,42 @@ def steps(request: Request, batch: NDArray[np.int64] | None) -> NDArray[np.int64
     if (request.local_steps is None) == (request.local_epochs is None):
         raise InputError("give either local_steps or local_epochs, one of the two")
     if request.local_epochs is not None:
-        epochs = checks.whole("local_epochs", request.local_epochs)
-        return epochs * (np.ones_like(count) if batch is None else -(-count // batch))
-    if np.ndim(request.local_steps) == 0:  # type: ignore[arg-type]
-        return np.full_like(count, checks.whole("local_steps", request.local_steps))
-    steps = np.asarray(request.local_steps)
+        epochs = checks.whole("local_epochs", request.local_epochs, at_most=MOST)
+        each = np.ones_like(count) if batch is None else -(-count // batch)
+        if epochs * int(each.max()) > MOST:
+            raise InputError(f"local_epochs must make at most {MOST} local steps in a round, got {epochs} epochs")
+        return epochs * each
+    if not _is_row(request.local_steps):
+        return np.full_like(count, checks.whole("local_steps", request.local_steps, at_most=MOST))
+    steps = wholes("local_steps", request.local_steps, at_most=MOST)
     if steps.shape != count.shape:
         raise InputError(
-            f"local_steps must be one number or one for each of the {len(count)} clients, got {steps.shape}"
+            f"local_steps must be one number or one for each of the {len(count)} clients, got {len(steps)}"
         )
-    return np.array([checks.whole("local_steps", k) for k in steps.tolist()], np.int64)
+    return steps
+
+
+def wholes(name: str, values: Any, *, at_least: int = 1, at_most: int = checks.LARGEST) -> NDArray[np.int64]:
+    """A row of whole numbers from a list or an array, each within its bounds.
+
+    >>> wholes("local_steps", [5, True])
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: local_steps must be a whole number of at least 1, got True
+    """
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu" and values.size:
+        for extreme in (values.min(), values.max()):
+            checks.whole(name, extreme, at_least=at_least, at_most=at_most)
+        return values.astype(np.int64)
+    if not _is_row(values):
+        raise InputError(f"{name} must be a list of whole numbers, got {checks.shown(values)}")
+    return np.array([checks.whole(name, k, at_least=at_least, at_most=at_most) for k in values], np.int64)
+
+
+def _is_row(values: Any) -> bool:
+    """Whether there is something to go through: a list, a tuple, a range, an array; not text, not a function."""
+    if getattr(values, "shape", ()) != ():
+        return True
+    return isinstance(values, Sequence) and not isinstance(values, (str, bytes))
 
 
 def batch(request: Request) -> tuple[NDArray[np.int64] | None, bool]:
@@ -80,44 +107,44 @@ def batch(request: Request) -> tuple[NDArray[np.int64] | None, bool]:
     shuffle = request.draw == "shuffle" or (request.draw == "auto" and request.local_epochs is not None)
     if request.local_epochs is not None and request.draw == "replacement":
         raise InputError("an epoch goes through all records once: give local_steps with draw='replacement'")
-    size, count = request.batch_size, request.problem.counts
-    if size is None or request.algorithm.one_step:
+    count = request.problem.counts
+    if request.batch_size is None or request.algorithm.one_step:
         return None, shuffle
-    if isinstance(size, float):
-        if not 0 < size <= 1:
-            raise InputError(f"batch_size must be a share in (0, 1], a number of records, or None, got {size}")
-        if size == 1:
-            return None, shuffle
-        batch = np.maximum(np.ceil(size * count - 1e-9), 1).astype(np.int64)
+    size = checks.share("batch_size", request.batch_size, "records", at_most=MOST)
+    if isinstance(size, int):
+        batch = np.full_like(count, size)
+    elif size == 1:
+        return None, shuffle
     else:
-        batch = np.full_like(count, checks.whole("batch_size", size))
+        batch = np.maximum(np.ceil(size * count - 1e-9), 1).astype(np.int64)
     return (np.minimum(batch, count) if shuffle else batch), shuffle
 
 
 def cohort_size(request: Request) -> int:
     """S; for a schedule of cohorts, the largest."""
-    n, share = request.problem.num_clients, request.cohort
+    n = request.problem.num_clients
     if request.cohorts is not None:
         return _schedule_size(request.cohorts, request.rounds, n)
-    if isinstance(share, bool) or not isinstance(share, (int, float, np.integer, np.floating)):
-        raise InputError(f"cohort must be a share in (0, 1] or a number of clients, got {share!r}")
-    if isinstance(share, (int, np.integer)):
-        return checks.whole("cohort", share, at_most=n)
-    if not 0 < share <= 1:
-        raise InputError(f"cohort must be a share in (0, 1] or a number of clients (an int), got {share!r}")
-    return max(1, round(float(share) * n))
+    size = checks.share("cohort", request.cohort, "clients", at_most=n)
+    return size if isinstance(size, int) else max(1, round(size * n))
 
 
 def _schedule_size(cohorts: Sequence[Sequence[int]], rounds: int, n: int) -> int:
+    if not _is_row(cohorts):
+        wanted = "cohorts must be a list with the clients' numbers for each round, such as [[0, 3], [1, 2]]"
+        raise InputError(f"{wanted}, got {checks.shown(cohorts)}")
     if len(cohorts) < rounds:
         raise InputError(f"cohorts must list the clients of all {rounds} rounds, got {len(cohorts)}")
+    sizes = [1]
     for r, cohort in enumerate(cohorts):
-        ids = np.asarray(cohort)
-        if ids.size and (ids.min() < 0 or ids.max() >= n):
-            raise InputError(f"cohorts must name clients 0 to {n - 1}, got {ids.min()} to {ids.max()} in round {r + 1}")
+        try:
+            ids = wholes("a client's number", cohort, at_least=0, at_most=n - 1)
+        except InputError as error:
+            raise InputError(f"cohorts must name clients 0 to {n - 1}, in round {r + 1}: {error}") from None
         if len(np.unique(ids)) != len(ids):
-            raise InputError(f"cohorts must name a client once a round, got {sorted(cohort)} in round {r + 1}")
-    return max(1, *(len(cohort) for cohort in cohorts))
+            raise InputError(f"cohorts must name a client once a round, got {checks.shown(cohort)} in round {r + 1}")
+        sizes.append(len(ids))
+    return max(sizes)
 
 
 def availability(request: Request) -> NDArray[np.bool_] | None:
@@ -125,11 +152,17 @@ def availability(request: Request) -> NDArray[np.bool_] | None:
     if request.availability is None:
         return None
     n = request.problem.num_clients
-    trace = np.atleast_2d(np.asarray(request.availability))
     if request.cohorts is not None:
         raise InputError("give either availability or cohorts: a schedule of cohorts says already who comes")
-    if trace.ndim != 2 or trace.shape[1] != n or not len(trace) or not np.isin(trace, (0, 1)).all():
-        raise InputError(f"availability must be rows of {n} zeros and ones, one for each round, got {trace.shape}")
+    wanted = f"availability must be rows of {n} zeros and ones, one for each round"
+    try:
+        trace = np.atleast_2d(np.asarray(request.availability))
+    except ValueError:  # rows of unlike lengths
+        raise InputError(f"{wanted}, got {checks.shown(request.availability)}") from None
+    if trace.ndim != 2 or trace.shape[1] != n or not len(trace):
+        raise InputError(f"{wanted}, got {trace.shape}")
+    if trace.dtype.kind not in "biuf" or not np.isin(trace, (0, 1)).all():
+        raise InputError(f"{wanted}, got {checks.shown(request.availability)}")
     if not trace.any():
         raise InputError("availability must let somebody take part in some round, got zeros only")
     return trace.astype(bool)
@@ -158,6 +191,7 @@ def footprint(request: Request, steps: NDArray[np.int64], batch: NDArray[np.int6
     rows = int(problem.counts.max() if batch is None else batch.max())
     model = 4 * problem.dim * itemsize
     drawn = 0 if batch is None else 4 * int(steps.max()) * rows
+    checks.fits(f"{steps.max()} local steps on {rows} records drawn for each", drawn)
     return int(model + rows * row + drawn)
 
 
@@ -172,6 +206,7 @@ def lr(request: Request, steps: NDArray[np.int64]) -> NDArray[Any]:
     if request.lr is None:
         raise InputError("lr must be given: a number above 0, or a schedule over the local steps")
     if callable(request.lr):
+        checks.fits(f"a schedule of {steps.max()} step sizes", 32 * int(steps.max()))
         values = [checks.number(f"lr({k})", request.lr(k), at_least=0) for k in range(int(steps.max()))]
         return np.array(values, request.precision)
     return np.array(checks.number("lr", request.lr, above=0), request.precision)

@@ -23,15 +23,14 @@ control variates is exact. The moves of FedAvg do not vanish at its limit, and c
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedscaffold import checks
-from fedscaffold.checks import InputError
+from fedscaffold.checks import InputError, memoised
 from fedscaffold.simulation.spec import Array
 
 __all__ = ["Compressor", "of", "quantise", "random_k", "top_k"]
@@ -50,7 +49,7 @@ class Compressor(NamedTuple):
     """(d, itemsize) -> bytes of a message with d numbers."""
 
 
-@cache
+@memoised
 def top_k(share: float) -> Compressor:
     """Keep the `share` of coordinates that are largest in size.
 
@@ -66,7 +65,7 @@ def top_k(share: float) -> Compressor:
     return Compressor(f"top_k:{share:g}", decoded, lambda d, itemsize: _count(share, d) * (itemsize + INDEX))
 
 
-@cache
+@memoised
 def random_k(share: float) -> Compressor:
     """Keep a random `share` of the coordinates, drawn anew for every message.
 
@@ -81,7 +80,7 @@ def random_k(share: float) -> Compressor:
     return Compressor(f"random_k:{share:g}", decoded, lambda d, itemsize: _count(share, d) * itemsize + SEED)
 
 
-@cache
+@memoised
 def quantise(bits: int) -> Compressor:
     """Round every coordinate at random to one of 2^bits levels.
 
@@ -117,10 +116,9 @@ def of(text: str) -> Compressor | None:
     made = factory[checks.choice("compression", name, factory)]
     if made is None:
         return None
-    try:
-        number = float(value)
-    except ValueError:
-        raise InputError(f"{name} needs a number, such as {name}:{4 if name == 'quantise' else 0.1}") from None
+    number: Any = checks.written(value)
+    if isinstance(number, str):
+        raise InputError(f"{name} needs a number, such as {name}:{4 if name == 'quantise' else 0.1}")
     return made(number)
 
 

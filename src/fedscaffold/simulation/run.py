@@ -169,7 +169,8 @@ def simulate(
     measured = checks.whole("evaluate_every", evaluate_every)
     if every is not None and checkpoint is None:
         raise InputError("every says how often to write a checkpoint: give its folder, checkpoint=...")
-    request = settled(request, client_state)._replace(devices=None if devices == 1 else devices)
+    shared = None if devices is None or checks.whole("devices", devices) == 1 else devices
+    request = settled(request, client_state)._replace(devices=shared)
     with jax.enable_x64(precision == "float64"), ExitStack() as stack:
         ready = prepare(request)
         settings = Settings(ready.lr, noise_key(seed), np.array(ready.target, precision))

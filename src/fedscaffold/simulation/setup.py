@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +19,13 @@ from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.simulation import asked, compression, stale
 from fedscaffold.simulation.asked import CACHE, Request
 from fedscaffold.simulation.away import refuse_away
+from fedscaffold.simulation.compression import Compressor
 from fedscaffold.simulation.draws import Drawer, most_steps
 from fedscaffold.simulation.evaluation import usual
 from fedscaffold.simulation.guards import refuse
 from fedscaffold.simulation.mesh import Shards, shards_of
 from fedscaffold.simulation.spec import Federation, Spec, State
+from fedscaffold.simulation.stale import Policy
 
 __all__ = ["Ready", "Request", "prepare"]
 
@@ -53,7 +56,7 @@ def prepare(request: Request) -> Ready:
     steps = asked.steps(request, batch)
     size = asked.cohort_size(request)
     trace = asked.availability(request)
-    policy = stale.of(request.stale) if isinstance(request.stale, str) else request.stale
+    policy = _policy(request)
     away = request.client_state != "array"
     refuse(request, steps, size, policy)
     mean_steps = int(steps[0]) if algorithm.coin else None
@@ -102,7 +105,7 @@ def _check(request: Request) -> None:
         raise InputError(f"algorithm must be one such as fs.scaffold(), got {request.algorithm!r}")
     if not isinstance(request.problem, Problem):
         raise InputError(f"problem must be a Problem, got {type(request.problem).__name__}")
-    checks.whole("rounds", request.rounds)
+    checks.whole("rounds", request.rounds, at_most=asked.MOST)
     checks.choice("precision", request.precision, ("float32", "float64"))
 
 
@@ -113,8 +116,18 @@ def _optimizer(request: Request) -> Any:
     return optimizer
 
 
-def _compressor(request: Request) -> Any:
-    wanted = request.compression
+def _policy(request: Request) -> Policy:
+    wanted: Any = request.stale
+    if not isinstance(wanted, (str, Policy)):
+        raise InputError(f"stale must be a policy such as fs.stale.drop(20) or 'drop:20', got {checks.shown(wanted)}")
+    return stale.of(wanted) if isinstance(wanted, str) else wanted
+
+
+def _compressor(request: Request) -> Compressor | None:
+    wanted: Any = request.compression
+    if wanted is not None and not isinstance(wanted, (str, Compressor)):
+        example = "fs.compression.top_k(0.1) or 'top_k:0.1'"
+        raise InputError(f"compression must be a compressor such as {example}, got {checks.shown(wanted)}")
     return compression.of(wanted) if isinstance(wanted, str) else wanted
 
 
@@ -127,11 +140,14 @@ def _silences(request: Request, trace: NDArray[np.bool_] | None) -> bool:
 
 def _metrics(request: Request, stop: str | None) -> tuple[str, ...]:
     """Names of the measured columns, in a fixed order."""
-    problem = request.problem
-    asked = set(usual(problem) if request.metrics is None else request.metrics) - set(ALWAYS)
+    problem, wanted = request.problem, request.metrics
+    if wanted is not None and (isinstance(wanted, str) or not isinstance(wanted, Collection)):
+        raise InputError(f"metrics must be a list of names such as ['loss'], got {checks.shown(wanted)}")
+    for name in wanted or ():
+        checks.choice("metric", name, (*METRICS, *ALWAYS))
+    asked = set(usual(problem) if wanted is None else wanted) - set(ALWAYS)
     asked |= {stop} if stop is not None else set()
     for name in asked:
-        checks.choice("metric", name, METRICS)
         if name in NEEDS_OPTIMUM:
             problem.optimum(request.weights)
         if name == "accuracy" and problem.functions.accuracy is None:

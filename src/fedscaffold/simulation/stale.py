@@ -14,11 +14,10 @@ Whatever is done to c_i is done to c with the weight p_i, in the same round: the
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedscaffold import checks
-from fedscaffold.checks import InputError
+from fedscaffold.checks import InputError, memoised
 
 __all__ = ["Policy", "decay", "drop", "keep", "of", "refresh"]
 
@@ -32,7 +31,7 @@ class Policy(NamedTuple):
     refresh_after: int | None = None
 
 
-@cache
+@memoised
 def keep() -> Policy:
     """Keep control variates however old they are.
 
@@ -42,7 +41,7 @@ def keep() -> Policy:
     return Policy()
 
 
-@cache
+@memoised
 def decay(rate: float) -> Policy:
     """Let all control variates fade by `rate` a round.
 
@@ -55,24 +54,26 @@ def decay(rate: float) -> Policy:
     return Policy(f"decay:{rate:g}", rate=rate)
 
 
-@cache
+@memoised
 def drop(after: int) -> Policy:
     """Forget the control variate of a client not heard for `after` rounds.
 
     >>> drop(10).drop_after
     10
     """
-    return Policy(f"drop:{after}", drop_after=checks.whole("after", after))
+    after = checks.whole("after", after, at_most=2**31 - 1)
+    return Policy(f"drop:{after}", drop_after=after)
 
 
-@cache
+@memoised
 def refresh(after: int) -> Policy:
     """Renew the control variate of a client that returns after `after` missed rounds, or more.
 
     >>> refresh(3).refresh_after
     3
     """
-    return Policy(f"refresh:{after}", refresh_after=checks.whole("after", after))
+    after = checks.whole("after", after, at_most=2**31 - 1)
+    return Policy(f"refresh:{after}", refresh_after=after)
 
 
 def of(text: str) -> Policy:
@@ -85,10 +86,7 @@ def of(text: str) -> Policy:
     checks.choice("stale policy", name, ("decay", "drop", "keep", "refresh"))
     if name == "keep":
         return keep()
-    try:
-        number = float(value)
-    except ValueError:
-        raise InputError(f"{name} needs a number, such as {name}:{0.9 if name == 'decay' else 10}") from None
-    if name == "decay":
-        return decay(number)
-    return (drop if name == "drop" else refresh)(checks.whole("after", number))
+    number: Any = checks.written(value)
+    if isinstance(number, str):
+        raise InputError(f"{name} needs a number, such as {name}:{0.9 if name == 'decay' else 10}")
+    return {"decay": decay, "drop": drop, "refresh": refresh}[name](number)

@@ -25,6 +25,7 @@ from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.problems.records import reals
 from fedscaffold.theory.quadratics import LinearRound, Spectra, geometric, linear_round, spectra
 from fedscaffold.theory.rates import bias_of
 from fedscaffold.theory.round_map import SCAFFOLD, form_of
@@ -178,10 +179,7 @@ def _trace(one: LinearRound, source: Source, back_u: Floats, back_r: Floats) -> 
 def _covariances(noise: ArrayLike, given: Spectra) -> Floats:
     """(N, d, d) or (1, d, d) covariances of the clients' gradients, from a variance or from matrices."""
     n, d = given.num_clients, given.dim
-    try:
-        covariance = np.asarray(noise, np.float64)
-    except (TypeError, ValueError):
-        raise InputError(f"noise must be numbers: a variance or covariances, got {noise!r}") from None
+    covariance = reals("noise", noise)
     if not np.isfinite(covariance).all():
         raise InputError("noise must be finite, got NaN or infinite values")
     if covariance.ndim == 0:

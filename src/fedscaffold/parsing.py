@@ -1,0 +1,81 @@
+"""TOML and JSON from files and command lines: whatever cannot be read is refused in one line."""
+
+from __future__ import annotations
+
+import json as standard_json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fedscaffold.checks import InputError, shown
+
+__all__ = ["NotToml", "json", "record", "text_of", "toml"]
+
+
+class NotToml(InputError):
+    """Text that breaks the rules of TOML."""
+
+
+def toml(text: str, source: str) -> dict[str, Any]:
+    """The tables of a TOML text; `source` is what the text is called where it is refused.
+
+    >>> toml("rounds = = 3", "config.toml")
+    Traceback (most recent call last):
+    fedscaffold.parsing.NotToml: config.toml is not valid TOML: Invalid value (at line 1, column 10)
+    >>> toml("x = " + "[" * 9999, "config.toml")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: config.toml cannot be read: it is nested too deep
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise NotToml(f"{source} is not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source} cannot be read: {_reason(error)}") from None
+
+
+def json(text: str | bytes, source: str) -> Any:
+    """The value of a JSON text.
+
+    >>> json('{"round": 1', "status.json")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: status.json is not valid JSON: Expecting ',' delimiter: line 1 column 12 (char 11)
+    """
+    try:
+        return standard_json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source} is not valid JSON: {_reason(error)}") from None
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, which must be UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} cannot be read: {error}; it must be text in UTF-8") from None
+
+
+def record(path: Path, **kinds: type) -> dict[str, Any]:
+    """The JSON object in a file, if it has all the keys that are named, with values of these types.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "site.json"
+    >>> _ = path.write_text('{"site": 3}')
+    >>> record(path, site=str)
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: .../site.json is damaged: 'site' must be of type str, got 3
+    """
+    held = json(text_of(path), str(path))
+    if not isinstance(held, dict):
+        raise InputError(f"{path} is damaged: it must be a JSON object, got {shown(held)}")
+    for key, kind in kinds.items():
+        if not isinstance(held.get(key), kind):
+            got = shown(held[key]) if key in held else "nothing"
+            raise InputError(f"{path} is damaged: {key!r} must be of type {kind.__name__}, got {got}")
+    return held
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    return "it holds a number of over 4300 digits" if "4300 digits" in str(error) else str(error)
