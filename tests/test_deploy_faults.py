@@ -5,7 +5,8 @@ import pytest
 from deploy_case import SITES, data, gradient, settings
 
 from fedscaffold.algorithms import scaffold, travelled
-from fedscaffold.deploy import client, faults, gate, server
+from fedscaffold.deploy import audit, client, faults, gate, server
+from fedscaffold.deploy import settings as deploy_settings
 
 cryptography = pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey  # noqa: E402
@@ -28,6 +29,15 @@ def test_every_fault_is_survived(number):
         (13, (client, "held"), lambda folder, expect, like: np.zeros_like(like)),
         (16, (gate, "finite"), lambda name, array: None),
         (8, (server, "keep"), lambda folder, kept, settings, schema: kept.generation + 1),
+        (22, (gate, "clipped"), lambda update, c, travel, cap: update),
+        (23, (gate, "clipped"), lambda update, c, travel, cap: update),
+        (29, (gate, "outsized"), lambda lengths, usual, dtype: {}),
+        (29, (gate, "measured"), lambda update, c, travel: update),
+        (30, (server.Server, "_registered"), lambda self, site, packet: packet.facts["records"]),
+        (31, (server, "FREE"), 1000),
+        (32, (gate, "shown"), repr),
+        (33, (audit, "_at"), lambda path, events, expected: None),
+        (34, (deploy_settings, "RESERVED"), set()),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )

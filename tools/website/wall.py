@@ -1,4 +1,4 @@
-"""The reliability wall: 28 faults, one tile each. Names and what is tried are those of the scenarios of deployment.
+"""The reliability wall: one tile for each fault. Names and what is tried are those of the scenarios of deployment.
 
 A tile is covered because `fedscaffold.deploy.faults` has a scenario of its number, not because a file says so. Only the
 faults that no scenario has are told in full, in wall.toml.
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from fedscaffold.deploy.faults import SCENARIOS
 
-TILES = 28
 MUSEUM = "museum.html"
 
 
@@ -39,6 +38,7 @@ class Open(NamedTuple):
 TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WORDS = {int(number): Words(**words) for number, words in TOLD["scenario"].items()}
 OPEN = {int(number): Open(**words) for number, words in TOLD["open"].items()}
+TILES = max(*SCENARIOS, *OPEN)
 STATES = {"scenario": "covered by a scenario", "part": "in part, by tests", "none": "not covered"}
 
 

@@ -1,8 +1,8 @@
 """The reliability scorecard: faults injected into the real server and clients, two points for each survived as it must.
 
-The scenarios and their numbers are those of the page docs/faults.md. Not among them, and not scored: Byzantine
-attackers (22, 23), privacy accounting (27) and soaking for hours (28). What real processes add (kill -9 of a client, of
-the server and of the link, with TLS) is in the test suite, as it takes minutes.
+The scenarios and their numbers are those of the page docs/faults.md. Not among them, and not scored: privacy accounting
+(27) and soaking for hours (28). What real processes add (kill -9 of a client, of the server and of the link, with TLS)
+is in the test suite, as it takes minutes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+from fedscaffold.deploy.faults_members import SCENARIOS as MEMBERS
 from fedscaffold.deploy.faults_messages import SCENARIOS as MESSAGES
 from fedscaffold.deploy.faults_state import SCENARIOS as STATE
 
 __all__ = ["SCENARIOS", "Score", "answer", "lines", "scorecard"]
 
-SCENARIOS = STATE | MESSAGES
+SCENARIOS = dict(sorted((STATE | MESSAGES | MEMBERS).items()))
 
 
 class Score(NamedTuple):

@@ -40,8 +40,11 @@ ENOUGH = 32  # quiet rounds after which the error is at rounding level
 class Lab:
     """A federation in a folder of its own, with a clock that only moves when told to."""
 
-    def __init__(self, extra: str = "", sites: Iterable[str] = SITES, folder: Path | None = None) -> None:
-        self.settings: Settings = parse(TOML + extra)
+    def __init__(
+        self, extra: str = "", sites: Iterable[str] = SITES, folder: Path | None = None, top: str = ""
+    ) -> None:
+        self.toml = TOML + extra
+        self.settings: Settings = parse(top + self.toml)
         self.folder = Path(tempfile.mkdtemp()) if folder is None else folder
         self.now, self.lives = 0.0, 0
         self.learner = self.new_learner()
