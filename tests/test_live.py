@@ -274,7 +274,11 @@ def test_a_deployed_servers_folder_is_shown_too(deployed, capsys):
     assert told["gauge"]["limit"] > 0
     assert told["seconds"].keys() == {"in rounds", "between rounds"}
     assert not told["stoppable"]
-    assert told["notes"] == ["Refused bee: not finite: 2 of the 2 numbers of d are NaN or infinite (2 times)"]
+    assert told["notes"] == [
+        "bee missed 2 rounds, the last was round 3: not finite: 2 of the 2 numbers of d are NaN or infinite.",
+        "cow missed 3 rounds, the last was the evaluation after round 3: the process was killed.",
+        "dog missed 3 rounds, the last was the evaluation after round 3: no reply before the deadline.",
+    ]
 
 
 def test_a_finished_run_without_a_record_is_shown_too(tmp_path, quiet):

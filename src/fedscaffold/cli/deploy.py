@@ -14,6 +14,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.cli.verbs import Json, app, say
 
 if TYPE_CHECKING:
+    from fedscaffold.deploy.drive import Stopped
     from fedscaffold.deploy.server import Outcome
 
 __all__ = ["deploy_app"]
@@ -27,6 +28,9 @@ app.add_typer(deploy_app, name="deploy")
 
 AppDir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder with app.py and federation.toml.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for state, log, metrics and model.")]
+Missing = Annotated[
+    bool, typer.Option("--allow-missing", help="Exit with 0 even if a site never counted; else the exit code is 1.")
+]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in all, instead of the TOML's.")]
 
 
@@ -55,6 +59,7 @@ def simulate(
     engine: Annotated[
         str, typer.Option(help="in-process: the deployed code without a network; simulator: JAX apps in our simulator.")
     ] = "in-process",
+    allow_missing: Missing = False,
     as_json: Json = False,
 ) -> int:
     """Run exactly this app on this machine, without processes or network."""
@@ -63,7 +68,7 @@ def simulate(
     if checks.choice("engine", engine, ("in-process", "simulator")) == "simulator":
         return _simulator(folder, rounds, as_json)
     _fresh(out, folder, "in-process")
-    return _in_process(folder, out, rounds, as_json)
+    return _in_process(folder, out, rounds, allow_missing, as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy local hospitals --out runs/hospitals")
@@ -71,11 +76,12 @@ def local(
     folder: AppDir,
     out: Out = Path("runs/deploy"),
     timeout: Annotated[float, typer.Option(help="Seconds after which to give up.")] = 3600.0,
+    allow_missing: Missing = False,
     as_json: Json = False,
 ) -> int:
     """Start a real federation on this machine (SuperLink, SuperNodes, TLS, keys), run it, and shut it down."""
     _fresh(out, folder, "local")
-    return _local(folder, out, timeout, as_json)
+    return _local(folder, out, timeout, allow_missing, as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy resume runs/hospitals --rounds 20")
@@ -85,6 +91,7 @@ def resume(
     ],
     rounds: Rounds = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which to give up.")] = 3600.0,
+    allow_missing: Missing = False,
     as_json: Json = False,
 ) -> int:
     """Go on after a crash, or for more rounds: from the last round that was committed."""
@@ -93,10 +100,10 @@ def resume(
         raise InputError(f"{out} is not the folder of a deployment: it has no deployment.json")
     facts = json.loads(path.read_text(encoding="utf-8"))
     if facts["engine"] == "in-process":
-        return _in_process(Path(facts["app"]), out, rounds, as_json)
+        return _in_process(Path(facts["app"]), out, rounds, allow_missing, as_json)
     if rounds is not None:
         raise InputError("for a federation of processes, set rounds in its federation.toml")
-    return _local(Path(facts["app"]), out, timeout, as_json)
+    return _local(Path(facts["app"]), out, timeout, allow_missing, as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy kit sites.toml --out kits")
@@ -163,7 +170,10 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
         lines.append(
             f"  {site}: {facts['records']} records, counted in round {facts['counted_in_round']}, {seen}{waits}"
         )
-    lines += [f"  {site}: absent" for site in now["absent"]]
+    missed = now.get("missed", {})
+    lines += [f"  {site}: absent" for site in now["absent"] if site not in missed]
+    lines += [f"  {one['sentence']}" for one in missed.values()]
+    lines += [f"  {_without(name, sites)}" for name, sites in now.get("unmeasured", {}).items()]
     lines += [f"  refused {event['at']} {event['site']}: {event['reason']}" for event in refused[-5:]]
     lines += [f"  warning: {said}" for said in now.get("warnings", [])]
     return [*lines, f"audit log: {events} events, chain whole"]
@@ -180,7 +190,7 @@ def _fresh(out: Path, folder: Path, engine: str) -> None:
     note(out, folder, engine)
 
 
-def _in_process(folder: Path, out: Path, rounds: int | None, as_json: bool) -> int:
+def _in_process(folder: Path, out: Path, rounds: int | None, allow_missing: bool, as_json: bool) -> int:
     from fedscaffold.deploy import InProcess, Server, Stopped, drive
     from fedscaffold.deploy.apps import open_app
 
@@ -192,16 +202,16 @@ def _in_process(folder: Path, out: Path, rounds: int | None, as_json: bool) -> i
             InProcess(learner, settings, out),
             settings.rounds if rounds is None else rounds,
             tell=lambda outcome: _tell(outcome, as_json),
+            sleep=lambda seconds: None,  # nobody is waited for: all sites are here
         )
     except Stopped as stopped:
-        return _stopped(stopped)
+        return _stopped(stopped, out, as_json)
     except KeyboardInterrupt:
         return _interrupted(out)
-    _say_summary({**done._asdict(), "model": str(done.model)}, out, as_json)
-    return 0
+    return _say_summary({**done._asdict(), "model": str(done.model)}, out, allow_missing, as_json)
 
 
-def _local(folder: Path, out: Path, timeout: float, as_json: bool) -> int:
+def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json: bool) -> int:
     from fedscaffold.deploy import Stopped
     from fedscaffold.deploy.local import Federation
 
@@ -220,11 +230,10 @@ def _local(folder: Path, out: Path, timeout: float, as_json: bool) -> int:
             federation.submit()
             answer = federation.outcome(timeout, tell)
     except Stopped as stopped:
-        return _stopped(stopped)
+        return _stopped(stopped, out, as_json)
     except KeyboardInterrupt:
         return _interrupted(out)
-    _say_summary(answer, out, as_json)
-    return 0
+    return _say_summary(answer, out, allow_missing, as_json)
 
 
 def _simulator(folder: Path, rounds: int | None, as_json: bool) -> int:
@@ -270,16 +279,43 @@ def _tell(outcome: Outcome, as_json: bool) -> None:
         typer.echo(f"round {outcome.round} {word}: heard {len(outcome.heard)}{', ' + means if means else ''}", err=True)
 
 
-def _say_summary(answer: dict[str, Any], out: Path, as_json: bool) -> None:
+def _say_summary(answer: dict[str, Any], out: Path, allow_missing: bool, as_json: bool) -> int:
+    """Say what came of a run, and who did not count; 1 where a site never did, unless that is allowed."""
     gauge = answer["residual"]
     words = "kept by the clients" if gauge is None else f"residual {gauge:.2g}"
     lines = [f"{answer['rounds']} rounds, {words}, {answer['seconds']:.1f} s"]
     lines += [f"  {name} = {value:.6g}" for name, value in answer["metrics"].items()]
-    say({**answer, "folder": str(out)}, [*lines, f"model: {answer['model']}"], as_json)
+    lines += [f"  {_without(name, sites)}" for name, sites in answer["unmeasured"].items()]
+    never = [site for site, one in answer["missed"].items() if one["never_counted"]]
+    said = [*lines, *_missed_lines(answer["missed"], out), f"model: {answer['model']}"]
+    say({**answer, "folder": str(out), "never_counted": never}, said, as_json)
+    if not never or allow_missing:
+        return 0
+    typer.echo(f"fedscaffold: never counted: {', '.join(never)} (--allow-missing lets it pass)", err=True)
+    return 1
 
 
-def _stopped(reason: Exception) -> int:
-    typer.echo(f"fedscaffold: {reason}", err=True)
+def _missed_lines(missed: dict[str, Any], out: Path) -> list[str]:
+    """Who did not count and why; and where the texts of errors are, which do not leave a site."""
+    lines = [f"  {one['sentence']}" for one in missed.values()]
+    if any("(reference " in one["cause"] for one in missed.values()):
+        lines.append(
+            f"  what an error says is in the site's own folder, errors/REFERENCE.log; here below {out / 'sites'}"
+        )
+    return lines
+
+
+def _without(name: str, sites: list[str]) -> str:
+    return f"{name} is without {', '.join(sites)}: no finite number there"
+
+
+def _stopped(stopped: Stopped, out: Path, as_json: bool) -> int:
+    typer.echo(f"fedscaffold: {stopped}", err=True)
+    if as_json:
+        say({"stopped": str(stopped), "missed": stopped.missed, "folder": str(out)}, [], as_json)
+    else:
+        for line in _missed_lines(stopped.missed, out):
+            typer.echo(line, err=True)
     return 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import traceback
 from pathlib import Path
 
 from fedscaffold.checks import InputError
@@ -40,14 +41,35 @@ def learner_of(folder: Path, settings: Settings) -> Learner:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{path} cannot be imported: {_brief(error, path)}") from error
     make = getattr(module, "learner", None)
     if not callable(make):
         raise InputError(f"{path} must have a function learner(settings) that returns a TorchLearner or the like")
-    made: Learner = make(settings)
+    try:
+        made: Learner = make(settings)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"learner(settings) of {path} failed: {_brief(error, path)}") from error
+    if not hasattr(made, "schema"):
+        raise InputError(f"learner(settings) of {path} must return a TorchLearner or the like, got {made!r}"[:300])
     if made.schema.dtype != settings.precision:
         raise InputError(
             f"the learner is {made.schema.dtype} and precision is {settings.precision}; "
             "give the learner precision=settings.precision"
         )
     return made
+
+
+def _brief(error: Exception, path: Path) -> str:
+    """An error of the app in a line: its type, its text, and the last line of the app it came from."""
+    here = path.resolve()
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == here
+    ]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:200]
+    return f"{type(error).__name__}{'' if line is None else f' in line {line}'}: {text}"

@@ -8,6 +8,7 @@ it carries c, and the c_i lies in a durable file here (`memory.py`).
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm, travelled
+from fedscaffold.checks import InputError
 from fedscaffold.deploy import gate
+from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.memory import Lost, held, wait_for_word
 from fedscaffold.deploy.schema import Array, Fact, Packet, Schema, blob, fingerprint
@@ -23,7 +26,10 @@ from fedscaffold.deploy.settings import Local, Settings, algorithm_of
 from fedscaffold.state import commit as keep
 from fedscaffold.state import latest
 
-__all__ = ["Learner", "Site", "Trained", "Work", "answer", "greeting"]
+__all__ = ["Learner", "Site", "Trained", "Work", "answer", "declined", "greeting"]
+
+MOST_METRICS = 32
+METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/ -]{0,39}")
 
 
 class Work(NamedTuple):
@@ -94,28 +100,77 @@ def greeting(learner: Learner, settings: Settings, name: str) -> Packet:
 
 
 def answer(request: Packet, learner: Learner, settings: Settings, name: str, folder: Path) -> Packet:
-    """Answer one request of the server; what cannot be done is said, never raised."""
-    facts = {key: request.facts.get(key, "") for key in ("site", "round", "nonce", "schema")}
+    """Answer one request of the server; what cannot be done is said, never raised.
+
+    Errors of the app itself are told by type and reference; their texts stay in `folder` (`errors.py`).
+    """
     try:
-        kind = gate.text(request.facts, "kind")
-        if kind == "hello":
-            return greeting(learner, settings, name)
-        _same(request, learner, settings, name)
-        own = Path(folder) / gate.text(request.facts, "run") / name
-        if kind == "resync":
-            c_i = held(own, gate.text(request.facts, "expect"), learner.start)
-            records = learner.site(name).records
-            return Packet({**facts, "kind": "resync", "records": records, "steps": 1}, {"c_i": blob(c_i)})
-        if kind == "evaluate":
-            x, buffers = gate.vector(request, "x", learner.schema), _buffers(request, learner, settings, own)
-            site = learner.site(name)
-            said: dict[str, Fact] = {"kind": "evaluate", "records": site.records, "steps": 1}
-            return Packet({**facts, **said, **_metrics(site, x, buffers)}, {})
-        return _trained(request, learner, settings, name, own, facts)
-    except Lost as lost:
-        return Packet({**facts, "kind": "lost", "reason": str(lost)[:400]}, {})
-    except Refused as refusal:
-        return Packet({**facts, "kind": "refusal", "reason": str(refusal)[:400]}, {})
+        with guarded("answering", Path(folder), name, passing=(Lost, Refused, Failed)):
+            return _answered(request, _Guarded(learner, Path(folder)), settings, name, Path(folder))
+    except (Lost, Refused, Failed) as error:
+        return declined(request, name, str(error), "lost" if isinstance(error, Lost) else "refusal")
+
+
+def declined(request: Packet, name: str, reason: str, kind: str = "refusal") -> Packet:
+    """Say why a request cannot be done."""
+    return Packet({**_repeated(request), "site": name, "kind": kind, "reason": reason[:400]}, {})
+
+
+def _repeated(request: Packet) -> dict[str, Any]:
+    return {key: request.facts.get(key, "") for key in ("site", "round", "nonce", "schema")}
+
+
+def _answered(request: Packet, learner: Learner, settings: Settings, name: str, folder: Path) -> Packet:
+    facts = _repeated(request)
+    kind = gate.text(request.facts, "kind")
+    if kind == "hello":
+        return greeting(learner, settings, name)
+    _same(request, learner, settings, name)
+    own = folder / gate.text(request.facts, "run") / name
+    if kind == "resync":
+        c_i = held(own, gate.text(request.facts, "expect"), learner.start)
+        records = learner.site(name).records
+        return Packet({**facts, "kind": "resync", "records": records, "steps": 1}, {"c_i": blob(c_i)})
+    if kind == "evaluate":
+        x, buffers = gate.vector(request, "x", learner.schema), _buffers(request, learner, settings, own)
+        site = learner.site(name)
+        said: dict[str, Fact] = {"kind": "evaluate", "records": site.records, "steps": 1}
+        return Packet({**facts, **said, **_metrics(site, x, buffers)}, {})
+    return _trained(request, learner, settings, name, own, facts)
+
+
+class _Guarded(NamedTuple):
+    """A learner whose site's code lets no error text out, whatever type it raises."""
+
+    learner: Learner
+    folder: Path
+
+    @property
+    def schema(self) -> Schema:
+        return self.learner.schema
+
+    @property
+    def start(self) -> Array:
+        return self.learner.start
+
+    @property
+    def buffers(self) -> dict[str, Array]:
+        return self.learner.buffers
+
+    def site(self, name: str) -> Site:
+        with guarded("reading its data", self.folder, name):
+            site = self.learner.site(name)
+            records = int(site.records)
+
+        def train(work: Work) -> Trained:
+            with guarded("training", self.folder, name):
+                return site.train(work)
+
+        def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
+            with guarded("measuring", self.folder, name):
+                return _named(site.evaluate(x, buffers))
+
+        return Site(records, train, evaluate)
 
 
 def _same(request: Packet, learner: Learner, settings: Settings, name: str) -> None:
@@ -178,7 +233,17 @@ def _buffers(request: Packet, learner: Learner, settings: Settings, own: Path) -
 
 
 def _metrics(site: Site, x: Array, buffers: dict[str, Array]) -> dict[str, float]:
-    return {f"metric.{name}": float(value) for name, value in site.evaluate(x, buffers).items()}
+    return {f"metric.{name}": value for name, value in site.evaluate(x, buffers).items()}
+
+
+def _named(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics fit to leave the site: few numbers under short names."""
+    if len(metrics) > MOST_METRICS:
+        raise InputError(f"at most {MOST_METRICS} metrics are sent, got {len(metrics)}")
+    for name in metrics:
+        if not isinstance(name, str) or not METRIC.fullmatch(name):
+            raise InputError(f"the name of a metric must be at most 40 letters, digits and _.@/- , got {name!r}")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _seed(seed: int, round: int, name: str) -> int:

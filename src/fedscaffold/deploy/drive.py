@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fedscaffold.deploy.client import Learner, answer, greeting
+from fedscaffold.deploy.attendance import IN_VAIN, LATE, listed
+from fedscaffold.deploy.client import Learner, answer
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.rounds import shares
 from fedscaffold.deploy.schema import Packet
@@ -30,6 +31,9 @@ LONGEST_PAUSE = 30.0
 
 class Stopped(RuntimeError):
     """The run ended before its rounds were done; the text says why. What was committed is intact."""
+
+    missed: dict[str, dict[str, Any]] = {}  # noqa: RUF012 (never changed)
+    """Sites that did not count, as in `Summary`."""
 
 
 class Transport(Protocol):
@@ -57,6 +61,10 @@ class Summary(NamedTuple):
     metrics: dict[str, float]
     seconds: float
     model: Path
+    missed: dict[str, dict[str, Any]] = {}  # noqa: RUF012 (never changed)
+    """By site that did not count: round, kind, cause and how often, and whether it never did."""
+    unmeasured: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
+    """By metric: sites where it was no finite number; they are not in its mean."""
 
 
 class InProcess:
@@ -68,10 +76,11 @@ class InProcess:
         self.known: set[str] = set()
 
     def greetings(self) -> dict[str, Packet]:
-        """All sites, once."""
+        """All sites that are not in yet; one that could not greet is asked again."""
         new = [site for site in self.settings.deploy.sites if site not in self.known]
-        self.known |= set(new)
-        return {site: greeting(self.learner, self.settings, site) for site in new}
+        said = {site: self._answer(site, Packet({"kind": "hello"}, {})) for site in new}
+        self.known |= {site for site, packet in said.items() if packet.facts["kind"] == "hello"}
+        return said
 
     def present(self) -> set[str]:
         """All sites."""
@@ -87,7 +96,10 @@ class InProcess:
             return []
         site, request = next(iter(self.queue.items()))
         del self.queue[site]
-        return [(site, answer(request, self.learner, self.settings, site, self.folder / "sites"))]
+        return [(site, self._answer(site, request))]
+
+    def _answer(self, site: str, request: Packet) -> Packet:
+        return answer(request, self.learner, self.settings, site, self.folder / "sites")
 
 
 def drive(
@@ -107,22 +119,53 @@ def drive(
         if outcome is not None:
             tell(outcome)
             _record(server, outcome)
-        if server.attempt > server.settings.deploy.retries:
-            _status(server, "stopped")
-            why = f"round {server.state.round + 1} failed its quorum {server.attempt} times in a row"
-            raise Stopped(f"{why}; rounds 1 to {server.state.round} are committed in {server.folder}")
+        diverged = outcome is not None and _diverged(server, outcome)
+        if diverged or server.attempt > server.settings.deploy.retries:
+            raise _stopped(server, outcome, diverged)
         if outcome is None or not outcome.committed:
             sleep(min(LONGEST_PAUSE, 0.5 * 2**server.attempt))
         _greet(server, transport)
     last = _round(server, transport, sleep, evaluate=True)
     model = server.folder / "model.safetensors"
     save_model(server, model)
-    gauge, metrics = server.residual, {} if last is None else last.metrics
-    if metrics:
-        _line(server, {"round": server.state.round, **metrics, "residual": gauge})
-    summary = Summary(server.state.round, gauge, metrics, time.monotonic() - began, model)
-    _status(server, "finished")
+    gauge, metrics, unmeasured = server.residual, {}, {}
+    if last is not None:
+        metrics, unmeasured = last.metrics, last.unmeasured
+        _line(server, {"round": server.state.round, **metrics, **_without(last), "residual": gauge})
+    summary = Summary(server.state.round, gauge, metrics, time.monotonic() - began, model, server.missed, unmeasured)
+    _status(server, "finished", unmeasured)
     return summary
+
+
+def _diverged(server: Server, outcome: Outcome) -> bool:
+    """Whether a round failed because every site's numbers did: to try it again would bring the same."""
+    everybody = set(outcome.refused) >= set(server.roster)
+    causes = outcome.refused.values()
+    return not outcome.committed and everybody and all(cause.startswith(("not finite", "overflow")) for cause in causes)
+
+
+def _stopped(server: Server, outcome: Outcome | None, diverged: bool) -> Stopped:
+    """Why the run ends here, with every site that did not count and its cause."""
+    _status(server, "stopped")
+    number = server.state.round + 1
+    if diverged:
+        why = f"round {number}: every site's update holds NaN or infinite numbers, so training diverged"
+        why += "; take a smaller local.lr, and look for NaN in the data"
+    else:
+        why = f"round {number} failed its quorum {server.attempt} times in a row"
+    if outcome is None:
+        causes = {site: missed.cause for site, missed in server.attendance.missed.items() if missed.round == number}
+    else:
+        causes = outcome.absent | dict.fromkeys(outcome.heard, IN_VAIN)
+        causes |= dict.fromkeys(outcome.missing, LATE) | outcome.refused
+    committed = f"rounds 1 to {server.state.round} are" if server.state.round else "nothing is"
+    stopped = Stopped(f"{why} ({listed(causes)}); {committed} committed in {server.folder}")
+    stopped.missed = server.missed
+    return stopped
+
+
+def _without(outcome: Outcome) -> dict[str, Any]:
+    return {"unmeasured": outcome.unmeasured} if outcome.unmeasured else {}
 
 
 def save_model(server: Server, path: Path) -> None:
@@ -138,13 +181,13 @@ def save_model(server: Server, path: Path) -> None:
 
 
 def _welcome(server: Server, transport: Transport, sleep: Callable[[float], None]) -> None:
-    """Let sites in until all are here or the time to wait for them is over."""
+    """Let sites in until all are here (or have said why they cannot be), or the time to wait for them is over."""
     began = server.clock()
     while True:
         _greet(server, transport)
         _status(server, "gathering")
         waited = server.clock() - began
-        if len(transport.present() & set(server.roster)) == len(server.settings.deploy.sites):
+        if transport.present() & set(server.roster) | server.declined.keys() >= set(server.settings.deploy.sites):
             return
         if waited >= server.settings.deploy.wait:
             return
@@ -156,7 +199,7 @@ def _greet(server: Server, transport: Transport) -> None:
         try:
             server.hello(site, packet)
         except Refused:
-            continue  # named in the audit log
+            continue  # named in the audit log and the status
 
 
 def _round(server: Server, transport: Transport, sleep: Callable[[float], None], evaluate: bool) -> Outcome | None:
@@ -180,10 +223,10 @@ def _round(server: Server, transport: Transport, sleep: Callable[[float], None],
 
 
 def _record(server: Server, outcome: Outcome) -> None:
-    _status(server, "between rounds")
+    _status(server, "between rounds", outcome.unmeasured)
     if outcome.committed and outcome.kind == "train":
         row: dict[str, Any] = {"round": outcome.round - 1, **outcome.metrics, "heard": list(outcome.heard)}
-        _line(server, {**row, "residual": server.residual})
+        _line(server, {**row, **_without(outcome), "residual": server.residual})
 
 
 def _line(server: Server, row: dict[str, Any]) -> None:
@@ -194,7 +237,7 @@ def _line(server: Server, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _status(server: Server, phase: str) -> None:
+def _status(server: Server, phase: str, unmeasured: dict[str, list[str]] | None = None) -> None:
     """Write status.json for `deploy status`; only a view, so it need not be durable, but it is never half written."""
     now, wall = server.clock(), time.time()
     p = shares(server.roster)
@@ -221,6 +264,8 @@ def _status(server: Server, phase: str) -> None:
         "at": wall,
         "pid": os.getpid(),
         "sites": sites,
+        "missed": server.missed,
+        "unmeasured": unmeasured or {},
         "warnings": server.warnings,
     }
     write_private(server.folder / "status.json", json.dumps(status))

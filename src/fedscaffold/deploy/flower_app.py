@@ -22,8 +22,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedscaffold.deploy.apps import TOML, open_app
-from fedscaffold.deploy.client import answer
+from fedscaffold.deploy.client import answer, declined
 from fedscaffold.deploy.drive import Stopped, drive
+from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.schema import Blob, Packet
 from fedscaffold.deploy.server import Server
 from fedscaffold.state.files import make_folder, write_private
@@ -32,6 +33,18 @@ __all__ = ["FlowerTransport", "client_app", "from_record", "server_app", "to_rec
 
 RAW = "fedscaffold.raw"  # our arrays are plain bytes, not the files that flwr's own are
 PATIENCE = 30.0  # seconds after which a look for replies that hangs is left behind
+AGAIN = 10.0  # seconds after which a node that could not greet is asked again; then twice as many, up to LONGEST
+LONGEST = 300.0
+BROKEN = {
+    1: "its app could not be loaded",
+    2: "its app raised an error",
+    3: "its request is gone",
+    4: "its reply is gone",
+    5: "its node is not online",
+    7: "its copy of the app is damaged",
+    8: "its process died",
+}
+"""What the engine's error codes mean. Its own texts may hold those of a site's errors, and are not read."""
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -70,6 +83,8 @@ class FlowerTransport:
         self.names: dict[int, str] = {}
         """Site of each node that has greeted."""
         self.online: set[int] = set()
+        self.later: dict[int, tuple[float, float]] = {}
+        """Of nodes that could not greet: when to ask them again, and how long that was put off."""
         self.asked: dict[str, tuple[int, str]] = {}
         """By message: the node and the site it was sent to; "" for a greeting."""
         self.found: list[tuple[int, str, Packet | str]] = []
@@ -81,20 +96,29 @@ class FlowerTransport:
         nodes = {node.node_id: getattr(node, "name", "") or "" for node in self.grid.get_nodes()}
         self.online = set(nodes)
         waiting = {node for node, site in self.asked.values() if site == ""}
-        new = [node for node in nodes if node not in self.names and node not in waiting]
+        now = time.monotonic()
+        put_off = {node for node, (at, _) in self.later.items() if now < at}
+        new = [node for node in nodes if node not in self.names and node not in waiting | put_off]
         hello = Packet({"kind": "hello"}, {})
         for node, message in zip(new, self._push([(node, hello) for node in new], MessageType.QUERY), strict=True):
             if message is not None:
                 self.asked[message] = (node, "")
         out: dict[str, Packet] = {}
         for node, site, reply in self._found():
-            if site or isinstance(reply, str):
-                continue  # late, or a node that could not answer: it is asked again
+            if site:
+                continue  # late
+            if isinstance(reply, str):
+                reply = Packet({"kind": "refusal", "site": nodes.get(node, ""), "reason": reply}, {})
             claimed = reply.facts.get("site")
             name = nodes.get(node) or (claimed if isinstance(claimed, str) else "")
-            if name and name not in self.names.values():
+            if not name or name in self.names.values():
+                continue
+            out[name] = reply
+            if reply.facts.get("kind") == "hello":
                 self.names[node] = name
-                out[name] = reply
+            else:
+                pause = min(LONGEST, 2 * self.later[node][1] if node in self.later else AGAIN)
+                self.later[node] = now + pause, pause
         return out
 
     def present(self) -> set[str]:
@@ -148,7 +172,7 @@ class FlowerTransport:
 
 def _content(reply: Message) -> Packet | str:
     if reply.has_error():
-        return f"error {reply.error.code}: {str(reply.error.reason)[:200]}"
+        return BROKEN.get(reply.error.code, f"the engine reports error {int(reply.error.code)}")
     return from_record(reply.content)
 
 
@@ -169,7 +193,7 @@ def serve(grid: Grid, context: Context) -> None:
         summary = drive(server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds)
         outcome = {**summary._asdict(), "model": str(summary.model)}
     except (Stopped, ValueError, OSError) as error:
-        outcome = {"error": str(error)}
+        outcome = {"error": str(error), "missed": error.missed if isinstance(error, Stopped) else {}}
         raise
     finally:
         said = outcome or {"error": "the server app failed; see its log"}
@@ -177,10 +201,17 @@ def serve(grid: Grid, context: Context) -> None:
 
 
 def _answered(message: Message, context: Context) -> Message:
-    settings, learner = open_app(_folder())
     site = str(context.node_config["site"])
     folder = Path(str(context.node_config["folder"]))
-    return Message(to_record(answer(from_record(message.content), learner, settings, site, folder)), reply_to=message)
+    request = from_record(message.content)
+    try:
+        with guarded("loading the app", folder, site):
+            settings, learner = open_app(_folder())
+        with guarded("answering", folder, site):
+            record = to_record(answer(request, learner, settings, site, folder))
+    except Failed as failed:
+        record = to_record(declined(request, site, str(failed)))
+    return Message(record, reply_to=message)
 
 
 @client_app.train()

@@ -289,12 +289,12 @@ def _array(name: str, item: Blob | None, shape: tuple[int, ...], dtype: str) -> 
 
 
 def _metrics(facts: dict[str, Any]) -> dict[str, float]:
-    """Metrics that are finite numbers; a diverged loss is no reason to refuse a client."""
+    """Metrics by name, NaN where they are no finite numbers; a diverged loss is no reason to refuse a client."""
     named = ((name, value) for name, value in facts.items() if isinstance(name, str) and name.startswith("metric."))
     return {
-        name.removeprefix("metric."): float(value)
+        name.removeprefix("metric."): float(value) if abs(value) < 1e300 else math.nan
         for name, value in named
-        if name.isprintable() and len(name) <= 80 and type(value) in (int, float) and abs(value) < 1e300
+        if name.isprintable() and len(name) <= 80 and type(value) in (int, float)
     }
 
 

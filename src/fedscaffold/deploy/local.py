@@ -175,7 +175,9 @@ class Federation:
             time.sleep(0.2)
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if "error" in result:
-            raise Stopped(result["error"])
+            stopped = Stopped(result["error"])
+            stopped.missed = result.get("missed", {})
+            raise stopped
         return result
 
     def _watch(self, server: int | None) -> None:

@@ -27,6 +27,10 @@ class Outcome(NamedTuple):
     missing: tuple[str, ...]
     metrics: dict[str, float]
     """Weighted means over the clients heard, measured at the model they were sent."""
+    unmeasured: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
+    """By metric: clients where it was no finite number; they are not in its mean."""
+    absent: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    """Sites that could not be asked, and why."""
 
 
 class Open(NamedTuple):
@@ -38,3 +42,5 @@ class Open(NamedTuple):
     failed: dict[str, str]
     began: float
     need: int
+    absent: dict[str, str]
+    """Sites that could not be asked, and why."""

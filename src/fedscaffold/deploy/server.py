@@ -17,16 +17,19 @@ third time it rests for 8 rounds, then 16, 32 ..., so that R rounds take no more
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import cohorts, gate, requests, rounds
-from fedscaffold.deploy.audit import Audit
+from fedscaffold.deploy.attendance import Attendance
+from fedscaffold.deploy.audit import Audit, verified
 from fedscaffold.deploy.gate import Refused, Update
 from fedscaffold.deploy.outcomes import Open, Outcome, Verdict
 from fedscaffold.deploy.rounds import Member, State
@@ -76,6 +79,9 @@ class Server:
             state = State(0, x, c, {}, {}, {name: self.untrained[name] for name, *_ in averaged})
             kept = Kept(state, secrets.token_hex(8) if token is None else token, 0, False, ())
         self.audit = Audit(self.folder / "audit.jsonl", kept.audit)
+        self.attendance = Attendance(verified(self.audit.path))
+        self.declined: dict[str, str] = {}
+        """Why sites that have greeted could not be let in."""
         for warning in kept.warnings:
             self.audit.write("fallback", note=warning)
         self.state, self.run, self.generation, self.resync = kept.state, kept.run, kept.generation, kept.resync
@@ -91,9 +97,14 @@ class Server:
         try:
             records = self._registered(site, packet)
         except Refused as refusal:
-            self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
+            if site in self.settings.deploy.sites:
+                self.declined[site] = str(refusal)
+                self._write("refused", site=site, code=refusal.code, reason=str(refusal), round=self.state.round + 1)
+            else:
+                self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
             raise
         self.seen[site] = self.clock()
+        self.declined.pop(site, None)
         mass = float(records) if self.settings.weights == "records" else 1.0
         old = self.state.roster.get(site)
         if old is not None and (old.records, old.mass) == (records, mass):
@@ -143,6 +154,22 @@ class Server:
         ]
         return out + [said for said in (self.audit.broken, self.audit.trouble) if said]
 
+    @property
+    def never(self) -> list[str]:
+        """Sites that have not counted in any round, though they were to."""
+        sites, missed = self.settings.deploy.sites, self.attendance.missed
+        return [site for site in sites if site in missed and not (site in self.roster and self.roster[site].applied)]
+
+    @property
+    def missed(self) -> dict[str, dict[str, object]]:
+        """Sites that did not count, the last time and why; `sentence` says it in a line."""
+        never = self.never
+        return {
+            site: {**missed._asdict(), "never_counted": site in never, "sentence": missed.sentence(site, site in never)}
+            for site, missed in sorted(self.attendance.missed.items())
+            if site in self.settings.deploy.sites
+        }
+
     # A round
 
     def open(self, present: Collection[str], evaluate: bool = False) -> dict[str, Packet]:
@@ -153,9 +180,10 @@ class Server:
         kind = "evaluate" if evaluate else "resync" if self.resync else "train"
         size = cohorts.size_of(self.settings.cohort, len(members)) if kind == "train" else len(members)
         need = 1 if evaluate else cohorts.needed(self.settings.deploy.quorum, size)
+        absent = self._absent(here)
         if len(here) < max(need, 1):
             self.attempt += 1
-            self.audit.write("waiting", round=self.state.round + 1, present=here, quorum=need)
+            self._write("waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent)
             return {}
         awake = [site for site in here if kind != "train" or self.roster[site].rests <= self.state.round]
         cohort = cohorts.chosen(
@@ -165,7 +193,7 @@ class Server:
         self.lives += 1
         told = self.state, self.schema, self.settings, self.algorithm
         asked = {site: requests.asked_of(site, kind, *told, life) for site in cohort}
-        self.open_round = Open(kind, asked, {}, {}, self.clock(), need)
+        self.open_round = Open(kind, asked, {}, {}, self.clock(), need, absent)
         self.audit.write("opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt)
         return {
             site: requests.request_for(asked[site], kind, self.run, self.state, self.settings, self.algorithm)
@@ -213,16 +241,31 @@ class Server:
         done = "evaluated" if current.kind == "evaluate" else "committed"
         event = done if committed else "abandoned"
         gauge = {} if state is None else {"residual": self._gauged(state)}
-        facts = {"heard": list(heard), "failed": current.failed, "missing": list(missing)}
+        facts = {"heard": list(heard), "failed": current.failed, "missing": list(missing), "absent": current.absent}
         self.open_round = None
         self.attempt = 0 if committed else self.attempt + 1
-        metrics = self._means(current) if committed else {}
+        metrics, unmeasured = self._means(current) if committed else ({}, {})
         # before the commit, which holds the log's head: a crash between the two leaves a line too many, and no alarm
-        self.audit.write(event, round=number, kind=current.kind, **facts, **gauge)
+        facts |= {"unmeasured": unmeasured} if unmeasured else {}
+        self._write(event, round=number, kind=current.kind, **facts, **gauge)
         self._commit(state or self.state, self.resync and not (committed and current.kind == "resync"))
-        return Outcome(committed, current.kind, number, heard, dict(current.failed), missing, metrics)
+        failed = dict(current.failed)
+        return Outcome(committed, current.kind, number, heard, failed, missing, metrics, unmeasured, current.absent)
 
     # Inside
+
+    def _write(self, event: str, **facts: Any) -> None:
+        """Log an event that says who did not count."""
+        self.audit.write(event, **facts)
+        self.attendance.take({"event": event, **facts})
+
+    def _absent(self, here: Collection[str]) -> dict[str, str]:
+        """Why those who are not here are not."""
+        return {
+            site: self.declined.get(site, "its node is not online" if site in self.roster else "it has not joined")
+            for site in self.settings.deploy.sites
+            if site not in here
+        }
 
     def _idle(self) -> None:
         if self.open_round is not None:
@@ -232,6 +275,8 @@ class Server:
         """The number of records of a site that may take part."""
         if site not in self.settings.deploy.sites or gate.text(packet.facts, "site") != site:
             raise Refused("stranger", f"{site!r} is not one of the sites of this federation")
+        if gate.text(packet.facts, "kind", "") == "refusal":
+            raise Refused("failed", gate.said(packet.facts, "reason"))
         for what, mine in (("schema", self.schema.digest), ("settings", self.settings.digest)):
             if gate.text(packet.facts, what) != mine:
                 other = gate.frozen_apart(packet, self.schema) if what == "schema" else []
@@ -368,11 +413,17 @@ class Server:
         self.generation = keep(self.folder / "state", kept, self.settings, self.schema)
         self.state, self.resync = state, resync
 
-    def _means(self, current: Open) -> dict[str, float]:
-        p = rounds.shares(self.roster)
-        names = set.intersection(*(set(update.metrics) for update in current.updates.values()))
-        heard = sum(p[site] for site in current.updates)
-        return {
-            name: sum(p[site] * u.metrics[name] for site, u in sorted(current.updates.items())) / heard
-            for name in sorted(names)
-        }
+    def _means(self, current: Open) -> tuple[dict[str, float], dict[str, list[str]]]:
+        """Means of the metrics that all report, over those where they are finite; and where they are not."""
+        p, updates = rounds.shares(self.roster), current.updates
+        means: dict[str, float] = {}
+        unmeasured: dict[str, list[str]] = {}
+        for name in sorted(set.intersection(*(set(update.metrics) for update in updates.values()))):
+            values = {site: updates[site].metrics[name] for site in sorted(updates)}
+            finite = {site: value for site, value in values.items() if math.isfinite(value)}
+            if finite:
+                heard = sum(p[site] for site in finite)
+                means[name] = sum(p[site] * value for site, value in finite.items()) / heard
+            if len(finite) < len(values):
+                unmeasured[name] = [site for site in values if site not in finite]
+        return means, unmeasured

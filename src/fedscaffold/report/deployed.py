@@ -19,7 +19,7 @@ from fedscaffold.report.record import RECENT, Tail, alive
 __all__ = ["Deployed", "home"]
 
 AUDIT, METRICS, STATUS = "audit.jsonl", "metrics.jsonl", "status.json"
-LINKED = {"heard", "round"}  # of a line of metrics, what is no column
+LINKED = {"heard", "round", "unmeasured"}  # of a line of metrics, what is no column
 MOST_REFUSALS = 5  # kinds of refusals that are listed
 ENDS = {"finished": "finished", "stopped": "stopped"}
 
@@ -158,9 +158,14 @@ class Deployed:
         waits, absent = status.get("waiting_for", []), status.get("absent", [])
         running = self._phase(status) == "running"
         said = [f"The round waits for {', '.join(waits)}."] if waits and running else []
-        said += [f"Absent: {', '.join(absent)}."] if absent else []
+        missed, unmeasured = status.get("missed", {}), status.get("unmeasured", {})
+        unsaid = [site for site in absent if site not in missed]
+        said += [f"Absent: {', '.join(unsaid)}."] if unsaid else []
+        said += [f"{site['sentence']}." for site in missed.values()]
+        said += [f"{name} is without {', '.join(sites)}: no finite number there." for name, sites in unmeasured.items()]
         said += [f"Try {self.tries} of this round."] if running and self.tries > 1 else []
-        often = self.refusals.most_common(MOST_REFUSALS)
+        known = {f"{site}: {one['cause']}" for site, one in missed.items()}
+        often = [item for item in self.refusals.most_common(MOST_REFUSALS) if item[0] not in known]
         return (*said, *(f"Refused {line}" + (f" ({times} times)" if times > 1 else "") for line, times in often))
 
 
