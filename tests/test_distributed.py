@@ -29,6 +29,11 @@ CLIENTS = [{"x": rng.normal(size=(n, 3)), "y": rng.normal(size=n)} for n in (4, 
 def squares(w, batch):
     return ((batch["x"] @ w - batch["y"]) ** 2).mean()
 
+def ranked(w, batch):
+    score = batch["x"] @ w
+    return jax.nn.logsumexp(score) - score.mean() + ((score - batch["y"]) ** 2).mean()
+
+COUPLED = fs.Problem(ranked, np.zeros(3), CLIENTS, evaluation_batch=3)
 UNEQUAL = fs.Problem(squares, np.zeros(3), CLIENTS)
 NOISES = np.stack([np.eye(5) * (i + 1) * 1e-3 for i in range(13)])
 NOISY = fs.problems.quadratic(num_clients=13, dim=5, mu=0.05, noise=NOISES, seed=0)
@@ -44,6 +49,8 @@ CASES = {
         "cohort": 4, "stale": "drop:2", "compression": "quantise:6", "server_optimizer": optax.sgd(0.5, momentum=0.5)}),
     "an exchange before the steps, rounds of silence": (fs.mime(), NOISY, {
         "cohorts": COHORTS, "metrics": ("loss", "grad_norm")}),
+    "a loss that couples the records of a batch": (fs.scaffold(), COUPLED, {
+        "cohort": 3, "x0": np.ones(3), "metrics": ("loss", "grad_norm")}),
 }
 
 def ask(name, **more):
@@ -201,7 +208,7 @@ def devices(tmp_path_factory):
 
 def test_two_and_four_devices_give_what_one_gives(devices):
     folder, _ = devices
-    for number in range(4):
+    for number in range(5):
         agree(loaded(folder / f"many-{number}.npz"), loaded(folder / f"one-{number}.npz"))
     assert loaded(folder / "one-1.npz")["distance"][-1] <= 1.9  # it did end at its target
     assert all(apart < 1e-12 for apart in loaded(folder / "apart.npz").values())  # every registered algorithm

@@ -66,7 +66,7 @@ def _problem(case: Case) -> Problem:
         shape = jax.ShapeDtypeStruct(case.x0.shape, np.float64)
         return jax.experimental.io_callback(ask, shape, batch[0], y)
 
-    return Problem(lambda y, batch: y @ y, case.x0, clients, gradient=gradient, name="case")
+    return Problem(lambda y, batch: y @ y, case.x0, clients, gradient=gradient, coupled=False, name="case")
 
 
 def _algorithm(case: Case) -> Algorithm:

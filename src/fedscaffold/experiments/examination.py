@@ -152,7 +152,7 @@ def _view(request: Request, standing: Standing, memory: Memory | None) -> View:
 def _part(problem: Problem, clients: NDArray[np.int64]) -> Problem:
     ends = [slice(problem.offsets[i], problem.offsets[i + 1]) for i in clients]
     held = [jax.tree.map(lambda a, some=some: np.asarray(a[some]), problem.records) for some in ends]
-    return Problem(problem.functions.loss, problem.params, held, gradient=problem.functions.gradient)
+    return problem.with_clients(held)
 
 
 def _slope(request: Request, standing: Standing, view: View, stable: StableStep | None) -> Slope:

@@ -51,7 +51,8 @@ def linear_system(
     if start.shape != b.shape[1:]:
         raise InputError(f"x0 must have shape {b.shape[1:]}, got {start.shape}")
     clients = list(zip(a[:, None], b[:, None], strict=True))
-    return Problem(None, start, clients, gradient=affine, noise=noise, facts=_facts(a, b, (a, b)), name="linear system")
+    about: dict[str, Any] = {"noise": noise, "facts": _facts(a, b, (a, b)), "coupled": False}
+    return Problem(None, start, clients, gradient=affine, **about, name="linear system")
 
 
 def expected_system(world: DecisionProcess, features: ArrayLike, discount: float) -> tuple[Floats, Floats]:
@@ -116,7 +117,8 @@ def policy_evaluation(
     population = np.stack([a for a, _ in systems]), np.stack([b for _, b in systems])
     start = np.zeros(phi.shape[1])
     facts = _facts(a, b, population)
-    return Problem(None, start, clients, gradient=TemporalDifference(g), facts=facts, name="temporal difference")
+    about: dict[str, Any] = {"facts": facts, "coupled": False}
+    return Problem(None, start, clients, gradient=TemporalDifference(g), **about, name="temporal difference")
 
 
 def temporal_difference(

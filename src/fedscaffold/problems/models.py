@@ -43,7 +43,8 @@ def softmax(
     smoothness = 0.5 * max(_largest_eigenvalue(x) for x, _ in clients) + l2
     facts = Facts(mu=l2 if l2 > 0 else None, smoothness=smoothness)
     loss = CrossEntropy(classes, l2)
-    return Problem(loss, params, _typed(clients), test=test, accuracy=accuracy, facts=facts, name="softmax regression")
+    about: dict[str, Any] = {"test": test, "accuracy": accuracy, "facts": facts, "coupled": False}
+    return Problem(loss, params, _typed(clients), **about, name="softmax regression")
 
 
 def mlp(
@@ -73,7 +74,8 @@ def mlp(
         {"w": rng.normal(size=(out, into)) * np.sqrt(2 / into), "b": np.zeros(out)} for into, out in pairwise(widths)
     ]
     loss = CrossEntropy(classes, checks.number("l2", l2, at_least=0))
-    return Problem(loss, params, _typed(clients), test=test, accuracy=accuracy, name="two-layer network")
+    about: dict[str, Any] = {"test": test, "accuracy": accuracy, "coupled": False}
+    return Problem(loss, params, _typed(clients), **about, name="two-layer network")
 
 
 def logits(params: Any, x: Any) -> Any:

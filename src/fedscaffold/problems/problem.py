@@ -8,13 +8,17 @@ hold any number of records and nothing is padded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedscaffold import checks
 from fedscaffold.checks import InputError
+from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss, takes_weights
+from fedscaffold.problems.inspection import Inspection, inspect_functions
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.records import counted, is_float, joined, model, reals, refuse_non_finite
 
@@ -22,28 +26,6 @@ __all__ = ["Facts", "Functions", "Problem", "no_loss", "weights_of"]
 
 Tree: TypeAlias = Any
 Floats: TypeAlias = NDArray[Any]  # of float64
-NO_LOSS = "{} has an oracle but no loss: watch 'distance' or 'grad_norm' instead of 'loss' and 'gap'"
-
-
-def no_loss(params: Tree, batch: Tree) -> Any:
-    """The loss of a problem that has only an oracle: whoever asks for it is told so."""
-    raise InputError(NO_LOSS.format("this problem"))
-
-
-class Functions(NamedTuple):
-    """The problem's mathematics, apart from its data: what a compiled program depends on."""
-
-    loss: Callable[[Tree, Tree], Any]
-    """(params, batch) -> mean loss over the records of the batch."""
-    accuracy: Callable[[Tree, Tree], Any] | None = None
-    """(params, batch) -> share of the batch's records predicted right."""
-    gradient: Callable[[Tree, Tree], Tree] | None = None
-    """(params, batch) -> what the clients descend along; the gradient of the loss unless given."""
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the oracle is the gradient of anything."""
-        return self.loss is not no_loss
 
 
 class Facts(NamedTuple):
@@ -68,10 +50,31 @@ class Facts(NamedTuple):
 class Problem:
     """A federated problem: a loss, a starting model, and every client's records.
 
-    `loss(params, batch)` is the mean loss over the batch's records, for any JAX pytree `params`; `clients` is a list
-    with one tree of arrays per client (an array, a tuple `(x, y)`, a dict ...), all leaves of one client having the
-    same number of rows. `test` is a batch kept apart for `accuracy(params, batch)`. Where clients follow an oracle that
-    is no gradient, `loss` is None and `gradient(params, batch)`, the oracle's mean over the batch, is given instead.
+    The client's objective f_i is the loss over its records: `loss(params, batch)` is most often a mean over the batch's
+    records, but may couple them in any way (Cox, contrastive losses, batch normalisation, AUC for `accuracy`). What is
+    no mean over records is recognised by a check before the first run, and is then only ever called with real batches.
+
+    Args:
+        loss: `loss(params, batch)`, one number, for any JAX pytree `params`. It may take `weights` by name: one number
+            for each record, summing to 1, zero for records that only fill the batch up. None for an oracle that is
+            the gradient of nothing.
+        params: the model to start from.
+        clients: one tree of arrays per client (an array, a tuple `(x, y)`, a dict ...), all leaves of one client having
+            the same number of rows.
+        test: a batch kept apart, for `accuracy`.
+        accuracy: `accuracy(params, batch)`, the share of records predicted right or any other score; may take
+            `weights`.
+        gradient: `gradient(params, batch)`, what clients descend along instead of the gradient of the loss.
+        noise: covariance of Gaussian noise that is added to gradients: a variance, or matrices.
+        facts: what is known in closed form.
+        name: how the problem is called in messages.
+        coupled: whether the functions couple the records of a batch. None: found by a check; False: they are means
+            over records; True: they are always evaluated on real batches.
+        evaluation_batch: how many records a function that is no mean over records is measured on at a time. None: all
+            records of a client, or all test data, at once. A mean over records is the same either way.
+
+    Raises:
+        InputError: for what cannot be used, by name.
 
     >>> import numpy as np
     >>> import fedscaffold as fs
@@ -86,21 +89,31 @@ class Problem:
 
     def __init__(
         self,
-        loss: Callable[[Tree, Tree], Any] | None,
+        loss: Callable[..., Any] | None,
         params: Tree,
         clients: Sequence[Tree],
         *,
         test: Tree | None = None,
-        accuracy: Callable[[Tree, Tree], Any] | None = None,
-        gradient: Callable[[Tree, Tree], Tree] | None = None,
+        accuracy: Callable[..., Any] | None = None,
+        gradient: Callable[..., Tree] | None = None,
         noise: ArrayLike | None = None,
         facts: Facts | None = None,
         name: str = "problem",
+        coupled: bool | None = None,
+        evaluation_batch: int | None = None,
     ) -> None:
         counts = counted(clients)
         if loss is None and gradient is None:
             raise InputError("a problem needs a loss, or a gradient for an oracle that comes from none; got neither")
         self.functions = Functions(no_loss if loss is None else loss, accuracy, gradient)
+        for called, function in (("loss", loss), ("accuracy", accuracy), ("gradient", gradient)):
+            if function is not None:
+                takes_weights(called, function)
+        if coupled not in (None, True, False):
+            raise InputError(f"coupled must be True, False or None, got {coupled!r}")
+        self.coupled = coupled
+        whole = evaluation_batch is None
+        self.evaluation_batch = None if whole else checks.whole("evaluation_batch", evaluation_batch)
         self.params = model(params)
         self.layout = Layout.of(self.params)
         refuse_non_finite("params", self.params)
@@ -116,6 +129,25 @@ class Problem:
 
     def __repr__(self) -> str:
         return f"Problem({self.name}, {self.num_clients} clients, {self.offsets[-1]} records, d = {self.dim})"
+
+    @cached_property
+    def inspected(self) -> Inspection:
+        """What the problem's functions are: found out once, when first needed."""
+        return inspect_functions(self)
+
+    def with_clients(self, clients: Sequence[Tree]) -> Problem:
+        """The same functions and model on other clients' records; what was found out about them is kept.
+
+        Args:
+            clients: as for `Problem`.
+
+        Returns:
+            A problem without test data, facts or noise.
+        """
+        loss, gradient = self.functions.loss if self.functions.has_loss else None, self.functions.gradient
+        made = Problem(loss, self.params, clients, gradient=gradient, evaluation_batch=self.evaluation_batch)
+        made.inspected = self.inspected
+        return made
 
     @property
     def num_clients(self) -> int:

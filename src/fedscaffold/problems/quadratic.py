@@ -158,7 +158,8 @@ def _problem(a: Floats, b: Floats, noise: ArrayLike | None, x0: ArrayLike | None
     noise = None if noise is None else reals("noise", noise)
     if noise is not None and noise.ndim == 0 and noise == 0:
         noise = None  # or normal numbers would be drawn for every step, which cost more than the rest of it
-    return Problem(loss, start, clients, gradient=gradient, noise=noise, facts=_facts(a, b, noise), name=name)
+    about: dict[str, Any] = {"noise": noise, "facts": _facts(a, b, noise), "coupled": False}
+    return Problem(loss, start, clients, gradient=gradient, **about, name=name)
 
 
 def _facts(a: Floats, b: Floats, noise: ArrayLike | None) -> Facts:

@@ -85,7 +85,8 @@ def linear(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None =
         lambda w: hessians @ w - crosses,
         lambda w, batch_size: _noise(clients, lambda x, y: (x @ w - y)[:, None] * x, batch_size),
     )
-    return Problem(SquaredLoss(l2), np.zeros(dim), _typed(clients), test=test, facts=facts, name="linear regression")
+    about: dict[str, Any] = {"test": test, "facts": facts, "coupled": False}
+    return Problem(SquaredLoss(l2), np.zeros(dim), _typed(clients), **about, name="linear regression")
 
 
 def logistic(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None = None) -> Problem:
@@ -130,10 +131,8 @@ def logistic(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None
         gradients,
         lambda w, batch_size: _noise(clients, lambda x, y: (_sigmoid(x @ w) - y)[:, None] * x, batch_size),
     )
-    typed = _typed(clients)
-    return Problem(
-        LogisticLoss(l2), np.zeros(dim), typed, test=test, accuracy=right_side, facts=facts, name="logistic regression"
-    )
+    about: dict[str, Any] = {"test": test, "accuracy": right_side, "facts": facts, "coupled": False}
+    return Problem(LogisticLoss(l2), np.zeros(dim), _typed(clients), **about, name="logistic regression")
 
 
 def two_datasets(

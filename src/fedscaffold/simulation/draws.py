@@ -63,6 +63,14 @@ class Drawer(NamedTuple):
         short = self.shuffle and bool((self.counts % self.batch != 0).any())
         return short or bool((self.batch != self.batch[0]).any())
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that batches may have, in rising order; empty for full batches."""
+        if self.batch is None:
+            return ()
+        last = self.counts % self.batch if self.shuffle else np.zeros_like(self.counts)
+        return tuple(np.unique(np.concatenate([self.batch, last[last > 0]])).tolist())
+
     def cohort(self, streams: Streams, round: int) -> Ints:
         """Clients of one round, in rising order."""
         if self.schedule is not None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedscaffold.metrics import met
+from fedscaffold.problems.batches import Kind, value
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.aging import ages, faded
-from fedscaffold.simulation.local import gradient, record_values
+from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES, sum_over
+from fedscaffold.simulation.local import gradient
 from fedscaffold.simulation.mesh import joined
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
 
 __all__ = ["evaluate", "usual"]
-
-_SWEEP_BYTES = 1 << 22  # records evaluated at once: enough to keep matrix products busy, little enough to forget
 
 
 def usual(problem: Problem) -> tuple[str, ...]:
@@ -55,23 +56,29 @@ def _row(spec: Spec, federation: Federation, state: State) -> Array:
     leaves = spec.layout.leaves(state.x)
     params = spec.layout.tree(leaves)
 
-    def everywhere(measure: Callable[[Any, Array], Any]) -> Any:
-        return joined(spec, _over(federation.records, federation.record_weights, measure))
+    kinds = spec.kinds
+
+    def everywhere(kind: Kind, measure: Callable[[Any, Array], Any]) -> Any:
+        if kind == "mean":
+            return joined(spec, _over(federation.records, federation.record_weights, measure))
+        return joined(spec, sum_over(federation.records, federation.evaluation[kind], kind, measure))
 
     def loss() -> Array:
-        return everywhere(lambda batch, w: w @ record_values(spec.functions.loss, params, batch))
+        of_batch = partial(value, spec.functions.loss, kinds.loss, params)
+        return everywhere(kinds.loss, of_batch)
 
     def accuracy() -> Array:
         assert spec.functions.accuracy is not None
-        right = spec.functions.accuracy
+        of_batch, kind = partial(value, spec.functions.accuracy, kinds.accuracy, params), kinds.accuracy
         if federation.test is None:
-            return everywhere(lambda batch, w: w @ record_values(right, params, batch))
+            return everywhere(kind, of_batch)
+        if kind != "mean":
+            return sum_over(federation.test, federation.test_evaluation[kind], kind, of_batch)
         size = len(jax.tree.leaves(federation.test)[0])
-        even = jnp.full(size, 1 / size, state.x.dtype)
-        return _over(federation.test, even, lambda batch, w: w @ record_values(right, params, batch))
+        return _over(federation.test, jnp.full(size, 1 / size, state.x.dtype), of_batch)
 
     def grad_norm() -> Array:
-        total = everywhere(lambda batch, w: gradient(spec, leaves, batch, w))
+        total = everywhere(kinds.gradient, lambda batch, w: gradient(spec, leaves, batch, w))
         return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in total))
 
     measures: dict[str, Callable[[], Array]] = {
@@ -96,7 +103,7 @@ def _over(records: Any, weights: Array, measure: Callable[[Any, Array], Any]) ->
     """Sum `measure(batch, weights)` over all records, a stretch of them at a time; the last stretch may overlap."""
     total = len(weights)
     row_bytes = sum(a.dtype.itemsize * a.size // total for a in jax.tree.leaves(records))
-    stretch = max(1, min(total, _SWEEP_BYTES // max(1, row_bytes)))
+    stretch = max(1, min(total, EVALUATION_BYTES // max(1, row_bytes)))
 
     def part(start: Array | int, fresh: Array | int) -> Any:
         def cut(a: Array) -> Array:

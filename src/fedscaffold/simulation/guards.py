@@ -11,19 +11,16 @@ from fedscaffold.simulation.stale import Policy
 
 __all__ = ["refuse"]
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "batch_stats", "moving_mean", "moving_variance")
-
 
 def refuse(request: Request, steps: NDArray[np.int64], size: int, policy: Policy) -> None:
     """Raise an InputError if parts of the request do not go together."""
     algorithm, problem = request.algorithm, request.problem
     name = algorithm.name
-    for layer in problem.layout.names:
-        if any(word in layer for word in STATISTICS):
-            raise InputError(
-                f"{layer} looks like batch statistics: they have no gradient, and control variates would drive them "
-                "off; leave them out of params (group or layer normalisation needs none)"
-            )
+    for layer in problem.inspected.statistics[:1]:
+        raise InputError(
+            f"{layer} looks like batch statistics: they have no gradient, and control variates would drive them "
+            "off; leave them out of params (group or layer normalisation needs none)"
+        )
     absent = size < problem.num_clients or request.availability is not None
     absent |= request.cohorts is not None and any(len(cohort) < problem.num_clients for cohort in request.cohorts)
     if algorithm.everyone and absent:

@@ -136,6 +136,8 @@ def _problem(problem: Problem) -> dict[str, Any]:
 
     return {
         "functions": plain(problem.functions),
+        "kinds": plain(problem.inspected.kinds),
+        "evaluation_batch": problem.evaluation_batch,
         "layout": problem.layout.digest,
         "num_clients": problem.num_clients,
         "counts": _array(problem.counts),

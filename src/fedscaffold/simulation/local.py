@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from fedscaffold.algorithms import travelled
-from fedscaffold.checks import one_number
+from fedscaffold.problems.batches import gradient as slope_on_batch
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec
 
-__all__ = ["Held", "Reply", "Work", "gradient", "gradient_at_x", "local_round", "record_values"]
+__all__ = ["Held", "Reply", "Work", "gradient", "gradient_at_x", "local_round"]
 
 Leaves = list[Any]
+Batch = tuple[Any, Array, tuple[int, ...]]
+"""Records, their weights where some may be padding, and how many may be real where that must be known."""
 UNROLL = 4  # local steps in one turn of the loop: some 10 % faster on small models, little more to compile
 
 
@@ -76,7 +78,7 @@ def local_round(
     advance = _stepper(spec, settings)
     collect = spec.sends_direction and not spec.constant_step and not spec.algorithm.at_x
 
-    def direction(y: Leaves, k: Array | int, batch: tuple[Any, Array]) -> Leaves:
+    def direction(y: Leaves, k: Array | int, batch: Batch) -> Leaves:
         g = gradient(spec, y, *batch)
         if spec.algorithm.anchor is not None:  # the same batch and the same noise at x
             g = [at_y - at_x for at_y, at_x in zip(g, gradient(spec, start, *batch), strict=True)]
@@ -93,7 +95,7 @@ def local_round(
 
     memory = None if spec.optimizer is None else spec.optimizer.init(start)
     total = [jnp.zeros_like(leaf) for leaf in start] if collect else None
-    unroll = UNROLL if isinstance(most, int) else None
+    unroll = UNROLL if isinstance(most, int) and not spec.one_by_one else None
     y, total, _ = jax.lax.fori_loop(0, most, step, (start, total, memory), unroll=unroll)
     d = None
     if spec.sends_direction and spec.algorithm.at_x:
@@ -150,26 +152,10 @@ def _sent(spec: Spec, c: Array, held: Held, work: Work, d: Array, move: Array) -
     return d, seen, move - seen
 
 
-def record_values(function: Callable[[Any, Any], Array], params: Any, batch: Any) -> Array:
-    """Value of a mean-over-records function on every record apart: that of batches of one."""
-    return jax.vmap(function, in_axes=(None, 0))(params, jax.tree.map(lambda a: a[:, None], batch))
-
-
-def gradient(spec: Spec, y: Leaves, batch: Any, weights: Array) -> Leaves:
-    """Mean gradient over the batch's records, or their weighted sum where the batch is ragged."""
+def gradient(spec: Spec, y: Leaves, batch: Any, weights: Array, sizes: tuple[int, ...] = ()) -> Leaves:
+    """The gradient on a batch, leaf by leaf; `weights` are given where the batch may be padded."""
     params = spec.layout.tree(y)
-    given = spec.functions.gradient
-
-    def loss(params: Any, batch: Any) -> Array:
-        value = spec.functions.loss(params, batch)
-        one_number("loss(params, batch)", jnp.shape(value))
-        return value
-
-    if weights is None:
-        return jax.tree.leaves((given or jax.grad(loss))(params, batch))
-    if given is None:
-        return jax.tree.leaves(jax.grad(lambda p: weights @ record_values(loss, p, batch))(params))
-    return [jnp.tensordot(weights, leaf, 1) for leaf in jax.tree.leaves(record_values(given, params, batch))]
+    return jax.tree.leaves(slope_on_batch(spec.functions, spec.kinds, params, batch, weights, sizes))
 
 
 def _shifts(spec: Spec, c: Array, c_i: Array) -> list[Any]:
@@ -193,27 +179,29 @@ def _stepper(spec: Spec, settings: Settings) -> Callable[[Array, Leaves, Leaves,
     return sgd if spec.optimizer is None else optax
 
 
-def _batches(spec: Spec, federation: Federation, work: Work) -> Callable[[Array], tuple[Any, Array]]:
-    """(k) -> the batch of local step k and its record weights; a full batch is read once a round."""
+def _batches(spec: Spec, federation: Federation, work: Work) -> Callable[[Array], Batch]:
+    """(k) -> the batch of local step k; a full batch is read once a round."""
     if spec.full_batch:
         whole = _whole(spec, federation, work.client)
         return lambda k: whole
     assert work.rows is not None
 
-    def drawn(k: Array) -> tuple[Any, Array]:
-        return _rows(federation, work.rows[k]), None if work.row_weights is None else work.row_weights[k]
+    def drawn(k: Array) -> Batch:
+        weights = None if work.row_weights is None else work.row_weights[k]
+        return _rows(federation, work.rows[k]), weights, spec.batch_sizes
 
     return drawn
 
 
-def _whole(spec: Spec, federation: Federation, client: Array) -> tuple[Any, Array]:
+def _whole(spec: Spec, federation: Federation, client: Array) -> Batch:
     """All records of a client, padded to the largest client where clients differ."""
     first, count = federation.first[client], federation.counts[client]
     place = jnp.arange(spec.max_rows)
     batch = _rows(federation, first + jnp.minimum(place, count - 1))
     if not spec.ragged_clients:
-        return batch, None
-    return batch, jnp.where(place < count, 1 / count.astype(federation.weights.dtype), 0)
+        return batch, None, ()
+    weights = jnp.where(place < count, 1 / count.astype(federation.weights.dtype), 0)
+    return batch, weights, spec.client_sizes
 
 
 def _rows(federation: Federation, rows: Array) -> Any:

@@ -21,6 +21,7 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.simulation import asked
 from fedscaffold.simulation.asked import Request
+from fedscaffold.simulation.evaluation_batches import Batches
 from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 
 __all__ = ["Shards", "joined", "on_all_devices", "shards_of"]
@@ -105,7 +106,28 @@ class Shards(NamedTuple):
             self.put(host.optimal_loss, None),
             self.put(host.record_weights[records] * there.astype(dtype), 0) if weighed else None,
             self.put(clients.astype(np.int32), 0),
+            {kind: [self._deal(part, begins) for part in parts] for kind, parts in host.evaluation.items()},
+            self.put(host.test_evaluation, None),
         )
+
+    def _deal(self, batches: Batches, begins: NDArray[np.int64]) -> Batches:
+        """Batches for evaluation dealt out to the devices that hold their records, as many rows to each."""
+        real = batches.share.ravel() > 0
+        first, count, share = (a.ravel()[real] for a in batches[:3])
+        device = np.searchsorted(begins, first, side="right") - 1
+        width = batches.first.shape[1]
+        most = int(np.bincount(device, minlength=len(begins) - 1).max())
+        rows = max(1, -(-most // width))
+
+        def laid(column: NDArray[Any], filling: int) -> Any:
+            tables = np.full((len(self.devices), rows * width), filling, column.dtype)
+            for place, own in enumerate(self.devices.tolist()):
+                here = column[device == own]
+                tables[place, : len(here)] = here
+            return self.put(tables.reshape(-1, width), 0)
+
+        within = (first - begins[device]).astype(np.int32)
+        return Batches(laid(within, 0), laid(count, 1), laid(share, 0), self.put(batches.place, None))
 
     def state(self, host: State) -> State:
         """A state on the devices, from that of this process's clients."""

@@ -8,6 +8,7 @@ serves any number of rounds; it ends early at a target or at the first value tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from fedscaffold.simulation.aging import begun, faded, heard_now, returning, stored
 from fedscaffold.simulation.evaluation import evaluate
-from fedscaffold.simulation.local import Held, Work, gradient_at_x, local_round
+from fedscaffold.simulation.local import Held, Reply, Work, gradient_at_x, local_round
 from fedscaffold.simulation.mesh import joined
 from fedscaffold.simulation.spec import Array, Draws, Federation, Settings, Spec, State
 
@@ -141,7 +142,8 @@ def _mean_gradient(spec: Spec, federation: Federation, x: Array, draw: Draws, co
     """The exchange before the local steps: the weighted mean of the cohort's gradients at x."""
 
     def block(total: Array, part: Cohort) -> Array:
-        return total + _weighted(part.p, jax.vmap(partial(gradient_at_x, spec, federation, x))(part.work))
+        own = _each(spec, lambda work: gradient_at_x(spec, federation, x, work), part.work)
+        return total + _weighted(part.p, own)
 
     total, heard = joined(spec, (_folded(spec, federation, draw, block, jnp.zeros_like(x), cohort), cohort.p.sum()))
     return total / jnp.where(heard > 0, heard, 1)
@@ -204,8 +206,12 @@ def _block(
 ) -> tuple[Sums, Held]:
     """Run a block of clients; returns the sums with theirs added, and what they hold now."""
     (work, p), old = part
-    client = partial(local_round, spec, federation, settings, state.x, state.c)
-    replies = jax.vmap(client, in_axes=(0, 0, None))(old, work, longest(spec, draw, work))
+    most = longest(spec, draw, work)
+
+    def client(own: tuple[Held, Work]) -> Reply:
+        return local_round(spec, federation, settings, state.x, state.c, *own, most)
+
+    replies = _each(spec, client, (old, work))
     held = replies.held
     sent = replies.move if spec.sends_move else replies.d
     new = Sums(
@@ -219,6 +225,11 @@ def _block(
         _weighted(p, replies.renewed),
     )
     return jax.tree.map(jnp.add, sums, new), held
+
+
+def _each(spec: Spec, client: Callable[[Any], Any], clients: Any) -> Any:
+    """Run the clients of a block: side by side, or one after the other where their batches' sizes decide what runs."""
+    return jax.lax.map(client, clients) if spec.one_by_one else jax.vmap(client)(clients)
 
 
 def longest(spec: Spec, draw: Draws, work: Work) -> Array | int:

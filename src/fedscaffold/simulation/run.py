@@ -25,6 +25,7 @@ from fedscaffold.simulation.away import Away, clients_of, settled
 from fedscaffold.simulation.checkpoint import Checkpoint, listening
 from fedscaffold.simulation.compression import Compressor
 from fedscaffold.simulation.engine import Seconds, drive
+from fedscaffold.simulation.evaluation_batches import describe
 from fedscaffold.simulation.follow import Follow, Follower
 from fedscaffold.simulation.health import exact_mean, fault, residual_of
 from fedscaffold.simulation.hosts import agree_on, several, together
@@ -82,6 +83,8 @@ class Run(NamedTuple):
     """Fingerprint of the model's bits: equal digests, equal models."""
     fault: str | None
     """What is wrong with the state, if the residual is more than rounding explains."""
+    measured: dict[str, str]
+    """On what each metric was measured that looks at records: record by record, or on which batches."""
 
 
 def simulate(
@@ -236,6 +239,7 @@ def finished(
         seconds,
         hashlib.sha256(np.ascontiguousarray(state.x).tobytes()).hexdigest()[:16],
         fault(state, mean),
+        describe(request.problem, ready.spec),
     )
 
 

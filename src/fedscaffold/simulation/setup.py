@@ -22,6 +22,7 @@ from fedscaffold.simulation.away import refuse_away
 from fedscaffold.simulation.compression import Compressor
 from fedscaffold.simulation.draws import Drawer, most_steps
 from fedscaffold.simulation.evaluation import usual
+from fedscaffold.simulation.evaluation_batches import Batches, evaluation_batches
 from fedscaffold.simulation.guards import refuse
 from fedscaffold.simulation.mesh import Shards, shards_of
 from fedscaffold.simulation.spec import Federation, Spec, State
@@ -69,6 +70,9 @@ def prepare(request: Request) -> Ready:
     drawer = Drawer(problem.num_clients, size, slots, request.cohorts, *given)
     stop, target = (None, math.nan) if request.stop_at is None else target_of(request.stop_at)
     metrics = _metrics(request, stop)
+    kinds = problem.inspected.kinds
+    ragged = bool((problem.counts != problem.counts[0]).any())
+    branches = kinds.gradient == "coupled"
     spec = Spec(
         algorithm,
         problem.functions,
@@ -81,7 +85,7 @@ def prepare(request: Request) -> Ready:
         scheduled=callable(request.lr),
         unequal=bool((steps != steps[0]).any()),
         full_batch=batch is None,
-        ragged_clients=bool((problem.counts != problem.counts[0]).any()),
+        ragged_clients=ragged,
         everyone=away or (request.cohorts is None and trace is None and slots == problem.num_clients),
         stop=stop,
         mean_steps=mean_steps,
@@ -90,6 +94,9 @@ def prepare(request: Request) -> Ready:
         compressor=_compressor(request),
         ages=policy.name != "keep" or "age" in metrics,
         silences=_silences(request, trace),
+        kinds=kinds,
+        batch_sizes=drawer.sizes if branches and drawer.ragged else (),
+        client_sizes=tuple(np.unique(problem.counts).tolist()) if branches and ragged else (),
     )
     shards = None if request.devices is None else shards_of(request, size, touched, block)
     if shards is not None:
@@ -189,7 +196,23 @@ def _federation(request: Request, spec: Spec, steps: NDArray[np.int64]) -> Feder
         cast(controls),
         cast(optimal_loss),
         cast(record_weights),
+        evaluation=_client_batches(problem, spec, cast(p)),
+        test_evaluation=_test_batches(problem, spec, dtype),
     )
+
+
+def _client_batches(problem: Problem, spec: Spec, p: NDArray[Any]) -> dict[str, list[Batches]]:
+    of = {"loss": spec.kinds.loss, "gap": spec.kinds.loss, "grad_norm": spec.kinds.gradient}
+    of |= {"accuracy": spec.kinds.accuracy} if problem.test is None else {}
+    kinds = {of[name] for name in spec.metrics if name in of}
+    return evaluation_batches(problem, kinds, problem.records, problem.offsets, p)
+
+
+def _test_batches(problem: Problem, spec: Spec, dtype: str) -> dict[str, list[Batches]]:
+    if problem.test is None or "accuracy" not in spec.metrics:
+        return {}
+    offsets = np.array([0, len(jax.tree.leaves(problem.test)[0])])
+    return evaluation_batches(problem, {spec.kinds.accuracy}, problem.test, offsets, np.ones(1, dtype))
 
 
 def _cohort_federation(request: Request, spec: Spec, slots: int) -> Federation:
@@ -219,6 +242,7 @@ def _cohort_federation(request: Request, spec: Spec, slots: int) -> Federation:
         None,
         None,
         numbers,
+        test_evaluation=_test_batches(problem, spec, request.precision),
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.problems.batches import Functions, Kinds
 from fedscaffold.problems.layout import Layout
-from fedscaffold.problems.problem import Functions
 from fedscaffold.simulation.stale import Policy
 
 if TYPE_CHECKING:
@@ -58,6 +58,16 @@ class Spec(NamedTuple):
     """There may be rounds in which nobody is heard: they change nothing."""
     mesh: Any = None
     """The devices that share the clients out among them; None for one device."""
+    kinds: Kinds = Kinds()
+    """How each of the functions is evaluated on records."""
+    batch_sizes: tuple[int, ...] = ()
+    """The sizes of batches, and of clients' whole data, where each needs a branch of its own; else empty."""
+    client_sizes: tuple[int, ...] = ()
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a block's clients are run one after the other: side by side each would run every branch."""
+        return bool(self.batch_sizes or self.client_sizes)
 
     @property
     def constant_step(self) -> bool:
@@ -119,6 +129,10 @@ class Federation(NamedTuple):
     """(records,) p_i / n_i, where a metric is a mean over all records."""
     who: Array = None
     """The clients' numbers among all N, where only a cohort is here, or a device's share."""
+    evaluation: Any = None
+    """By kind of function, the batches that it is measured on, where it is no mean over records."""
+    test_evaluation: Any = None
+    """Those of the test data."""
 
 
 class Settings(NamedTuple):

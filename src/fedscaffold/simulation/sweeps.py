@@ -95,7 +95,7 @@ def sweep(
 def _grouped(ready: Ready, number: int) -> tuple[Ready, int]:
     """How many runs side by side: a divisor of their number that fits the cache, or none if that would be few."""
     group = max(g for g in range(1, min(number, ready.fitting) + 1) if number % g == 0)
-    group = group if group >= WORTHWHILE else 1
+    group = group if group >= WORTHWHILE and not ready.spec.one_by_one else 1
     return ready._replace(spec=ready.spec._replace(side_by_side=group > 1)), group
 
 

@@ -24,8 +24,9 @@ from numpy.typing import ArrayLike
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
+from fedscaffold.problems.batches import Functions, Kinds, gradient, record_values
 from fedscaffold.problems.layout import Layout
-from fedscaffold.problems.problem import Floats, Functions, Problem, weights_of
+from fedscaffold.problems.problem import Floats, Problem, weights_of
 
 __all__ = ["client_contractions", "client_gradients", "client_hessians", "client_products", "client_thirds"]
 __all__ += ["find_optimum", "noise_covariance", "noise_level", "solve"]
@@ -218,9 +219,12 @@ class _Shape(NamedTuple):
     """What a program is compiled for, besides its task."""
 
     functions: Functions
+    kinds: Kinds
     layout: Layout
     rows: int
     ragged: bool
+    sizes: tuple[int, ...]
+    """The clients' numbers of records, where each needs a branch of its own; else empty."""
 
 
 class _Client(NamedTuple):
@@ -258,7 +262,15 @@ def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
         if a.shape[-1:] != (d,) or (a.ndim > 1 and len(a) != n) or not np.isfinite(a).all():
             raise InputError(f"x and vectors must be {d} finite numbers, or {n} rows of them, got shape {a.shape}")
     rows = [np.broadcast_to(a, (n, d)) if a.ndim == 1 else a for a in arrays]
-    shape = _Shape(problem.functions, problem.layout, int(counts.max()), bool((counts != counts[0]).any()))
+    kinds = problem.inspected.kinds
+    if task in ("covariance", "variance") and kinds.gradient != "mean":
+        raise InputError(
+            f"{problem.name} couples the records of a batch, so the noise of its batches is not that of single "
+            "records: only full batches (batch_size=None) can be predicted"
+        )
+    ragged = bool((counts != counts[0]).any())
+    sizes = tuple(np.unique(counts).tolist()) if ragged and kinds.gradient == "coupled" else ()
+    shape = _Shape(problem.functions, kinds, problem.layout, int(counts.max()), ragged, sizes)
     with jax.enable_x64(True):
         own = (problem.offsets[:-1], counts, *rows)
         return np.array(_program(task, shape, problem.on_device("float64")[0], own), np.float64)
@@ -267,33 +279,24 @@ def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
 @partial(jax.jit, static_argnums=(0, 1))
 def _program(task: str, shape: _Shape, records: Any, own: tuple[Array, ...]) -> Array:
     together = min(len(own[0]), ROWS // shape.rows, FLOATS // (shape.rows * shape.layout.size))
+    together = 1 if shape.sizes else together  # side by side, every client would run every branch
     return jax.lax.map(lambda a: TASKS[task](_client(shape, records, *a[:2]), *a[2:]), own, batch_size=max(1, together))
 
 
 def _client(shape: _Shape, records: Any, first: Array, count: Array) -> _Client:
-    loss, given = shape.functions.loss, shape.functions.gradient
     place = jnp.arange(shape.rows)
     batch = jax.tree.map(lambda a: a.at[first + jnp.minimum(place, count - 1)].get(mode="promise_in_bounds"), records)
-    alone = jax.tree.map(lambda a: a[:, None], batch)
     shares = jnp.where(place < count, 1 / count, 0.0)
 
-    def flat(x: Array, batch: Any) -> Array:
-        leaves = jax.tree.leaves((given or jax.grad(loss))(shape.layout.unflatten(x), batch))
-        return jnp.concatenate([leaf.ravel() for leaf in leaves])
-
-    def each(x: Array) -> Array:
-        return jax.vmap(flat, in_axes=(None, 0))(x, alone)
+    def flat(x: Array, batch: Any, weights: Array | None = None) -> Array:
+        tree = gradient(shape.functions, shape.kinds, shape.layout.unflatten(x), batch, weights, shape.sizes)
+        return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
 
     def slope(x: Array) -> Array:
-        if not shape.ragged:
-            return flat(x, batch)
-        if given is not None:
-            return shares @ each(x)
-        # the gradient of a sum: one backward pass, where the sum of record gradients would hold d numbers a record
-        return jax.grad(lambda x: shares @ jax.vmap(lambda b: loss(shape.layout.unflatten(x), b))(alone))(x)
+        return flat(x, batch, shares if shape.ragged else None)
 
     def spread(x: Array) -> Array:
-        g = each(x)
+        g = record_values(flat, x, batch)
         return g - shares @ g
 
     return _Client(slope, spread, shares)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from scipy.stats import norm as normal
 from scipy.stats import t as student
 
+from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.derivatives import client_gradients, client_products
 from fedscaffold.theory.expansion import lanczos
@@ -239,6 +240,12 @@ def _split(look: Look, parts: int, by_clients: bool, rng: np.random.Generator) -
 
 
 def _cut(problem: Problem, p: Floats, chosen: NDArray[np.intp], picked: list[NDArray[np.intp]], share: Floats) -> Look:
+    some = any(len(rows) < problem.counts[i] for i, rows in zip(chosen, picked, strict=True))
+    if some and problem.inspected.kinds.gradient != "mean":
+        raise InputError(
+            f"{problem.name} couples the records of a batch, so some of a client's records are another loss: measure "
+            "it on all of them"
+        )
     clients = [jax.tree.map(lambda a: a[rows], problem.records) for rows in picked]  # noqa: B023
-    part = Problem(problem.functions.loss, problem.params, clients, gradient=problem.functions.gradient)
+    part = problem.with_clients(clients)
     return Look(part, p[chosen] / p[chosen].sum(), chosen, share)

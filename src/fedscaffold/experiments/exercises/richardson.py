@@ -65,7 +65,13 @@ def _problem(clients: int, direction: NDArray[Any] | None = None) -> Problem:
     if direction is None:
         return plain
     return Problem(
-        LogisticLoss(L2), np.zeros(2), _clients(clients), test=(direction[None],), accuracy=along, facts=plain.facts
+        LogisticLoss(L2),
+        np.zeros(2),
+        _clients(clients),
+        test=(direction[None],),
+        accuracy=along,
+        facts=plain.facts,
+        coupled=False,
     )
 
 

@@ -1,0 +1,234 @@
+"""What can be found out about a user's functions before a run: which couple records, which arrays are statistics.
+
+A loss is recognised as a mean over records by comparing it, and its gradient, on real batches with the mean over their
+records, at random parameters: at the starting point a network whose last layer is zero would look like anything. The
+comparison is made in double precision where the functions allow it. What cannot be recognised counts as coupled, which
+is always evaluated exactly as written and only costs more.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.checks import one_number
+from fedscaffold.problems.batches import Kind, Kinds, call, record_values, takes_weights
+
+if TYPE_CHECKING:
+    from fedscaffold.problems.problem import Problem
+
+__all__ = ["Inspection", "inspect_functions"]
+
+Tree: TypeAlias = Any
+Array: TypeAlias = Any
+
+RECORDS = 61  # in a batch that is compared with its records: prime, so no constant divisor is near
+SPREADS = (0.1, 1.0)  # of the random parameters, in units of the model's own size
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "batch_stats", "moving_mean", "moving_variance")
+STATISTIC_TYPES = {"BatchStat"}  # Flax NNX
+PAIR = ("mean", "var")  # the names of Flax's batch statistics
+
+
+class Inspection(NamedTuple):
+    """What was found out about a problem's functions."""
+
+    kinds: Kinds
+    statistics: tuple[str, ...] = ()
+    """Names of arrays among the parameters that are batch statistics."""
+
+
+def inspect_functions(problem: Problem) -> Inspection:
+    """Find the kind of each function, and the batch statistics among the parameters.
+
+    Args:
+        problem: whose functions are evaluated on some of its records.
+
+    Returns:
+        The inspection; kinds that the user stated are taken as they are.
+    """
+    named = _named_statistics(problem.params)
+    if named:
+        return Inspection(Kinds(), named)
+    with warnings.catch_warnings():  # of double precision where a model has single precision written into it
+        warnings.simplefilter("ignore")
+        return _inspect_unnamed(problem)
+
+
+def _inspect_unnamed(problem: Problem) -> Inspection:
+    functions = problem.functions
+    stated: Kind | None = None if problem.coupled is None else "coupled" if problem.coupled else "mean"
+    train, test = _samples(problem.records, problem.offsets), None
+    if problem.test is not None:
+        size = len(jax.tree.leaves(problem.test)[0])
+        test = _samples(problem.test, np.array([0, size]))
+    slopes = np.ones(len(problem.layout.names))
+
+    def kind_of(name: str, function: Callable[..., Any] | None, batches: list[Tree]) -> Kind:
+        nonlocal slopes
+        if function is None:
+            return "mean"
+        if takes_weights(name, function):
+            return "weighted"
+        if stated is not None:
+            return stated
+        coupled, found = _couples(name, function, problem.params, batches)
+        slopes = found if name == "loss" else slopes
+        return "coupled" if coupled else "mean"
+
+    loss = kind_of("loss", functions.loss, train) if functions.has_loss else "mean"
+    accuracy = kind_of("accuracy", functions.accuracy, train if test is None else test)
+    given = functions.gradient is not None
+    kinds = Kinds(loss, accuracy, kind_of("gradient", functions.gradient, train) if given else loss)
+    untrained = np.flatnonzero(slopes == 0).tolist()
+    used = partial(_is_measured, problem, kinds.accuracy, (train if test is None else test)[0])
+    return Inspection(kinds, tuple(problem.layout.names[j] for j in untrained if used(j)))
+
+
+def _samples(records: Tree, offsets: NDArray[np.int64]) -> list[Tree]:
+    """Two batches of real records: some of the largest client's, and some of everybody's; often the same size."""
+    rng = np.random.default_rng(0)
+    counts = np.diff(offsets)
+    largest, total = int(np.argmax(counts)), int(offsets[-1])
+    own = offsets[largest] + np.sort(rng.permutation(int(counts[largest]))[:RECORDS])
+    mixed = np.sort(rng.choice(total, min(total, len(own)), replace=False))
+    return [jax.tree.map(lambda a: np.asarray(a[rows]), records) for rows in (own, mixed)]  # noqa: B023
+
+
+def _models(params: Tree) -> list[Tree]:
+    """Random parameters about the starting point, near and far."""
+    rng = np.random.default_rng(1)
+
+    def moved(spread: float) -> Callable[[Any], NDArray[Any]]:
+        def leaf(array: Any) -> NDArray[Any]:
+            start = np.asarray(array, np.float64)
+            width = spread * (np.sqrt(np.mean(start**2)) + 0.1) if start.size else 0.0
+            return np.asarray(start + width * rng.normal(size=start.shape))
+
+        return leaf
+
+    return [jax.tree.map(moved(spread), params) for spread in SPREADS]
+
+
+def _couples(name: str, function: Callable[..., Any], params: Tree, batches: list[Tree]) -> tuple[bool, NDArray[Any]]:
+    """Whether a function is no mean over records; and the largest slope of each array."""
+    with jax.enable_x64(_runs_in_double(function, params, batches[0])):
+        tolerance = _tolerance(function, params, batches[0])
+        jax.eval_shape(partial(_on_batch, name, function), params, batches[0])  # what fails here, fails in a run
+        mismatches, slopes = [], []
+        for model in _models(params):
+            for batch in batches:
+                try:
+                    mismatch, slope = _compare(name, function, model, batch)
+                except Exception:  # it cannot be called with a single record
+                    return True, np.asarray(jax.jit(partial(_slopes, name, function))(model, batch))
+                mismatches.append(float(mismatch))
+                slopes.append(np.asarray(slope))
+    finite = [mismatch for mismatch in mismatches if np.isfinite(mismatch)]
+    return not finite or max(finite) > tolerance, np.max(slopes, axis=0)
+
+
+def _runs_in_double(function: Callable[..., Any], params: Tree, batch: Tree) -> bool:
+    """Whether a function can be traced in double precision: some have single precision written into them."""
+    try:
+        with jax.enable_x64(True):
+            jax.eval_shape(function, jax.tree.map(partial(np.asarray, dtype=np.float64), params), batch)
+    except Exception:
+        return False
+    return True
+
+
+def _tolerance(function: Callable[..., Any], params: Tree, batch: Tree) -> float:
+    """Half the digits of the coarsest floating-point type that the function computes in."""
+    text = str(jax.make_jaxpr(function)(jax.tree.map(jnp.asarray, _models(params)[0]), batch))
+    found = set(re.findall(r"\b(bf16|f16|f32)\[", text))
+    coarsest = next((kind for kind in ("bf16", "f16", "f32") if kind in found), "f64")
+    digits = {"bf16": 7, "f16": 10, "f32": 23, "f64": 52}  # binary, after the point
+    return float(2 ** (-digits[coarsest] / 2))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compare(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> tuple[Array, Array]:
+    """Compare a function on a batch with its mean over the records.
+
+    Returns:
+        The relative difference, of values or for a loss of gradients if that is larger; and the largest slope of each
+        array.
+    """
+    whole, slope = _on_batch(name, function, params, batch)
+    largest = _slopes(name, function, params, batch)
+    each = record_values(function, params, batch)
+    mean = jax.tree.map(lambda a: a.mean(axis=0), each)
+    size = _norm(jax.tree.map(lambda a: jnp.abs(a).mean(axis=0), each))
+    mismatch = _relative(whole, mean, size)
+    if slope is None:
+        return mismatch, largest
+    mean_slope = jax.grad(lambda p: jnp.mean(record_values(function, p, batch)))(params)
+    return jnp.maximum(mismatch, _relative(slope, mean_slope, _norm(mean_slope))), largest
+
+
+def _on_batch(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """A function on a real batch, and the gradient of a loss."""
+    whole = function(params, batch)
+    if name != "loss":
+        return whole, None
+    one_number("loss(params, batch)", jnp.shape(whole))
+    return whole, jax.grad(function)(params, batch)
+
+
+def _slopes(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> Array:
+    """The largest slope of a loss on a batch, array by array; ones for what is no loss."""
+    _, slope = _on_batch(name, function, params, batch)
+    if slope is None:
+        return jnp.ones(len(jax.tree.leaves(params)))
+    return jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in jax.tree.leaves(slope)])
+
+
+def _relative(a: Tree, b: Tree, size: Array) -> Array:
+    """How far two trees are apart, relative to their size."""
+    scale = jnp.maximum(_norm(a), size)
+    return _norm(jax.tree.map(jnp.subtract, a, b)) / jnp.where(scale == 0, 1, scale)
+
+
+def _norm(tree: Tree) -> Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.asarray(leaf, float))) for leaf in jax.tree.leaves(tree)))
+
+
+def _named_statistics(params: Tree) -> tuple[str, ...]:
+    """Arrays that are called, or typed, as batch statistics."""
+
+    def typed(node: Any) -> bool:
+        return any(kind.__name__ in STATISTIC_TYPES for kind in type(node).__mro__)
+
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=typed):
+        name = jax.tree_util.keystr(path)
+        if typed(node) or any(word in name for word in STATISTICS):
+            found.append(name)
+    return tuple(found)
+
+
+def _is_measured(problem: Problem, kind: Kind, batch: Tree, place: int) -> bool:
+    """Whether an array without a gradient is a statistic: called so, or used by the accuracy all the same."""
+    words = re.findall(r"[a-z]+", problem.layout.names[place].lower())
+    if any(word in PAIR for word in words):
+        return True
+    score = problem.functions.accuracy
+    if score is None:
+        return False
+    rng = np.random.default_rng(2)
+    leaves = jax.tree.leaves(_models(problem.params)[0])
+    shape, size = leaves[place].shape, np.sqrt(np.mean(leaves[place] ** 2)) + 1.0
+    values = []
+    for width in (0.1, 1.0, 10.0, 100.0):
+        for moved in (size * width * rng.normal(size=shape), size * width * rng.exponential(size=shape)):
+            leaves[place] = np.asarray(moved)
+            values.append(np.asarray(call(score, kind, problem.layout.tree(list(leaves)), batch)))
+    return any(not np.array_equal(values[0], other, equal_nan=True) for other in values[1:])

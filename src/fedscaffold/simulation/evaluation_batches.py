@@ -1,0 +1,146 @@
+"""The batches on which a function that is no mean over records is measured: real ones, of each client's own records.
+
+A client's value is the mean over its batches, weighted by their numbers of records: one batch of all its records, or
+consecutive batches of the size that the problem states, the last of which may be smaller. Batches of one size are
+evaluated by one piece of the compiled program, several at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.problems.batches import Kind
+from fedscaffold.problems.problem import Problem
+from fedscaffold.simulation.spec import Array, Spec
+
+__all__ = ["EVALUATION_BYTES", "Batches", "cut", "describe", "evaluation_batches", "sum_over"]
+
+EVALUATION_BYTES = 1 << 22  # evaluated at once: enough to keep matrix products busy, little enough to forget
+
+
+class Batches(NamedTuple):
+    """Batches of one size, as a table of `width` of them a row; those of share 0 only fill the table up."""
+
+    first: Array
+    """(rows, width) the first record of each."""
+    count: Array
+    """How many of its records are real: all, unless the function takes weights."""
+    share: Array
+    """Its weight in the mean over all batches."""
+    place: Array
+    """(size,) 0, 1, ...: the length is the size."""
+
+
+def cut(
+    offsets: NDArray[np.int64], shares: NDArray[Any], batch: int | None, kind: Kind, width_of: Callable[[int], int]
+) -> list[Batches]:
+    """Cut clients' records into batches, those of one size together.
+
+    Args:
+        offsets: where each client's records begin, and where the last one's end.
+        shares: the clients' weights.
+        batch: records in a batch, or None for all of a client's.
+        kind: of the function; one that takes weights is given padded batches, all of one size.
+        width_of: how many batches of a size are evaluated at once.
+
+    >>> [b] = cut(np.array([0, 2, 4]), np.array([0.5, 0.5]), None, "coupled", lambda size: 2)
+    >>> b.first.tolist(), b.count.tolist(), b.share.tolist(), b.place.tolist()
+    ([[0, 2]], [[2, 2]], [[0.5, 0.5]], [0, 1])
+    """
+    counts = np.diff(offsets)
+    sizes = counts if batch is None else np.minimum(batch, counts)
+    parts = -(-counts // sizes)
+    client = np.repeat(np.arange(len(counts)), parts)
+    turn = np.arange(len(client)) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = offsets[client] + turn * sizes[client]
+    count = np.minimum(sizes[client], offsets[client + 1] - first)
+    share = shares[client] * count / counts[client]
+    if kind == "weighted":
+        return [_table(first, count, share, int(count.max()), width_of)]
+    tables = []
+    for size in np.unique(count).tolist():
+        own = count == size
+        tables.append(_table(first[own], count[own], share[own], size, width_of))
+    return tables
+
+
+def _table(
+    first: NDArray[Any], count: NDArray[Any], share: NDArray[Any], size: int, width_of: Callable[[int], int]
+) -> Batches:
+    width = min(len(first), width_of(size))
+    rows = -(-len(first) // width)
+
+    def laid(column: NDArray[Any], filling: int, dtype: Any) -> NDArray[Any]:
+        table = np.full(rows * width, filling, dtype)
+        table[: len(column)] = column
+        return table.reshape(rows, width)
+
+    return Batches(
+        laid(first, 0, np.int32), laid(count, 1, np.int32), laid(share, 0, share.dtype), np.arange(size, dtype=np.int32)
+    )
+
+
+def evaluation_batches(
+    problem: Problem, kinds: set[Kind], records: Any, offsets: NDArray[np.int64], shares: NDArray[Any]
+) -> dict[str, list[Batches]]:
+    """By kind of function, the batches of some records that it is measured on; none for means over records."""
+    total = max(1, int(offsets[-1]))
+    row: int = sum(a.size * a.itemsize for a in jax.tree.leaves(records)) // total
+    model = problem.dim * shares.itemsize
+
+    def width_of(size: int) -> int:
+        return max(1, EVALUATION_BYTES // (size * row + model))
+
+    return {kind: cut(offsets, shares, problem.evaluation_batch, kind, width_of) for kind in sorted(kinds - {"mean"})}
+
+
+def sum_over(records: Any, batches: list[Batches], kind: Kind, measure: Callable[[Any, Array | None], Any]) -> Any:
+    """Sum `measure(batch, weights)` over batches, times their shares; weights are None for a real batch."""
+
+    def one(first: Array, count: Array, place: Array) -> Any:
+        rows = first + jnp.minimum(place, count - 1) if kind == "weighted" else first + place
+        batch = jax.tree.map(lambda a: a.at[rows].get(mode="promise_in_bounds"), records)
+        dtype = next(iter(batches)).share.dtype
+        weights = jnp.where(place < count, 1 / count.astype(dtype), 0) if kind == "weighted" else None
+        return measure(batch, weights)
+
+    def of_size(part: Batches) -> Any:
+        def row(total: Any, entries: tuple[Array, Array, Array]) -> tuple[Any, None]:
+            first, count, share = entries
+            values = jax.vmap(one, in_axes=(0, 0, None))(first, count, part.place)
+            return jax.tree.map(lambda t, v: t + _weigh(share, v), total, values), None
+
+        shape = jax.eval_shape(one, part.first[0, 0], part.count[0, 0], part.place)
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, part.share.dtype), shape)
+        return jax.lax.scan(row, nothing, (part.first, part.count, part.share))[0]
+
+    first, *others = [of_size(part) for part in batches]
+    return jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), first, *others)
+
+
+def _weigh(share: Array, values: Array) -> Array:
+    """Sum of shares times values; what only fills the table up does not count even where it is not finite."""
+    real = (share > 0).reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.tensordot(share, jnp.where(real, values, 0).astype(share.dtype), 1)
+
+
+def describe(problem: Problem, spec: Spec) -> dict[str, str]:
+    """On what each metric is measured that looks at records, in words."""
+    kinds, size = spec.kinds, problem.evaluation_batch
+    of = {"loss": kinds.loss, "gap": kinds.loss, "accuracy": kinds.accuracy, "grad_norm": kinds.gradient}
+
+    def words(metric: str) -> str:
+        tested = metric == "accuracy" and problem.test is not None
+        if of[metric] == "mean":
+            return "the test data, record by record" if tested else "all records, one by one"
+        if size is None:
+            return "all test data at once" if tested else "all records of each client at once"
+        return f"the {'test data' if tested else 'records of each client'} in batches of {size}"
+
+    return {metric: words(metric) for metric in spec.metrics if metric in of}
