@@ -84,7 +84,15 @@ EMPTY = [CLIENTS[0], (np.ones((0, 2)), np.ones(0))]
 WORDS = [CLIENTS[0], (np.ones((2, 2)), np.array(["well", "ill"]))]
 MISTAKES = {
     "a vector for a loss": (lambda: tried(vector, CLIENTS), VECTOR.format(4)),
-    "a vector for a loss, clients unequal": (lambda: tried(vector, RAGGED), VECTOR.format(1)),
+    "a vector for a loss, clients unequal": (lambda: tried(vector, RAGGED), VECTOR.format(4)),
+    "a loss of three arguments": (
+        lambda: fs.Problem(lambda params, x, y: 0.0, np.zeros(2), CLIENTS),
+        "loss must take (params, batch), and may take weights by name, got (params, x, y); unpack the batch inside it: x, y = batch",
+    ),
+    "a loss of three arguments, deployed": (
+        lambda: JaxLearner(lambda params, x, y: 0.0, np.zeros(2), lambda site: CLIENTS[0]),
+        "loss must take (params, batch), and may take weights by name, got (params, x, y); unpack the batch inside it: x, y = batch",
+    ),
     "a vector for a loss, deployed": (
         lambda: deployed(lambda loss, data: JaxLearner(loss, np.zeros(2), data), vector, np.asarray), VECTOR.format(4)
     ),

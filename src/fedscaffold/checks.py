@@ -7,6 +7,7 @@ as one: 1e9 and 5.0 are floats, and refused where a whole number is asked for.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
 import os
@@ -16,8 +17,20 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
-    "LARGEST", "InputError", "choice", "fits", "memoised", "number", "one_number", "path", "share", "shown", "text",
-    "whole", "written",
+    "LARGEST",
+    "InputError",
+    "choice",
+    "fits",
+    "memoised",
+    "number",
+    "one_number",
+    "path",
+    "share",
+    "shown",
+    "takes_weights",
+    "text",
+    "whole",
+    "written",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -227,3 +240,29 @@ def _is_real(value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def takes_weights(name: str, function: Callable[..., Any]) -> bool:
+    """Whether a function takes `weights` by name; refuses one that cannot be called with (params, batch).
+
+    >>> takes_weights("loss", lambda params, batch, weights: 0.0)
+    True
+    >>> takes_weights("loss", lambda params, x, y: 0.0)
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: loss must take (params, batch), and may take weights by name, got (params, x, y);
+    unpack the batch inside it: x, y = batch
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in callables have none
+        return False
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    more = [p for p in parameters if p not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    several = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not several or any(p.default is p.empty and p.name != "weights" for p in more):
+        raise InputError(
+            f"{name} must take (params, batch), and may take weights by name, got {signature}; unpack the batch "
+            "inside it: x, y = batch"
+        )
+    return any(p.name == "weights" and p.kind is not p.POSITIONAL_ONLY for p in more)

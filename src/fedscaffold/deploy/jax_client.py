@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from fedscaffold.checks import InputError, one_number
+from fedscaffold.checks import InputError, one_number, takes_weights
 from fedscaffold.deploy.arrays_client import descend
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
@@ -51,11 +51,13 @@ class JaxLearner:
         self.buffers: dict[str, Array] = {}
         self.data, self.test = data, test or data
         self.loss, self.params, self.clients = loss, params, data
+        metrics = {name: _on_batch(name, function) for name, function in (metrics or {}).items()}
+        self._of_batch = _on_batch("loss", loss)
         self.precise = precision == "float64"
-        measures = {"loss": self._loss, **(metrics or {})}
+        measures = {"loss": self._loss, **metrics}
         self._measures = {name: self._compiled(function) for name, function in measures.items()}
         self._gradient = self._compiled(jax.grad(self._loss))
-        self.metrics = dict(metrics or {})
+        self.metrics = metrics
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
@@ -76,7 +78,7 @@ class JaxLearner:
         return Site(number, train, lambda x, buffers: self._evaluate(x, self.test(name)))
 
     def _loss(self, params: Tree, batch: Tree) -> Any:
-        value = self.loss(params, batch)
+        value = self._of_batch(params, batch)
         one_number("loss(params, batch)", np.shape(value))
         return value
 
@@ -96,3 +98,16 @@ class JaxLearner:
 
     def _evaluate(self, x: Array, records: Tree) -> dict[str, float]:
         return {name: float(measure(x, records)) for name, measure in self._measures.items()}
+
+
+def _on_batch(name: str, function: Callable[..., Any]) -> Callable[[Tree, Tree], Any]:
+    """A function of (params, batch); one that takes `weights` is given even ones, as a site's batches are real."""
+    if not takes_weights(name, function):
+        return function
+
+    def weighed(params: Tree, batch: Tree) -> Any:
+        size = len(jax.tree.leaves(batch)[0])
+        dtype = jax.numpy.result_type(*jax.tree.leaves(params))
+        return function(params, batch, weights=jax.numpy.full(size, 1 / size, dtype))
+
+    return weighed

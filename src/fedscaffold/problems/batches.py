@@ -9,7 +9,6 @@ coupled    Anything else: Cox, contrastive losses, batch normalisation, AUC. It 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from fedscaffold.checks import InputError, one_number
 
-__all__ = ["Functions", "Kind", "Kinds", "call", "gradient", "no_loss", "record_values", "takes_weights", "value"]
+__all__ = ["Functions", "Kind", "Kinds", "call", "gradient", "no_loss", "record_values", "value"]
 
 Tree: TypeAlias = Any
 Array: TypeAlias = Any
@@ -55,32 +54,6 @@ class Kinds(NamedTuple):
     accuracy: Kind = "mean"
     gradient: Kind = "mean"
     """Of what the clients descend along: that of the loss, unless a gradient is given."""
-
-
-def takes_weights(name: str, function: Callable[..., Any]) -> bool:
-    """Whether a function takes `weights` by name; refuses one that cannot be called with (params, batch).
-
-    >>> takes_weights("loss", lambda params, batch, weights: 0.0)
-    True
-    >>> takes_weights("loss", lambda params, x, y: 0.0)
-    Traceback (most recent call last):
-    fedscaffold.checks.InputError: loss must take (params, batch), and may take weights by name, got (params, x, y);
-    unpack the batch inside it: x, y = batch
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # built-in callables have none
-        return False
-    parameters = list(signature.parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    more = [p for p in parameters if p not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    several = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if not several or any(p.default is p.empty and p.name != "weights" for p in more):
-        raise InputError(
-            f"{name} must take (params, batch), and may take weights by name, got {signature}; unpack the batch "
-            "inside it: x, y = batch"
-        )
-    return any(p.name == "weights" and p.kind is not p.POSITIONAL_ONLY for p in more)
 
 
 def call(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree) -> Any:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.checks import one_number
-from fedscaffold.problems.batches import Kind, Kinds, call, record_values, takes_weights
+from fedscaffold.checks import one_number, takes_weights
+from fedscaffold.problems.batches import Kind, Kinds, call, record_values
 
 if TYPE_CHECKING:
     from fedscaffold.problems.problem import Problem
@@ -98,7 +98,7 @@ def _samples(records: Tree, offsets: NDArray[np.int64]) -> list[Tree]:
     counts = np.diff(offsets)
     largest, total = int(np.argmax(counts)), int(offsets[-1])
     own = offsets[largest] + np.sort(rng.permutation(int(counts[largest]))[:RECORDS])
-    mixed = np.sort(rng.choice(total, min(total, len(own)), replace=False))
+    mixed = np.sort(rng.choice(total, min(total, len(own)), replace=False, shuffle=False))
     return [jax.tree.map(lambda a: np.asarray(a[rows]), records) for rows in (own, mixed)]  # noqa: B023
 
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
-from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss, takes_weights
+from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss
 from fedscaffold.problems.inspection import Inspection, inspect_functions
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.records import counted, is_float, joined, model, reals, refuse_non_finite
@@ -108,7 +108,7 @@ class Problem:
         self.functions = Functions(no_loss if loss is None else loss, accuracy, gradient)
         for called, function in (("loss", loss), ("accuracy", accuracy), ("gradient", gradient)):
             if function is not None:
-                takes_weights(called, function)
+                checks.takes_weights(called, function)
         if coupled not in (None, True, False):
             raise InputError(f"coupled must be True, False or None, got {coupled!r}")
         self.coupled = coupled
