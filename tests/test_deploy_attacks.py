@@ -111,6 +111,25 @@ def test_after_a_huge_reply_the_run_still_reaches_the_optimum(tmp_path):
         assert residual(server.state) < 1e-12
 
 
+@pytest.mark.parametrize(("precision", "value"), [("float64", 1e13), ("float32", 1e6)])
+def test_a_large_reply_leaves_no_bias_behind(precision, value, tmp_path):
+    """c is a sum: the rounding of 1e13 would stay in it, and in the model, for good."""
+    config = settings(local="steps = 3\nlr = 0.3")._replace(precision=precision)
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    outcome = attacked(server, config, tmp_path, full_of(value))
+    assert outcome.heard == SITES  # within bounds: nothing but deploy.clip would stop it
+    for i in range(75 if precision == "float64" else 50):
+        play(server, config, tmp_path)
+        if i == 20:
+            server = server_of(config, tmp_path)
+    eps = float(np.finfo(precision).eps)
+    goal = optimum(shares(server.roster))
+    np.testing.assert_allclose(server.state.x, goal, atol=1000 * eps * np.abs(goal).max())
+    assert residual(server.state) < 100 * eps * size(server.state)
+    assert "remade" in {event["event"] for event in verified(tmp_path / "audit.jsonl")}
+
+
 def test_it_is_named_and_told(tmp_path):
     config = settings()
     server = server_of(config, tmp_path)

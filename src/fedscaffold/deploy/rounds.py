@@ -24,8 +24,8 @@ from fedscaffold.deploy.gate import Update, length_of
 from fedscaffold.deploy.schema import Array
 
 __all__ = [
-    "Member", "State", "aggregated", "joined", "left", "overflowed", "residual", "resynced", "shares", "size",
-    "weighted",
+    "Member", "State", "aggregated", "joined", "left", "mean_of", "overflowed", "residual", "resynced", "shares",
+    "size", "weighted",
 ]  # fmt: skip
 
 
@@ -156,11 +156,16 @@ def resynced(state: State, reports: Mapping[str, Array]) -> State:
     return state._replace(c=c.astype(state.x.dtype), roster=roster)
 
 
+def mean_of(state: State) -> Array:
+    """Sum of p_i c_i over the roster, where the server keeps the c_i."""
+    return weighted(shares(state.roster), state.c_i, state.x.size)
+
+
 def residual(state: State) -> float:
     """|c - sum p_i c_i|, the health gauge, where the server keeps the c_i; anything above rounding is a bias."""
     if state.c is None or not state.roster:
         return 0.0
-    return length_of(state.c - weighted(shares(state.roster), state.c_i, state.x.size))
+    return length_of(state.c - mean_of(state))
 
 
 def size(state: State) -> float:

@@ -41,6 +41,7 @@ __all__ = ["Outcome", "Server", "Verdict"]
 
 FREE = 3  # times that a member may lose its c_i before it rests: disks do fail
 REST = 8  # rounds of its first rest; each is twice as long as the one before
+ROUNDING = 100.0  # units in the last place by which c and the mean of the c_i may differ
 HEAVY = 0.5  # share of all weight that a site should not have by its own word alone
 
 
@@ -67,7 +68,6 @@ class Server:
         self.attempt = self.lives = 0
         self.seen: dict[str, float] = {}
         self._gauge: tuple[State, float] | None = None
-        self.scale = 0.0  # the largest size of the c_i that was seen: what the residual is to be compared with
         self.untrained = dict(buffers or {})
         if not {row[0] for row in (*schema.buffers, *schema.frozen)} <= self.untrained.keys():
             raise InputError("the model keeps arrays that are not trained; give the server buffers=learner.buffers")
@@ -85,6 +85,7 @@ class Server:
         for warning in kept.warnings:
             self.audit.write("fallback", note=warning)
         self.state, self.run, self.generation, self.resync = kept.state, kept.run, kept.generation, kept.resync
+        self.scale = kept.scale  # the largest size of the c_i that was seen: what the residual is to be compared with
         self.audit.write("started", run=self.run, round=self.state.round, algorithm=self.algorithm.name)
         if self.audit.broken:
             self._commit(self.state, self.resync)  # the new log is the one to go by from here on
@@ -387,7 +388,7 @@ class Server:
                 state = self._after(current)
             what = rounds.overflowed(state)
             if what is None:
-                return state
+                return self._remade(state)
             # its own c_i, or the longest: the round is tried again without it
             site = what if what in current.updates else max(sorted(current.updates), key=lambda one: lengths[one])
             self._refuse(site, Refused("overflow", f"with it {what} would not be finite"))
@@ -399,6 +400,21 @@ class Server:
         travel = {site: self._travel(update) for site, update in current.updates.items()}
         return rounds.aggregated(self.algorithm, self.state, current.updates, travel, self.server_keeps)
 
+    def _remade(self, state: State) -> State:
+        """The state with c made anew from the c_i where it still carries the rounding of larger ones that are gone.
+
+        A site that once sent numbers of 1e15 would otherwise leave c off by 0.1 for good. What rounding does not
+        explain is left as it is: that is a fault, and the gauge is to show it.
+        """
+        gap = self._gauged(state)
+        if gap is None or state.c is None:
+            return state
+        rounding = ROUNDING * float(np.finfo(state.x.dtype).eps)
+        if not rounding * rounds.size(state) < gap <= rounding * self.scale:
+            return state
+        self.audit.write("remade", round=state.round, residual=gap)
+        return state._replace(c=rounds.mean_of(state).astype(state.x.dtype))
+
     def _gauged(self, state: State) -> float | None:
         """|c - sum p_i c_i| of a state, once each: it costs as much as a round's sum."""
         if not self.server_keeps:
@@ -409,7 +425,7 @@ class Server:
         return self._gauge[1]
 
     def _commit(self, state: State, resync: bool) -> None:
-        kept = Kept(state, self.run, self.generation, resync, (), self.audit.head)
+        kept = Kept(state, self.run, self.generation, resync, (), self.audit.head, self.scale)
         self.generation = keep(self.folder / "state", kept, self.settings, self.schema)
         self.state, self.resync = state, resync
 

@@ -25,6 +25,8 @@ class Kept(NamedTuple):
     warnings: tuple[str, ...]
     audit: Head | None = None
     """Where the audit log ended; None in states of before this was kept."""
+    scale: float = 0.0
+    """The largest size of the c_i that was seen."""
 
 
 def keep(folder: Path, kept: Kept, settings: Settings, schema: Schema) -> int:
@@ -42,6 +44,7 @@ def keep(folder: Path, kept: Kept, settings: Settings, schema: Schema) -> int:
         "schema": schema.digest,
         "roster": {site: member._asdict() for site, member in state.roster.items()},
         "audit": None if kept.audit is None else list(kept.audit),
+        "scale": kept.scale,
     }
     return commit(folder, arrays, facts, after=kept.generation or None, private=True)
 
@@ -76,4 +79,5 @@ def _kept(snapshot: Snapshot) -> Kept:
     )
     audit = facts.get("audit")
     head = None if audit is None else Head(*audit)
-    return Kept(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head)
+    scale = facts.get("scale", 0.0)
+    return Kept(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head, scale)
