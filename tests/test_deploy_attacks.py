@@ -130,6 +130,49 @@ def test_a_large_reply_leaves_no_bias_behind(precision, value, tmp_path):
     assert "remade" in {event["event"] for event in verified(tmp_path / "audit.jsonl")}
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("algorithm", DEPLOYED)
+def test_the_clip_bounds_what_a_site_does_to_the_model_whatever_steps_it_claims(algorithm, steps, tmp_path):
+    """The same round with two opposite attacks: the models differ by no more than twice the site's share of the cap."""
+    steps = 1 if algorithm == "sgd" else steps
+    config, ends = settings(deploy="clip = 2.0", algorithm=f"name = '{algorithm}'"), []
+    for sign in (1.0, -1.0):
+        folder = tmp_path / str(sign)
+        server = server_of(config, folder)
+        everybody(server, config)
+        play(server, config, folder)
+
+        def change(site, reply, sign=sign):
+            return full_of(sign * 1e3)(site, reply)._replace(facts={**reply.facts, "steps": steps})
+
+        assert attacked(server, config, folder, change).heard == SITES
+        ends.append(server.state.x)
+    most = 2 * 2.0 / len(SITES) * (2 if algorithm == "feddyn" else 1)  # FedDyn's server counts a move in x and in c
+    assert np.linalg.norm(ends[0] - ends[1]) <= most * (1 + 1e-12)
+
+
+def test_a_buffer_that_drowns_the_others_is_refused(tmp_path):
+    """BatchNorm's running means are averaged like the model."""
+
+    one = learner()
+    one.schema = one.schema._replace(buffers=(("mean", (2,), "float32"),))
+    config = settings()
+    server = Server(config, one.schema, one.start, tmp_path, buffers={"mean": np.ones(2, np.float32)})
+    for site in SITES:
+        server.hello(site, greeting(one, config, site))
+    requests = server.open(SITES)
+    for site, request in requests.items():
+        value = 3e38 if site == "ant" else 2.0
+        facts = {key: request.facts[key] for key in ("site", "round", "nonce", "schema")} | {"records": 2, "steps": 1}
+        facts["records"] = server.roster[site].records
+        blobs = {"d": blob(np.ones(2)), "buffer.mean": blob(np.full(2, value, np.float32))}
+        server.receive(site, Packet({**facts, "kind": "train"}, blobs))
+    outcome = server.close()
+    assert outcome.heard == SITES[1:]
+    assert outcome.refused["ant"].startswith("norm")
+    np.testing.assert_allclose(server.state.buffers["mean"], 2.0)
+
+
 def test_it_is_named_and_told(tmp_path):
     config = settings()
     server = server_of(config, tmp_path)

@@ -367,6 +367,9 @@ class Server:
             raise Refused("schema", "it does not say which c_i it holds now")
         clip, travel = self.settings.deploy.clip, self._travel(update)
         update = gate.measured(update, self.state.c, travel)
+        if self.algorithm.normalised and self.open_round is not None:  # it counts per step: few claimed, much moved
+            most = max(asked.most_steps for asked in self.open_round.asked.values())
+            update = update._replace(length=update.length * most / update.steps)
         if clip is None or update.length <= clip:
             return update
         self.audit.write("clipped", site=site, round=self.state.round + 1, norm=update.length, cap=clip)
@@ -380,9 +383,11 @@ class Server:
         if current.kind == "evaluate":
             return self.state if len(current.updates) >= current.need else None
         lengths = {site: update.length for site, update in current.updates.items()}
-        dtype = self.state.x.dtype
-        for site, refusal in gate.outsized(lengths, gate.length_of(self.state.x), dtype).items():
-            self._refuse(site, refusal)
+        self._compare(lengths, self.state.x)
+        for name, usual in self.state.buffers.items():
+            if usual.dtype.kind == "f":
+                came = {site: update.buffers.get(name) for site, update in current.updates.items()}
+                self._compare({site: gate.length_of(one) for site, one in came.items() if one is not None}, usual)
         while len(current.updates) >= current.need:
             with np.errstate(over="ignore", invalid="ignore"):
                 state = self._after(current)
@@ -393,6 +398,11 @@ class Server:
             site = what if what in current.updates else max(sorted(current.updates), key=lambda one: lengths[one])
             self._refuse(site, Refused("overflow", f"with it {what} would not be finite"))
         return None
+
+    def _compare(self, lengths: dict[str, float], usual: Array) -> None:
+        """Refuse what would drown the others' numbers; `usual` is the size to go by where nobody else replied."""
+        for site, refusal in gate.outsized(lengths, gate.length_of(usual), usual.dtype).items():
+            self._refuse(site, refusal)
 
     def _after(self, current: Open) -> State:
         if current.kind == "resync":
