@@ -277,6 +277,22 @@ def test_norms_neither_overflow_nor_vanish():
         assert gate.length_of(scale * v) == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.parametrize("metrics", [{}, {"metric.evil": 1.0}, {"metric.loss": "x"}, {"metric.round": 7.0}])
+def test_one_site_neither_takes_a_metric_away_nor_adds_one(metrics, tmp_path):
+    config = settings()
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+
+    def change(site, reply):
+        kept = {name: value for name, value in reply.facts.items() if not name.startswith("metric.")}
+        return reply._replace(facts=kept | metrics)
+
+    outcome = attacked(server, config, tmp_path, change)
+    assert outcome.heard == SITES
+    assert list(outcome.metrics) == ["loss"]
+    assert outcome.unmeasured == {"loss": ["ant"]}
+
+
 # Logs
 
 

@@ -5,7 +5,7 @@ import pytest
 from deploy_case import SITES, data, gradient, settings
 
 from fedscaffold.algorithms import scaffold, travelled
-from fedscaffold.deploy import audit, client, faults, gate, server
+from fedscaffold.deploy import audit, client, errors, faults, gate, server
 from fedscaffold.deploy import settings as deploy_settings
 
 cryptography = pytest.importorskip("cryptography")
@@ -38,6 +38,7 @@ def test_every_fault_is_survived(number):
         (32, (gate, "shown"), repr),
         (33, (audit, "_at"), lambda path, events, expected: None),
         (34, (deploy_settings, "RESERVED"), set()),
+        (35, (errors, "type_of"), str),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )

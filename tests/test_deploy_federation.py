@@ -124,19 +124,44 @@ class Wire:
         return [self.replies.pop(i) for i in ids if i in self.replies]
 
 
+class Unreadable(Wire):
+    """A site's replies to rounds make the engine fail, after it has taken all that came with them off the link."""
+
+    def pull_messages(self, ids):
+        replies = super().pull_messages(ids)
+        if any(reply.metadata.src_node_id == 2 and reply.content["facts"]["kind"] != "hello" for reply in replies):
+            raise ValueError("an object that cannot be inflated")
+        return replies
+
+
 def inflated(record, contents):
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
     return inflate_object_from_contents(record.object_id, contents)
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_flower_messages_carry_the_same_bits(precision, tmp_path, monkeypatch):
+def engine_identity(monkeypatch):
+    """What the engine sets in a server app's process."""
     from flwr.supercore.task_identity import TaskIdentity
 
-    monkeypatch.setattr(TaskIdentity, "_run_id", 1)  # what the engine sets in a server app's process
-    monkeypatch.setattr(TaskIdentity, "_node_id", 1)
-    monkeypatch.setattr(TaskIdentity, "_task_id", 1)
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def test_a_reply_that_the_engine_cannot_read_takes_no_other_along(tmp_path, monkeypatch):
+    engine_identity(monkeypatch)
+    toml = TOML.replace("quorum = 1.0", "quorum = 1").replace("deadline = 20.0", "deadline = 1.0")
+    app = write_app(tmp_path / "app", toml=toml.replace("rounds = 4", "rounds = 2"))
+    settings, learner = open_app(app)
+    server = Server(settings, learner.schema, learner.start, tmp_path / "run")
+    drive(server, flower_app.FlowerTransport(Unreadable(app, tmp_path / "sites"), settings.deploy.deadline), 2)
+    closed = [event for event in verified(tmp_path / "run" / "audit.jsonl") if event["event"] == "committed"]
+    assert [(event["heard"], event["missing"]) for event in closed] == [(["north"], ["south"])] * 2
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_flower_messages_carry_the_same_bits(precision, tmp_path, monkeypatch):
+    engine_identity(monkeypatch)
     app = write_app(tmp_path / "app", toml=TOML.replace("float64", precision))
     settings, learner = open_app(app)
     server = Server(settings, learner.schema, learner.start, tmp_path / "wired")

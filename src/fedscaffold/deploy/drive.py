@@ -131,7 +131,7 @@ def drive(
     gauge, metrics, unmeasured = server.residual, {}, {}
     if last is not None:
         metrics, unmeasured = last.metrics, last.unmeasured
-        _line(server, {"round": server.state.round, **metrics, **_without(last), "residual": gauge})
+        _line(server, {**metrics, "round": server.state.round, **_without(last), "residual": gauge})
     summary = Summary(server.state.round, gauge, metrics, time.monotonic() - began, model, server.missed, unmeasured)
     _status(server, "finished", unmeasured)
     return summary
@@ -225,7 +225,7 @@ def _round(server: Server, transport: Transport, sleep: Callable[[float], None],
 def _record(server: Server, outcome: Outcome) -> None:
     _status(server, "between rounds", outcome.unmeasured)
     if outcome.committed and outcome.kind == "train":
-        row: dict[str, Any] = {"round": outcome.round - 1, **outcome.metrics, "heard": list(outcome.heard)}
+        row: dict[str, Any] = {**outcome.metrics, "round": outcome.round - 1, "heard": list(outcome.heard)}
         _line(server, {**row, **_without(outcome), "residual": server.residual})
 
 

@@ -1,4 +1,4 @@
-"""One member against the rest: scenarios 22, 23 and 29 to 34 of the scorecard. True: it went as it must."""
+"""One member against the rest: scenarios 22, 23 and 29 to 35 of the scorecard. True: it went as it must."""
 
 from __future__ import annotations
 
@@ -223,6 +223,27 @@ def _kit(home: Path) -> None:
     make_kit(home / "sites.toml", home / "kits")
 
 
+def telling_errors() -> Verdict:
+    """A site's code fails with a patient's number in its error: a type and a reference leave the site, no text."""
+    lab, secret = Lab(), "patient 4711"
+    whole = lab.learner.data
+
+    def data(site: str) -> Any:
+        if site == LIAR:
+            raise ValueError(f"cannot parse the row of {secret}")
+        return whole(site)
+
+    lab.learner.data = data
+    outcome = lab.round()
+    said = outcome.refused.get(LIAR, "")
+    kept = [path for path in lab.folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    at_site = lab.folder / "sites"
+    if "ValueError" not in said or "reference" not in said or not kept or any(at_site not in p.parents for p in kept):
+        return False
+    lab.learner.data = whole
+    return outcome.committed and lab.quiet().well
+
+
 SCENARIOS: dict[int, tuple[str, Callable[[], Verdict]]] = {
     22: ("attackers who scale, flip or add noise", byzantine),
     23: ("poisoning of the control variates alone", poisoned_controls),
@@ -232,4 +253,5 @@ SCENARIOS: dict[int, tuple[str, Callable[[], Verdict]]] = {
     32: ("numbers of 5,000 digits, deep nests", long_numbers),
     33: ("an audit log cut, replaced or deleted", touched_log),
     34: ("a site called server, files others can read", names_and_modes),
+    35: ("a patient's number in an error's text", telling_errors),
 }

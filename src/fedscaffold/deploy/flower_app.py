@@ -8,6 +8,7 @@ where nodes are not registered, its own greeting.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -163,11 +164,15 @@ class FlowerTransport:
         return found
 
     def _look(self, messages: list[str]) -> None:
-        for reply in self.grid.pull_messages(messages):
-            with self.lock:
-                sent = self.asked.pop(reply.metadata.reply_to_message_id, None)
-                if sent is not None:
-                    self.found.append((*sent, _content(reply)))
+        """Look for one reply at a time: one that the engine cannot read would take along all that come with it."""
+        for message in messages:
+            with contextlib.suppress(Exception):  # the link is away, or the site sent nonsense: its round goes on
+                for reply in self.grid.pull_messages([message]):
+                    content = _content(reply)
+                    with self.lock:
+                        sent = self.asked.pop(reply.metadata.reply_to_message_id, None)
+                        if sent is not None:
+                            self.found.append((*sent, content))
 
 
 def _content(reply: Message) -> Packet | str:

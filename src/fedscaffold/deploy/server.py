@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -440,12 +441,13 @@ class Server:
         self.state, self.resync = state, resync
 
     def _means(self, current: Open) -> tuple[dict[str, float], dict[str, list[str]]]:
-        """Means of the metrics that all report, over those where they are finite; and where they are not."""
+        """Means of the metrics that most report, over those where they are finite; and where they are not."""
         p, updates = rounds.shares(self.roster), current.updates
         means: dict[str, float] = {}
         unmeasured: dict[str, list[str]] = {}
-        for name in sorted(set.intersection(*(set(update.metrics) for update in updates.values()))):
-            values = {site: updates[site].metrics[name] for site in sorted(updates)}
+        named = Counter(name for update in updates.values() for name in update.metrics)
+        for name in sorted(name for name, sites in named.items() if 2 * sites > len(updates)):
+            values = {site: updates[site].metrics.get(name, math.nan) for site in sorted(updates)}
             finite = {site: value for site, value in values.items() if math.isfinite(value)}
             if finite:
                 heard = sum(p[site] for site in finite)
