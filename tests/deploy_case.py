@@ -79,3 +79,12 @@ def play(server, config, folder, present=SITES):
     for site, request in requests.items():
         server.receive(site, answer(request, learner(config.precision), config, site, folder / "sites"))
     return server.close()
+
+
+def open_to_others(folder):
+    """Files and folders that others than their owner can open, but for what is public anyway."""
+    return {
+        str(path.relative_to(folder)): oct(path.stat().st_mode & 0o777)
+        for path in [folder, *folder.rglob("*")]
+        if path.stat().st_mode & 0o077 and path.suffix not in (".crt", ".pub", ".py", ".toml")
+    }

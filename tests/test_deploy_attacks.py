@@ -18,6 +18,7 @@ from deploy_case import (
     greeting,
     learner,
     memory_folder,
+    open_to_others,
     optimum,
     play,
     run_quietly,
@@ -708,14 +709,6 @@ def test_names_differ_by_more_than_capitals():
     with pytest.raises(InputError, match="not by capitals alone"):
         parse("[deploy]\nsites = ['north', 'North']")
     assert parse("[deploy]\nsites = ['n-1_A', '2nd', 'servers']").deploy.sites == ("n-1_A", "2nd", "servers")
-
-
-def open_to_others(folder):
-    return {
-        str(path.relative_to(folder)): oct(path.stat().st_mode & 0o777)
-        for path in [folder, *folder.rglob("*")]
-        if path.stat().st_mode & 0o077 and path.suffix not in (".crt", ".pub", ".py", ".toml")
-    }
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from deploy_case import open_to_others
 
 import fedscaffold as fs
 from fedscaffold.deploy import InProcess, Server, drive
@@ -248,6 +249,8 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
     assert sum(event["event"] == "started" for event in events) == 2
     assert {event["site"] for event in events if event["event"] == "joined"} == {"north", "south"}
     assert not any(alive(one.pid) for one in kin)  # nothing is left behind
+    assert (home / "link.db").is_file()
+    assert open_to_others(home) == {}
 
 
 def test_the_kit_of_a_site_passes_its_preflight(tmp_path):
