@@ -253,5 +253,5 @@ SCENARIOS: dict[int, tuple[str, Callable[[], Verdict]]] = {
     32: ("numbers of 5,000 digits, deep nests", long_numbers),
     33: ("an audit log cut, replaced or deleted", touched_log),
     34: ("a site called server, files others can read", names_and_modes),
-    35: ("a patient's number in an error's text", telling_errors),
+    35: ("error texts that name a patient", telling_errors),
 }
