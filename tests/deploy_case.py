@@ -1,5 +1,6 @@
 """A small federation for the tests of the deployment: quadratics whose optimum is known, on the real server and client."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -88,3 +89,24 @@ def open_to_others(folder):
         for path in [folder, *folder.rglob("*")]
         if path.stat().st_mode & 0o077 and path.suffix not in (".crt", ".pub", ".py", ".toml")
     }
+
+
+def crash_after(monkeypatch, calls):
+    """os.fsync, os.write and rename fail for good after so many calls: the machine loses power there."""
+    left = [calls]
+
+    class Crash(BaseException):
+        pass
+
+    def dying(function):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Crash
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "write", "rename", "replace"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    return Crash

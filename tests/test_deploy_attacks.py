@@ -13,6 +13,7 @@ from deploy_case import (
     CURVATURE,
     SITES,
     answer,
+    crash_after,
     data,
     everybody,
     greeting,
@@ -546,27 +547,6 @@ def test_a_crash_at_any_point_is_no_alarm(tmp_path):
         assert "broken" not in {event["event"] for event in verified(folder / "audit.jsonl", again.audit.head)}
     assert points > 15
     assert seen_longer
-
-
-def crash_after(monkeypatch, calls):
-    """os.fsync, os.write and rename fail for good after so many calls: the machine loses power there."""
-    left = [calls]
-
-    class Crash(BaseException):
-        pass
-
-    def dying(function):
-        def call(*args, **kwargs):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Crash
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "write", "rename", "replace"):
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
-    return Crash
 
 
 # Records

@@ -15,6 +15,7 @@ from deploy_case import (
     SITES,
     START,
     answer,
+    crash_after,
     data,
     everybody,
     learner,
@@ -188,27 +189,6 @@ def test_a_name_taken_out_of_the_settings_leaves_exactly(state, tmp_path):
     assert set(server.roster) == {"bee", "dog", "elk"}
     np.testing.assert_allclose(server.state.x, optimum(shares(server.roster)), atol=1e-9)
     assert state == "client" or summary.residual < 1e-13
-
-
-def crash_after(monkeypatch, calls):
-    """os.fsync, os.write and rename fail for good after so many calls: the machine loses power there."""
-    left = [calls]
-
-    class Crash(BaseException):
-        pass
-
-    def dying(function):
-        def call(*args, **kwargs):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Crash
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "write", "rename", "replace"):
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
-    return Crash
 
 
 def test_a_crash_between_any_two_writes_changes_nothing(tmp_path):
