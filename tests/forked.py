@@ -10,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import fedscaffold
 from fedscaffold.cli import main
 
 
@@ -18,7 +19,7 @@ def codes_of(script, folder, **more):
     env = {
         **os.environ,
         "PJRT_NPROC": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(fedscaffold.__file__).parents[1])]),
         "PYTHONWARNINGS": "ignore",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # children find the program compiled

@@ -28,6 +28,7 @@ ARROWS = {
     "experiments": {"report", "theory", "simulation", "problems", "data", "algorithms"},
     "bench": {"experiments", "simulation", "problems", "data", "algorithms"},
     "cli": {
+        "state",
         "bench",
         "conformance",
         "deploy",

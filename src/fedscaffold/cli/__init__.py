@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import NoReturn
 
 from fedscaffold.checks import InputError
+from fedscaffold.cli.interrupts import code_of, interruptible
 
 __all__ = ["main"]
 
@@ -29,46 +29,55 @@ MENDS |= {
 
 def main() -> None:
     """Run the command line; a user's mistake is one line on stderr and exit code 2."""
+    with interruptible():  # before anything heavy is imported
+        code = _outcome()
+    sys.exit(code)
+
+
+def _outcome() -> int:
     try:
-        code = _run()
+        return _run()
     except (InputError, FileNotFoundError) as error:
         if os.environ.get("FEDSCAFFOLD_DEBUG"):
             raise
-        _leave(str(error), 2)
+        return _refused(str(error), 2)
     except ImportError as error:
         missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error  # the public face adds a line
         name = (missing.name or "").partition(".")[0]
         if name not in EXTRAS:
             raise
-        _leave(f"this needs {name}: pip install 'fedscaffold[{EXTRAS[name]}]'", 2)
-    except KeyboardInterrupt:
-        _leave("interrupted", 130)
+        return _refused(f"this needs {name}: pip install 'fedscaffold[{EXTRAS[name]}]'", 2)
+    except KeyboardInterrupt as stop:
+        return _refused("interrupted", code_of(stop))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        return 0
     except OSError as error:
         if error.errno not in MENDS or os.environ.get("FEDSCAFFOLD_DEBUG"):
             raise
         where = "" if error.filename is None else f"{error.filename}: "
-        _leave(f"{where}{error.strerror}; {MENDS[error.errno]}", 2)
-    sys.exit(code)
+        return _refused(f"{where}{error.strerror}; {MENDS[error.errno]}", 2)
 
 
 def _run() -> int:
     import click
+    import typer
 
     from fedscaffold.cli import deploy, doctor, exercise, reproduce, resume, theatre, watch  # noqa: F401 (their verbs)
     from fedscaffold.cli.theory import app
 
+    command = typer.main.get_command(app)
     try:
-        code = app(standalone_mode=False)
-    except click.exceptions.Abort:
-        raise KeyboardInterrupt from None
+        # not through its main(), which keeps what was interrupted to itself
+        with command.make_context("fedscaffold", sys.argv[1:]) as context:
+            code = command.invoke(context)
+    except click.exceptions.Exit as end:
+        return end.exit_code
     except click.ClickException as error:
         raise InputError(error.format_message().replace("\n", " ")) from None
     return code if isinstance(code, int) else 0
 
 
-def _leave(line: str, code: int) -> NoReturn:
+def _refused(line: str, code: int) -> int:
     sys.stderr.write(f"fedscaffold: {line}\n")
-    sys.exit(code)
+    return code

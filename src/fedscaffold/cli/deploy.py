@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedscaffold.checks import InputError
+from fedscaffold.cli.interrupts import code_of, raising, saying
 from fedscaffold.cli.verbs import Json, app, say
 
 if TYPE_CHECKING:
@@ -67,8 +70,8 @@ def simulate(
 
     if checks.choice("engine", engine, ("in-process", "simulator")) == "simulator":
         return _simulator(folder, rounds, as_json)
-    _fresh(out, folder, "in-process")
-    return _in_process(folder, out, rounds, allow_missing, as_json)
+    with _fresh(out, folder, "in-process"):
+        return _in_process(folder, out, rounds, allow_missing, as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy local hospitals --out runs/hospitals")
@@ -80,8 +83,8 @@ def local(
     as_json: Json = False,
 ) -> int:
     """Start a real federation on this machine (SuperLink, SuperNodes, TLS, keys), run it, and shut it down."""
-    _fresh(out, folder, "local")
-    return _local(folder, out, timeout, allow_missing, as_json)
+    with _fresh(out, folder, "local"):
+        return _local(folder, out, timeout, allow_missing, as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy resume runs/hospitals --rounds 20")
@@ -95,15 +98,18 @@ def resume(
     as_json: Json = False,
 ) -> int:
     """Go on after a crash, or for more rounds: from the last round that was committed."""
+    from fedscaffold.state.files import owned
+
     path = out / "deployment.json"
     if not path.is_file():
         raise InputError(f"{out} is not the folder of a deployment: it has no deployment.json")
     facts = json.loads(path.read_text(encoding="utf-8"))
-    if facts["engine"] == "in-process":
-        return _in_process(Path(facts["app"]), out, rounds, allow_missing, as_json)
-    if rounds is not None:
-        raise InputError("for a federation of processes, set rounds in its federation.toml")
-    return _local(Path(facts["app"]), out, timeout, allow_missing, as_json)
+    with owned(out):
+        if facts["engine"] == "in-process":
+            return _in_process(Path(facts["app"]), out, rounds, allow_missing, as_json)
+        if rounds is not None:
+            raise InputError("for a federation of processes, set rounds in its federation.toml")
+        return _local(Path(facts["app"]), out, timeout, allow_missing, as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy kit sites.toml --out kits")
@@ -179,35 +185,43 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
     return [*lines, f"audit log: {events} events, chain whole"]
 
 
-def _fresh(out: Path, folder: Path, engine: str) -> None:
-    """Refuse a folder in use; note what runs there, for `resume`."""
+@contextmanager
+def _fresh(out: Path, folder: Path, engine: str) -> Iterator[None]:
+    """Own a folder that is not in use yet; note what runs there, for `resume`."""
     from fedscaffold.deploy.apps import note
+    from fedscaffold.state.files import make_folder, owned
 
-    if (out / "deployment.json").exists():
-        raise InputError(f"{out} holds a deployment; `fedscaffold deploy resume {out}` goes on, or give another --out")
     if not (folder / "federation.toml").is_file():
         raise FileNotFoundError(f"{folder / 'federation.toml'} not found; `fedscaffold deploy new DIR` writes one")
-    note(out, folder, engine)
+    make_folder(out.absolute().parent)
+    make_folder(out, private=True)
+    with owned(out):
+        if (out / "deployment.json").exists():
+            go_on = f"`fedscaffold deploy resume {out}` goes on, or give another --out"
+            raise InputError(f"{out} holds a deployment; {go_on}")
+        note(out, folder, engine)
+        yield
 
 
 def _in_process(folder: Path, out: Path, rounds: int | None, allow_missing: bool, as_json: bool) -> int:
     from fedscaffold.deploy import InProcess, Server, Stopped, drive
     from fedscaffold.deploy.apps import open_app
 
-    settings, learner = open_app(folder)
-    server = Server(settings, learner.schema, learner.start, out, buffers=learner.buffers)
     try:
-        done = drive(
-            server,
-            InProcess(learner, settings, out),
-            settings.rounds if rounds is None else rounds,
-            tell=lambda outcome: _tell(outcome, as_json),
-            sleep=lambda seconds: None,  # nobody is waited for: all sites are here
-        )
+        with saying(_go_on(out)):
+            settings, learner = open_app(folder)
+            server = Server(settings, learner.schema, learner.start, out, buffers=learner.buffers)
+            done = drive(
+                server,
+                InProcess(learner, settings, out),
+                settings.rounds if rounds is None else rounds,
+                tell=lambda outcome: _tell(outcome, as_json),
+                sleep=lambda seconds: None,  # nobody is waited for: all sites are here
+            )
     except Stopped as stopped:
         return _stopped(stopped, out, as_json)
-    except KeyboardInterrupt:
-        return _interrupted(out)
+    except KeyboardInterrupt as stop:  # raised by the app itself
+        return _interrupted(out, stop)
     return _say_summary({**done._asdict(), "model": str(done.model)}, out, allow_missing, as_json)
 
 
@@ -225,14 +239,14 @@ def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json
             typer.echo(f"{now['phase']}: {now['round']} of {now['rounds']} rounds done{waits}", err=True)
 
     try:
-        with Federation(folder, out) as federation:
+        with raising(), Federation(folder, out) as federation:
             federation.up()
             federation.submit()
             answer = federation.outcome(timeout, tell)
     except Stopped as stopped:
         return _stopped(stopped, out, as_json)
-    except KeyboardInterrupt:
-        return _interrupted(out)
+    except KeyboardInterrupt as stop:
+        return _interrupted(out, stop)
     return _say_summary(answer, out, allow_missing, as_json)
 
 
@@ -319,7 +333,11 @@ def _stopped(stopped: Stopped, out: Path, as_json: bool) -> int:
     return 1
 
 
-def _interrupted(out: Path) -> int:
-    """Ctrl-C between or within rounds: what was committed stays."""
-    typer.echo(f"fedscaffold: stopped; go on with: fedscaffold deploy resume {out}", err=True)
-    return 130
+def _interrupted(out: Path, stop: KeyboardInterrupt) -> int:
+    typer.echo(f"fedscaffold: {_go_on(out)}", err=True)
+    return code_of(stop)
+
+
+def _go_on(out: Path) -> str:
+    """What to say after Ctrl-C between or within rounds: what was committed stays."""
+    return f"stopped; go on with: fedscaffold deploy resume {out}"

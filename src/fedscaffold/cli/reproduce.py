@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
+from fedscaffold.cli.interrupts import saying
 from fedscaffold.cli.verbs import Json, app, say
 
 if TYPE_CHECKING:
@@ -49,14 +50,11 @@ def reproduce(
     claims = [find(name) for name in (CLAIMS if everything else dict.fromkeys(names or []))]
     _settle()
     began = time.perf_counter()
-    try:
+    again = "without --fresh " if fresh else ""
+    with saying(f"stopped; what was measured is kept: the same command {again}goes on"):
         outcomes = _run(claims, size, out, fresh, as_json)
-    except KeyboardInterrupt:
-        again = "without --fresh " if fresh else ""
-        typer.echo(f"\nfedscaffold: stopped; what was measured is kept: the same command {again}goes on", err=True)
-        return 130
-    facts = _facts(time.perf_counter() - began)
-    page = _keep(outcomes, out, facts)
+        facts = _facts(time.perf_counter() - began)
+        page = _keep(outcomes, out, facts)
     from fedscaffold.experiments.reproduce.page import terminal
 
     lines = [line for one in outcomes for line in (*terminal(one), "")]

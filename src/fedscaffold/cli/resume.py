@@ -6,13 +6,14 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedscaffold.checks import InputError
+from fedscaffold.cli.interrupts import saying
 from fedscaffold.cli.team import ALONE, Coordinator, Deadline, Devices, Processes, ProcessId, Team, team_of, watched
 from fedscaffold.cli.verbs import Json, Log, Watch, app, prepared, say
 from fedscaffold.cli.watch import NOBODY, Shown, followed, shown
@@ -87,24 +88,28 @@ def carry_out(
 
     room.refuse(config, built, team.total)
     config = room.placed(config, built)
-    first(team, lambda: opened(folder, to_toml(config), fresh))
     command = shlex.join(["fedscaffold", *sys.argv[1:]])
-    try:
-        with _told(), followed(config, built, folder, seen_by, team.speaks) as record:
-            line = None if team.speaks else False
-            study = room.run(config, built, command, line, folder / CHECKPOINT, team.total, record)
-    except Interrupted as stop:
-        words = shlex.join(["fedscaffold", "resume", str(folder), *team.flags()])
-        typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: {words}", err=True)
-        return 128 + stop.signal
-    if team.speaks:
-        _say_outcome(study, folder, room.keep(study, folder), as_json)
+    words = shlex.join(["fedscaffold", "resume", str(folder), *team.flags()])
+    with ExitStack() as stack:
+        first(team, lambda: opened(stack, folder, to_toml(config), fresh))
+        stack.enter_context(saying(f"stopped; go on with: {words}"))
+        try:
+            with _told(), followed(config, built, folder, seen_by, team.speaks) as record:
+                line = None if team.speaks else False
+                study = room.run(config, built, command, line, folder / CHECKPOINT, team.total, record)
+        except Interrupted as stop:
+            typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: {words}", err=True)
+            return 128 + stop.signal
+        if team.speaks:
+            _say_outcome(study, folder, room.keep(study, folder), as_json)
     return 0
 
 
-def opened(folder: Path, config: str, fresh: bool | None) -> None:
-    """Make the folder ready for a run of this configuration."""
-    folder.mkdir(parents=True, exist_ok=True)
+def opened(stack: ExitStack, folder: Path, config: str, fresh: bool | None) -> None:
+    """Make the folder ready for a run of this configuration, and its own as long as `stack` lasts."""
+    from fedscaffold.state.files import owned
+
+    stack.enter_context(owned(folder))
     if fresh is not None:
         make_way(folder, fresh)
     _settled(folder / "config.toml", config)

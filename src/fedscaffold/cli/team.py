@@ -19,6 +19,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from fedscaffold.checks import InputError
+from fedscaffold.cli.interrupts import only_once, saying
 
 __all__ = ["ALONE", "Coordinator", "Deadline", "Devices", "ProcessId", "Processes", "Team", "team_of", "watched"]
 
@@ -101,15 +102,16 @@ def watched(team: Team, folder: Path, work: Callable[[], int]) -> int:
     """Do the work of one process of a team in a child, and say so if that is ended from within; the exit code."""
     if team.processes == 1:
         return work()
-    said, saying = os.pipe()
+    only_once()
+    said, telling = os.pipe()
     alive, living = os.pipe()
     logged, logging = os.pipe()
     pid = os.fork()
     if pid == 0:
         for end in (said, living, logged):
             os.close(end)
-        return _watched_work(work, saying, alive, logging)
-    for end in (saying, alive, logging):
+        return _watched_work(work, telling, alive, logging)
+    for end in (telling, alive, logging):
         os.close(end)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os.kill(pid, number))
@@ -127,7 +129,7 @@ def watched(team: Team, folder: Path, work: Callable[[], int]) -> int:
     return LOST
 
 
-def _watched_work(work: Callable[[], int], saying: int, alive: int, logging: int) -> int:
+def _watched_work(work: Callable[[], int], words: int, alive: int, logging: int) -> int:
     """The child's side: it ends with its parent, and lets it know what JAX logs and how the work ended."""
     os.setpgid(0, 0)  # Ctrl-C comes once, from the parent
     for number, name in ((1, "stdout"), (2, "stderr")):  # Python speaks where it did, C++ to the parent
@@ -135,6 +137,12 @@ def _watched_work(work: Callable[[], int], saying: int, alive: int, logging: int
         os.dup2(logging, number)
     os.close(logging)
     threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+    with saying("interrupted", last=lambda: os.write(words, SPOKEN.encode())):
+        return _spoken_work(work, words)
+
+
+def _spoken_work(work: Callable[[], int], words: int) -> int:
+    """Do the work and tell the parent how it ended."""
     from fedscaffold.simulation.hosts import Lost, leave
 
     sentence = SPOKEN
@@ -143,11 +151,11 @@ def _watched_work(work: Callable[[], int], saying: int, alive: int, logging: int
         leave()
     except Lost as gone:
         sentence = str(gone)
-        os.write(saying, sentence.encode())
+        os.write(words, sentence.encode())
         os._exit(LOST)  # an orderly end would wait for the others
     finally:
         if sentence == SPOKEN:
-            os.write(saying, sentence.encode())
+            os.write(words, sentence.encode())
     return code
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -218,13 +217,14 @@ def _compare(config: Config, names: str, seeds: int, target: str | None, out: Pa
     chosen = [] if every else [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
     checks.whole("seeds", seeds)
     built = prepared(config)
-    _writable(out)
     from fedscaffold.experiments import compare as room
     from fedscaffold.report import tables
+    from fedscaffold.state.files import owned
 
     chosen, refused = room.fitting(config, built) if every else (chosen, {})
-    study = room.compare(config, built, chosen, seeds, target, _command(), lambda line: _progress(line, as_json))
-    page = room.keep(study, out)
+    with owned(out):
+        study = room.compare(config, built, chosen, seeds, target, _command(), lambda line: _progress(line, as_json))
+        page = room.keep(study, out)
     answer = {
         "rows": study.rows,
         "target": study.target,
@@ -250,13 +250,6 @@ def prepared(config: Config, team: Team = ALONE) -> Built:
     settle(step_flops(built.problem, config.local.batch_size))
     team.begin()
     return built
-
-
-def _writable(folder: Path) -> None:
-    """Make the folder and see that files can be put there: better now than after the last round."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def _data_override(data: str | None) -> list[str]:

@@ -28,7 +28,7 @@ from fedscaffold.deploy.drive import Stopped, drive
 from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.schema import Blob, Packet
 from fedscaffold.deploy.server import Server
-from fedscaffold.state.files import make_folder, write_private
+from fedscaffold.state.files import make_folder, owned, write_private
 
 __all__ = ["FlowerTransport", "client_app", "from_record", "server_app", "to_record"]
 
@@ -191,6 +191,11 @@ def serve(grid: Grid, context: Context) -> None:
     """Run the federation; its state, log and model lie in the folder that the run's `home` names."""
     home = Path(str(context.run_config["home"]))
     make_folder(home, private=True)
+    with owned(home):
+        _serve(grid, home)
+
+
+def _serve(grid: Grid, home: Path) -> None:
     outcome: dict[str, Any] = {}
     try:
         settings, learner = open_app(_folder())

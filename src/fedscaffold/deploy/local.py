@@ -97,7 +97,8 @@ class Federation:
         self.usual: Any = None  # what SIGTERM did before
 
     def __enter__(self) -> Federation:
-        if threading.current_thread() is threading.main_thread():
+        alone = threading.current_thread() is threading.main_thread()
+        if alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             # so that this block is left, and all is ended
             self.usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         for folder in (self.home, self.secrets, self.logs, self.home / "engine", self.home / "server"):

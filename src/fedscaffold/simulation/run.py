@@ -28,12 +28,13 @@ from fedscaffold.simulation.engine import Seconds, drive
 from fedscaffold.simulation.evaluation_batches import describe
 from fedscaffold.simulation.follow import Follow, Follower
 from fedscaffold.simulation.health import exact_mean, fault, residual_of
-from fedscaffold.simulation.hosts import agree_on, several, together
+from fedscaffold.simulation.hosts import agree_on, several, together, tried
 from fedscaffold.simulation.identity import facts
 from fedscaffold.simulation.setup import Ready, Request, prepare
 from fedscaffold.simulation.spec import Settings, State
 from fedscaffold.simulation.stale import Policy
 from fedscaffold.simulation.traffic import traffic
+from fedscaffold.state.files import owned
 
 __all__ = ["Clients", "Run", "Server", "simulate"]
 
@@ -178,14 +179,16 @@ def simulate(
         ready = prepare(request)
         settings = Settings(ready.lr, noise_key(seed), np.array(ready.target, precision))
         keeper = away = None
-        if request.client_state != "array":
-            away = clients_of(request, ready, seed, checkpoint)
-            stack.callback(away.store.close)
         if checkpoint is not None or several(ready):
             own = facts(request, ready, measured)
         if several(ready):
             agree_on(own | {"rounds": rounds, "every": every, "checkpoint": checkpoint is not None})
             stack.enter_context(together())
+        if checkpoint is not None:
+            _take(Path(checkpoint), stack, ready)
+        if request.client_state != "array":
+            away = clients_of(request, ready, seed, checkpoint)
+            stack.callback(away.store.close)
         if checkpoint is not None:
             sound = partial(_fault, request, ready, away)
             signals = stack.enter_context(listening())
@@ -194,6 +197,15 @@ def simulate(
         line = progress_line(progress, rounds)
         outcome = drive(ready, settings, [seed], rounds, measured, None, line, keeper, away, follower)
         return finished(request, ready, seed, outcome.state, outcome.table, outcome.seconds, away)
+
+
+def _take(folder: Path, stack: ExitStack, ready: Ready) -> None:
+    """Own the checkpoint folder as long as the run lasts; of several processes the first does, for all."""
+    if not several(ready):
+        stack.enter_context(owned(folder))
+        return
+    first = jax.process_index() == 0
+    tried(lambda: stack.enter_context(owned(folder)) if first else None)
 
 
 def noise_key(seed: int) -> NDArray[np.uint32]:

@@ -9,21 +9,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import platform
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from fedscaffold.checks import InputError
 
 __all__ = [
-    "StateError", "create", "locked", "make_folder", "open_file", "reported", "sync_folder", "write_all",
+    "StateError", "create", "locked", "make_folder", "open_file", "owned", "reported", "sync_folder", "write_all",
     "write_private",
 ]  # fmt: skip
 
 CHUNK = 8 << 20
 """Bytes handed to one system call at most: large enough to cost nothing, small enough to interrupt."""
+OWNER = ".owner"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -121,10 +124,10 @@ def make_folder(folder: Path, private: bool = False) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[int]:
     """Hold the lock file `path`; refused at once when another process (or thread) holds it.
 
-    The lock goes with the process that holds it, however that one ends; the empty file stays.
+    The lock goes with the process that holds it, however that one ends; the file stays. Yields its descriptor.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -132,6 +135,42 @@ def locked(path: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StateError(f"{path.parent} is in use by another process; end it or take another folder") from None
-        yield
+        yield fd
     finally:
         os.close(fd)
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own a folder for the whole life of a run; while somebody else does, refused with the number of its process.
+
+    What is left of an owner that was killed is no more than a file that nobody has locked.
+
+    >>> import tempfile
+    >>> place = Path(tempfile.mkdtemp())
+    >>> with owned(place), owned(place):
+    ...     pass
+    Traceback (most recent call last):
+    fedscaffold.state.files.StateError: ... is in use by process ...: wait until it ends, or take another folder
+    """
+    path = folder / OWNER
+    with ExitStack() as stack:
+        with reported(f"making {folder} the folder of one run"):
+            make_folder(folder)
+            try:
+                fd = stack.enter_context(locked(path))
+            except StateError:
+                advice = "wait until it ends, or take another folder"
+                raise StateError(f"{folder} is in use by {_owner(path)}: {advice}") from None
+            os.ftruncate(fd, 0)
+            write_all(fd, f"{os.getpid()} {platform.node()}\n".encode())
+        yield
+
+
+def _owner(path: Path) -> str:
+    """Who has locked a file, in words."""
+    time.sleep(0.1)  # it may be about to write its number down
+    number, _, host = path.read_text(encoding="utf-8", errors="replace").strip().partition(" ")
+    if not number.isdigit():
+        return "another process"
+    return f"process {number}" if host == platform.node() else f"process {number} of {host}"
