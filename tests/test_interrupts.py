@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+# whoever started the tests may ignore Ctrl-C
+HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 START = "from fedscaffold.cli import main; print('begun', flush=True); main()"
 CONFIG = """
 rounds = 10_000_000
@@ -23,16 +25,15 @@ checkpoint_every = 100_000
 
 
 def begun(folder, *words, start=START):
-    """A command that has just begun, in a process of its own that does not ignore Ctrl-C."""
+    """A command that has just begun, in a process of its own."""
     (folder / "first.toml").write_text(CONFIG)
     process = subprocess.Popen(
-        [sys.executable, "-c", start, *words],
+        [sys.executable, "-c", HEARING + start, *words],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout.readline() == "begun\n"
     return process
