@@ -267,6 +267,19 @@ def test_the_last_layer_may_begin_at_zero():
     assert made.inspected.kinds.loss == "coupled"
 
 
+def test_a_ratio_that_single_records_do_not_have():
+    """A mean over events is nothing on a record without one: one such record among many is enough."""
+
+    def loss(params, batch):
+        return jnp.sum(batch[2] * jnp.square(batch[0] @ params["w"])) / batch[2].sum()
+
+    clients = records(1)
+    for client in clients:
+        client[2][:] = 1
+    clients[2][2][5] = 0
+    assert fs.Problem(loss, START, clients).inspected.kinds.loss == "coupled"
+
+
 def test_the_users_word_is_taken():
     never = problem(plain, coupled=True)
     np.testing.assert_allclose(ran(never, steps=3).vector, ran(problem(plain), steps=3).vector, rtol=1e-12)

@@ -131,8 +131,8 @@ def _couples(name: str, function: Callable[..., Any], params: Tree, batches: lis
                     return True, np.asarray(jax.jit(partial(_slopes, name, function))(model, batch))
                 mismatches.append(float(mismatch))
                 slopes.append(np.asarray(slope))
-    finite = [mismatch for mismatch in mismatches if np.isfinite(mismatch)]
-    return not finite or max(finite) > tolerance, np.max(slopes, axis=0)
+    known = [mismatch for mismatch in mismatches if not np.isnan(mismatch)]
+    return not known or max(known) > tolerance, np.max(slopes, axis=0)
 
 
 def _runs_in_double(function: Callable[..., Any], params: Tree, batch: Tree) -> bool:
@@ -192,9 +192,11 @@ def _slopes(name: str, function: Callable[..., Any], params: Tree, batch: Tree) 
 
 
 def _relative(a: Tree, b: Tree, size: Array) -> Array:
-    """How far two trees are apart, relative to their size."""
-    scale = jnp.maximum(_norm(a), size)
-    return _norm(jax.tree.map(jnp.subtract, a, b)) / jnp.where(scale == 0, 1, scale)
+    """How far two trees are apart, relative to their size; infinite where only the second is not finite."""
+    own = _norm(a)
+    scale = jnp.maximum(own, size)
+    apart = _norm(jax.tree.map(jnp.subtract, a, b)) / jnp.where(scale == 0, 1, scale)
+    return jnp.where(jnp.isfinite(own) & ~jnp.isfinite(apart), jnp.inf, apart)
 
 
 def _norm(tree: Tree) -> Array:
