@@ -1,24 +1,16 @@
 """Every site that did not count is named with its round and cause: in the status, on the page, in the log, at the end."""
 
 import json
-import shutil
 import sys
 
 import numpy as np
 import pytest
-from deploy_case import SITES, learner, memory_folder, server_of, settings
+from deploy_case import SITES, learner, server_of, settings
 
 from fedscaffold.cli import main
 from fedscaffold.deploy import InProcess, Stopped, drive
 from fedscaffold.deploy.audit import verified
 from fedscaffold.report.deployed import Deployed
-
-
-@pytest.fixture
-def folder():
-    path = memory_folder()
-    yield path
-    shutil.rmtree(path)
 
 
 def broken(**sites):
@@ -73,7 +65,7 @@ def closed(folder):
 
 def test_a_site_that_cannot_read_its_data_is_named_with_the_cause(folder):
     server, summary = run(settings(), broken(bee=None), folder)
-    cause = "failed: reading its data failed: FileNotFoundError (reference "
+    cause = "reading its data failed: FileNotFoundError (reference "
     one = summary.missed["bee"]
     assert (one["round"], one["times"], one["never_counted"], cause in one["cause"]) == (3, 4, True, True)
     assert list(summary.missed) == server.never == ["bee"]
@@ -108,7 +100,7 @@ def test_a_site_that_comes_back_has_missed_rounds_and_counts(folder):
     server = server_of(config, folder)
     summary = drive(server, InProcess(one, config, folder), 4, tell=tell)
     assert (summary.missed["bee"]["never_counted"], summary.missed["bee"]["round"]) == (False, 2)
-    assert summary.missed["bee"]["sentence"].startswith("bee missed 2 rounds, the last was round 2: failed: reading")
+    assert summary.missed["bee"]["sentence"].startswith("bee missed 2 rounds, the last was round 2: reading")
     assert server.roster["bee"].applied == 4
 
 
@@ -165,7 +157,7 @@ def test_a_quorum_that_is_not_met_names_every_cause(folder):
     one = broken(ant=diverging, bee=None, cow=raising, dog=raising)
     with pytest.raises(Stopped, match="failed its quorum 11 times") as stopped:
         run(settings(), one, folder)
-    for said in ("ant: not finite: ", "bee: failed: reading its data failed: FileNotFoundError", "cow: training failed",
+    for said in ("ant: not finite: ", "bee: reading its data failed: FileNotFoundError", "cow: training failed",
                  "dog: training failed", "elk: its reply was good, but"):  # fmt: skip
         assert said in str(stopped.value)
     assert stopped.value.missed["elk"]["never_counted"]

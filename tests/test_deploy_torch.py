@@ -1,10 +1,8 @@
 """The torch client: equal to plain NumPy, whatever the module, the optimiser, the loader; only steps performed count."""
 
-import shutil
-
 import numpy as np
 import pytest
-from deploy_case import SITES, START, data, gradient, learner, memory_folder, settings
+from deploy_case import SITES, START, data, gradient, learner, settings
 
 from fedscaffold.algorithms import scaffold, travelled
 from fedscaffold.checks import InputError
@@ -15,13 +13,6 @@ from fedscaffold.deploy.settings import Local, algorithm_of
 torch = pytest.importorskip("torch")
 from fedscaffold.deploy.jax_client import JaxLearner  # noqa: E402
 from fedscaffold.deploy.torch_client import TorchLearner  # noqa: E402
-
-
-@pytest.fixture
-def folder():
-    path = memory_folder()
-    yield path
-    shutil.rmtree(path)
 
 
 class Point(torch.nn.Module):

@@ -1,11 +1,9 @@
 """A model's file loads strictly into a fresh module, and a site with another backbone is refused by name."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
-from deploy_case import memory_folder
 
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import InProcess, Server, drive, parse
@@ -18,13 +16,6 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 from fedscaffold.deploy.torch_client import TorchLearner  # noqa: E402
 
 SITES = ("ant", "bee")
-
-
-@pytest.fixture
-def folder():
-    path = memory_folder()
-    yield path
-    shutil.rmtree(path)
 
 
 class Net(torch.nn.Module):

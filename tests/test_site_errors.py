@@ -1,14 +1,13 @@
 """What a site's own code says when it fails stays at the site: a type and a reference travel, whatever the path."""
 
 import json
-import shutil
 import stat
 import sys
 import traceback
 
 import numpy as np
 import pytest
-from deploy_case import SITES, answer, data, gradient, learner, loss, memory_folder, server_of, settings
+from deploy_case import SITES, answer, data, gradient, learner, loss, server_of, settings
 
 from fedscaffold.deploy import ArraysLearner, InProcess, Server, drive
 from fedscaffold.deploy.errors import MOST_KEPT, Failed, guarded, type_of
@@ -17,13 +16,6 @@ from fedscaffold.deploy.memory import Lost
 from fedscaffold.deploy.schema import Packet
 
 SECRET = "patient 4711"
-
-
-@pytest.fixture
-def folder():
-    path = memory_folder()
-    yield path
-    shutil.rmtree(path)
 
 
 class Unspeakable(ValueError):
@@ -243,5 +235,5 @@ def test_a_server_names_whom_it_could_not_let_in(folder):
         server.hello("ant", answer(Packet({"kind": "hello"}, {}), one, config, "ant", folder / "sites"))
     (event,) = [event for event in told(folder) if event["event"] == "refused"]
     assert (event["site"], event["round"]) == ("ant", 1)
-    assert "ant never counted: failed: reading its data failed: FileNotFoundError" in server.missed["ant"]["sentence"]
+    assert "ant never counted: reading its data failed: FileNotFoundError" in server.missed["ant"]["sentence"]
     assert list(SITES) == list(config.deploy.sites)

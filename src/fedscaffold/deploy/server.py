@@ -100,8 +100,8 @@ class Server:
             records = self._registered(site, packet)
         except Refused as refusal:
             if site in self.settings.deploy.sites:
-                self.declined[site] = str(refusal)
-                self._write("refused", site=site, code=refusal.code, reason=str(refusal), round=self.state.round + 1)
+                cause = self.declined[site] = str(refusal).removeprefix("failed: ")  # it says so itself
+                self._write("refused", site=site, code=refusal.code, reason=cause, round=self.state.round + 1)
             else:
                 self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
             raise
