@@ -1,0 +1,138 @@
+"""Who is heard in a round, and with what share: the moments of a random cohort.
+
+A cohort A is S of the N clients, drawn uniformly without replacement. Client i is heard with the share
+
+    q_i = [i in A] p_i / h,    h = sum_{j in A} p_j
+
+and an exact law needs E q_i, E q_i q_j and E q_i [j in A]. With equal weights h = S/N and all three are counts. With
+others they hold 1/h and 1/h^2 of a random h, which integrals turn into exponentials,
+
+    1/h = integral e^(-t h) dt,    1/h^2 = integral t e^(-t h) dt        over t > 0
+
+by the trapezoidal rule in log t, whose error is e^(-pi^2 / STEP). For one t, the sum over all cohorts that hold i and j
+of prod_{k in A} y_k, y_k = e^(-t p_k), is a coefficient of a polynomial in z,
+
+    [z^S]  prod_k (1 + z y_k) b_i b_j,    b_i = z y_i / (1 + z y_i)
+
+read off its values on a circle. The radius at which sum b_i = S keeps the digits. There are more values than
+coefficients, and an odd number of them, so that z y_i is never -1. All pairs come from one product of matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.problems.problem import Floats, Problem, weights_of
+from fedscaffold.simulation import asked
+from fedscaffold.simulation.asked import Request
+
+__all__ = ["Cohorts", "cohort_moments", "cohort_size"]
+
+STEP = 0.25  # of log t: an error of 1e-17
+REACH = 1e-17  # what the integrals leave out at either end
+BISECTIONS = 60
+BEYOND = 700.0
+
+
+class Cohorts(NamedTuple):
+    """A random cohort: who is in it, and with what share q of the average."""
+
+    p: Floats
+    """(N,) the clients' weights, summing to 1."""
+    size: int
+    """S."""
+    share: Floats
+    """(N,) E q_i."""
+    shares: Floats
+    """(N, N) E q_i q_j."""
+    share_with: Floats
+    """(N, N) E q_i [j in A]."""
+
+    @property
+    def one(self) -> float:
+        """P(i in A)."""
+        return self.size / len(self.p)
+
+    @property
+    def two(self) -> float:
+        """P(i in A and j in A), i not j."""
+        n = len(self.p)
+        return self.size * (self.size - 1) / (n * (n - 1)) if n > 1 else 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether all clients take part in every round with equal weight."""
+        return self.size == len(self.p) and bool((self.p == self.p[0]).all())
+
+
+def cohort_size(algorithm: Algorithm, problem: Problem, cohort: float | int) -> int:
+    """S for a share or a number of clients, as `simulate` takes it.
+
+    >>> import fedscaffold as fs
+    >>> cohort_size(fs.fedavg(), fs.problems.quadratic(num_clients=10, dim=2), 0.2)
+    2
+    """
+    return asked.cohort_size(Request(algorithm, problem, 1, cohort=cohort))
+
+
+def cohort_moments(p: Floats, size: int) -> Cohorts:
+    """The moments of the shares, for `size` of the clients with weights `p`.
+
+    >>> cohort_moments(np.array([0.25, 0.25, 0.5]), 1).shares.round(12)
+    array([[0.33333333, 0.        , 0.        ],
+           [0.        , 0.33333333, 0.        ],
+           [0.        , 0.        , 0.33333333]])
+    """
+    n, p = len(p), np.asarray(p, np.float64)
+    if size == n:
+        return Cohorts(p, size, p, np.outer(p, p), np.outer(p, np.ones(n)))
+    among = size / n
+    two = among * (size - 1) / (n - 1)
+    if (p == p[0]).all():
+        pairs = np.where(np.eye(n, dtype=bool), among, two)
+        return Cohorts(p, size, np.full(n, 1 / n), pairs / size**2, pairs / size)
+    once, twice = _integrals(p, size)
+    return Cohorts(p, size, p * np.diag(once), np.outer(p, p) * twice, p[:, None] * once)
+
+
+def _integrals(p: Floats, size: int) -> tuple[Floats, Floats]:
+    """E [i, j in A] / h and E [i, j in A] / h^2, where p_i > 0; rows and columns of weight 0 are finite as well."""
+    n, weighty = len(p), p[p > 0]
+    rising = np.sort(p)
+    least = max(float(rising[:size].sum()), float(weighty.min()))  # of h, where it is not 0
+    low, high = math.log(REACH), math.log(-math.log(REACH)) + 1
+    once, twice = np.zeros((n, n)), np.zeros((n, n))
+    for s in np.arange(low - math.log(rising[-size:].sum()), high - math.log(least), STEP):
+        t = math.exp(s)
+        pairs = t * _both(t * p, size)
+        once += pairs
+        twice += t * pairs
+    return STEP * once, STEP * twice
+
+
+def _both(decay: Floats, size: int) -> Floats:
+    """(N, N) E [i, j in A] prod_{k in A} e^(-decay_k)."""
+    n = len(decay)
+    decay = np.minimum(decay, np.sort(decay)[:size].sum() + BEYOND)  # e^-BEYOND of the largest term is nothing
+    low, high = decay.min() - BEYOND, decay.max() + BEYOND  # log radius at which sum b = S, by bisection
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        above = np.sum(1 / (1 + np.exp(np.clip(decay - middle, -BEYOND, BEYOND)))) > size
+        low, high = (low, middle) if above else (middle, high)
+    log_y = middle - decay
+    points = n + 1 + n % 2  # odd
+    turn = np.exp(2j * np.pi * np.arange(points) / points)[:, None]
+    # 1 + z y = max(1, y) (..) so that nothing overflows
+    large = np.maximum(log_y, 0)
+    rest = np.exp(-large) + turn * np.exp(log_y - large)
+    b = turn * np.exp(log_y - large) / rest
+    logs = np.log(rest).sum(axis=1) + large.sum() - size * middle
+    count = math.lgamma(n + 1) - math.lgamma(size + 1) - math.lgamma(n - size + 1)
+    weights = np.exp(logs - count) * turn[:, 0] ** (-size) / points
+    both: Floats = ((b * weights[:, None]).T @ b).real
+    both[np.diag_indices(n)] = (weights @ b).real
+    return both
