@@ -9,12 +9,14 @@ import pytest
 import fedscaffold as fs
 from fedscaffold.data import federate, load
 from fedscaffold.theory import reduced
+from fedscaffold.theory.cohorts import cohort_moments
 from fedscaffold.theory.derivatives import client_hessians, noise_level
 from fedscaffold.theory.law import mean_squared_error
 from fedscaffold.theory.planning import plan, verify
 from fedscaffold.theory.samples import redrawn
 
 room = sys.modules["fedscaffold.theory.planning"]
+models = sys.modules["fedscaffold.theory.quadratic_model"]
 
 PROBLEMS = {
     "noisy quadratics": (
@@ -62,7 +64,7 @@ def test_measured_is_within_a_factor_two_of_predicted_or_not_promised(name):
 def test_a_reduced_plan_is_the_exact_one_where_nothing_is_left_out(monkeypatch):
     problem = fs.problems.quadratic(num_clients=4, dim=6, mu=0.1, x0=np.ones(6), seed=3)
     exact = plan(problem, target=0.05)
-    monkeypatch.setattr(room, "EXACT", 0)
+    monkeypatch.setattr(models, "EXACT", 0)
     for one, other in zip(exact.proposals, plan(problem, target=0.05).proposals, strict=True):
         assert (one.promised, other.promised) == (True, False)
         assert "no promise" in other.why
@@ -77,7 +79,8 @@ def test_the_spectrum_of_the_noise_integrates_any_function():
     best, sizes = problem.optimum(), np.full(6, 3.0)
     rng, h = np.random.default_rng(0), client_hessians(problem, best).mean(axis=0)
     z = np.stack([reduced._drawn(problem, best, sizes, rng).mean(axis=0) for _ in range(6)])
-    values, weights = reduced._noise_spectrum(problem, best, 3, 6)
+    heard = cohort_moments(np.full(6, 1 / 6), 6)
+    values, weights = reduced._noise_spectrum(problem, best, 3, heard, 6)
     a, basis = np.linalg.eigh(h)
     for phi in (np.ones_like, np.reciprocal, lambda t: (1 - 0.1 * t) ** 20):
         assert weights @ phi(values) == pytest.approx(np.mean((z @ basis) ** 2 @ phi(a)), rel=1e-8)

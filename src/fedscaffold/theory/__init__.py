@@ -8,7 +8,8 @@ Exact on quadratics, by closed forms whose cost does not depend on the number of
     fixed_point, bias               where a method ends
     best_local_steps                the number of local steps that gains a digit at the least cost
     stationary, block_residual      mean and covariance in the long run; the equations they must satisfy
-    mean_squared_error              of every round, without simulating
+    mean_squared_error              of every round, without simulating, with any cohort and weights
+    expected_gap                    the same for E f(x) - f(x*)
     sample_rounds                   runs with noise, exact in law, any number of local steps at the cost of one
 
 And beyond, for smooth problems:
@@ -24,7 +25,7 @@ from fedscaffold.theory.advice import Advice, advise
 from fedscaffold.theory.conjectures import Conjectures, conjectures, stiff_and_noisy
 from fedscaffold.theory.expansion import Expansion, expand
 from fedscaffold.theory.heterogeneity import Heterogeneity, heterogeneity
-from fedscaffold.theory.law import mean_squared_error, sample_rounds
+from fedscaffold.theory.law import expected_gap, mean_squared_error, sample_rounds
 from fedscaffold.theory.local_steps import BestLocalSteps, best_local_steps
 from fedscaffold.theory.planning import Plan, Proposal, Verified, plan, verify
 from fedscaffold.theory.quadratics import Spectra, XiMap, spectra, xi_round_map
@@ -64,6 +65,7 @@ __all__ = [
     "contraction_curve",
     "contraction_rate",
     "expand",
+    "expected_gap",
     "fixed_point",
     "heterogeneity",
     "is_quadratic",

@@ -1,22 +1,26 @@
 """Which of SGD, FedAvg and SCAFFOLD to use on a problem, with which step size and number of local steps, and why.
 
-With g = lr, K = local_steps, T rounds to be afforded, L the largest curvature of any client (at the start and where it
-was measured), mu and H the mean Hessian's smallest eigenvalue and itself, C~ = sum p_i^2 C_i the mean gradient's noise:
+Where f has an optimum, settings are compared by E f(x) - f(x*) after the T rounds that can be afforded, from the
+problem's own start, with its cohorts, weights and noise (`quadratic_model.py`): exact on quadratics, on the quadratic
+model at the optimum otherwise. Tried are
 
-    step          g = 1/L
-    local steps   K = 1 / (g sqrt(mu L)), the number that needs the fewest rounds (F10), but at most T / (g L): T rounds
-                  cannot tell a direction flatter than 1 / (g K T) from a flat one. Where f is not convex, 10 / (g L)
-    excess of u   E(u) = u' (H + I / (g K T))^-1 u / 2, how far f is above its minimum where grad f = u, as far as T
-                  rounds can tell; |u|^2 / (2 L) where f is not convex
-    drift         FedAvg rests where grad f = -D, D its drift (`expansion.drift`; F19: |D| = g (K-1)/2 drift_rate), that
-                  is, E(D) above the minimum                                                        drift_excess
-    noise         keeps every method g tr C~ / 4 above it                                           noise_excess
-    sampling      other records from the same sources would move grad f by a random e of covariance sum p_i^2 V_i / n_i:
-                  the minimum itself is known to E(e) only                                          sampling_excess
+    step sizes      1/L and its halves, L the largest curvature of any client, at the optimum and at the start
+    local steps     1 to 1000
+    methods         SGD (one step on all data a round), FedAvg, SCAFFOLD
 
-SGD where K is 1. FedAvg where its drift is lost in the noise or within half the sampling error: there it does as well,
-and sends two vectors a round and client where SCAFFOLD sends three; clients that differ by chance alone may take fewer
-local steps for its sake. SCAFFOLD otherwise.
+on a grid that is searched downhill. Advised is the simplest method whose best setting is within SIMPLER times the best
+of all: SGD and FedAvg send two vectors a round and client, SCAFFOLD three. Where the model is no promise, differences
+within half the sampling error do not count either: other records from the same sources would move grad f by a random e
+of covariance sum p_i^2 V_i / n_i, so the minimum itself is known to e' H^-1 e / 2 only (sampling_excess).
+
+Where no optimum is found (a network; separable data without l2) nothing can be predicted, and rules of thumb are used,
+with C~ the covariance of the cohort's mean gradient, D FedAvg's drift, and Delta what 50 gradient steps gained:
+
+    step            1/L, or where noise asks for less, Delta / (5 T tr C~): with lr K = 10 / L, noise then adds no more
+                    to the mean |grad f|^2 of the descent lemma than the distance to go does
+    local steps     10 / (lr L); where f is convex 1 / (lr sqrt(mu L)) (F10), at most T / (lr L)
+    FedAvg          if its drift, |D|^2 / (2 L) or D' (H + I / (lr K T))^-1 D / 2, is lost in the noise, lr tr C~ / 4,
+                    or within half the sampling error; else SCAFFOLD
 """
 
 from __future__ import annotations
@@ -26,23 +30,46 @@ from typing import NamedTuple
 import numpy as np
 
 from fedscaffold import checks
+from fedscaffold.algorithms import Algorithm, fedavg, make, scaffold, sgd
+from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
-from fedscaffold.theory.derivatives import client_gradients, client_products, noise_covariance, solve
+from fedscaffold.theory.cohorts import Cohorts
+from fedscaffold.theory.derivatives import client_gradients, find_optimum, noise_level, solve
 from fedscaffold.theory.expansion import drift
-from fedscaffold.theory.heterogeneity import SMALL, Heterogeneity
+from fedscaffold.theory.heterogeneity import Heterogeneity
+from fedscaffold.theory.quadratic_model import LOCAL_STEPS, QuadraticModel, cohorts_of, model_of, search
+from fedscaffold.theory.round_map import form_of, is_quadratic
 from fedscaffold.theory.samples import looks_at, redrawn
 
-__all__ = ["Advice", "advise"]
+__all__ = ["Advice", "Tried", "advise"]
 
-WITHIN = 0.5  # share of the sampling error within which a drift does not matter
-NEGLIGIBLE = 1e-6  # share of the gap at the start that nobody will see
+SIMPLER = 1.25  # times the best error that a simpler method may leave
+ROUNDING = 1e-26  # of the gap at the start: nobody will see the difference
+HALVINGS = 21  # step sizes tried: 1/L and its halves, down to a millionth
+WITHIN = 0.5  # share of the sampling error within which differences do not matter
 ALIKE = 1.5  # (zeta_1 / chance)^2 up to which gradients may differ by chance only: then it is 1 on average
 FEW = 4  # local steps below which FedAvg gains too little
 DRAWS = 3  # of the sampling error
+HARDLY = 0.95  # of the gap at the start: a setting that leaves more hardly beats the start
+
+
+class Tried(NamedTuple):
+    """A setting, and how far above the minimum it is expected to leave f."""
+
+    algorithm: str
+    lr: float
+    local_steps: int
+    gap: float
+    standard_error: float
+    """Of `gap`, where it was estimated from drawn runs; else 0."""
+
+    def __str__(self) -> str:
+        steps = "one step a round" if self.local_steps == 1 else f"{self.local_steps} local steps"
+        return f"{self.algorithm} with lr {self.lr:.2g} and {steps}"
 
 
 class Advice(NamedTuple):
-    """What to use and why; formulas in the module's head."""
+    """What to use and why; rules in the module's head."""
 
     algorithm: str
     """sgd, fedavg or scaffold."""
@@ -50,15 +77,16 @@ class Advice(NamedTuple):
     local_steps: int
     why: tuple[str, ...]
     """Sentences."""
-    drift_excess: float
-    noise_excess: float
+    gap: float | None
+    """E f(x) - f(x*) after the rounds; None where nothing can be predicted, as the next."""
+    start_gap: float | None
+    """f(x0) - f(x*)."""
+    promised: bool
+    """Whether `gap` is exact."""
     sampling_excess: float
-    fedavg_bias: float
-    """F19: distance of FedAvg's resting point from the optimum, to first order; NaN without one, as the next two."""
-    noise_floor: float
-    """Distance from the optimum that noise keeps, sqrt(g tr A.C~) (F16); NaN for large d, too."""
-    distance: float
-    """From the start to the optimum."""
+    """How far above the minimum other records from the same sources would put it."""
+    tried: tuple[Tried, ...]
+    """All settings that were compared."""
 
     def __str__(self) -> str:
         steps = "" if self.algorithm == "sgd" else f" and {self.local_steps} local steps"
@@ -68,15 +96,20 @@ class Advice(NamedTuple):
 class _Case(NamedTuple):
     """Where advice is sought."""
 
+    found: Heterogeneity
     problem: Problem
-    p: Floats
-    at: Heterogeneity
-    lr: float
-    local_steps: int
-    useful: int
-    """Local steps, by the rule."""
+    heard: Cohorts
     rounds: int
-    steepest: float
+    lr: float | None
+    local_steps: int | None
+
+    @property
+    def at(self) -> Heterogeneity:
+        return self.found.later or self.found
+
+    @property
+    def steepest(self) -> float:
+        return max(self.at.smoothness, self.found.start_smoothness)
 
 
 def advise(
@@ -84,37 +117,167 @@ def advise(
     problem: Problem,
     *,
     rounds: int = 100,
+    cohort: float | int = 1.0,
     lr: float | None = None,
     local_steps: int | None = None,
 ) -> Advice:
-    """Say which algorithm to use on `problem`, from what `heterogeneity` found; `rounds` are those to be afforded.
+    """Say which algorithm to use on `problem`, from what `heterogeneity` found, whose weights and batch size are taken.
+
+    `rounds` are those to be afforded, `cohort` the share or number of clients that take part in each. A given `lr` or
+    `local_steps` is kept; what is not given is chosen.
 
     >>> import fedscaffold as fs
     >>> from fedscaffold.theory.heterogeneity import heterogeneity
     >>> unlike = fs.problems.dialled(5, 4, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1)
-    >>> advise(heterogeneity(unlike), unlike).algorithm
-    'scaffold'
+    >>> advice = advise(heterogeneity(unlike), unlike)
+    >>> advice.algorithm, advice.promised
+    ('scaffold', True)
     """
-    at = found.later or found
-    steepest = max(at.smoothness, found.start_smoothness)
-    step = 1 / steepest if lr is None else checks.number("lr", lr, above=0)
-    useful = _useful_steps(at, step * steepest, checks.whole("rounds", rounds))
-    steps = useful if local_steps is None else checks.whole("local_steps", local_steps)
-    look = looks_at(problem, found.weights, False, np.random.default_rng(0)).mean
-    case = _Case(look.problem, look.p, at, step, steps, useful, rounds, steepest)
-    noise = step * at.noise * float(found.weights @ found.weights) / 4
-    sampling = float(np.mean([_excess(case, error) for error in _sampling_errors(case)]))
-    allowed = max(noise, WITHIN * sampling, NEGLIGIBLE * _gap(problem, at))
-    drifting = _drifting(case, steps)
-    if local_steps is None and at.unlikeness <= ALIKE:  # fewer local steps may do: then FedAvg is the simpler choice
+    rounds = checks.whole("rounds", rounds)
+    lr = None if lr is None else checks.number("lr", lr, above=0)
+    local_steps = None if local_steps is None else checks.whole("local_steps", local_steps)
+    heard = cohorts_of(problem, [sgd(), fedavg(), scaffold()], cohort, found.weights)
+    case = _Case(found, problem, heard, rounds, lr, local_steps)
+    best = _optimum(case)
+    return _by_rule(case) if best is None else _by_model(case, best)
+
+
+def _optimum(case: _Case) -> Floats | None:
+    """The optimum, where there is one to model f at."""
+    if case.found.where == "the optimum":
+        return case.found.x if case.found.mean_mu > 0 else None
+    if not is_quadratic(case.problem):
+        return None
+    try:
+        return find_optimum(case.problem, case.heard.p)
+    except InputError:  # not strictly convex
+        return None
+
+
+# --- by the model ---------------------------------------------------------------------------------------------------
+
+
+def _by_model(case: _Case, best: Floats) -> Advice:
+    found = case.found
+    whole = model_of(case.problem, best, None, case.heard)
+    batches = whole if found.batch_size is None else model_of(case.problem, best, found.batch_size, case.heard)
+    choices = [_compared(case, whole, sgd())] if case.local_steps in (None, 1) else []
+    choices += [_compared(case, batches, algorithm) for algorithm in (fedavg(), scaffold())]
+    ends = [min(tried, key=lambda one: one.gap) for tried in choices]
+    start = float(whole.errors(sgd(), lr=1e-9 / whole.steepest, steps=1, rounds=1, gap=True)[0][0])
+    least = min(one.gap for one in ends)
+    sampling = _sampling_excess(case, found, max(ends, key=lambda one: one.lr * one.local_steps))
+    slack = 0.0 if batches.exact else WITHIN * sampling
+    chosen = next(one for one in ends if one.gap <= max(SIMPLER * least, ROUNDING * start, least + slack))
+    form = form_of(make(chosen.algorithm))
+    assert form is not None
+    promised, basis = (whole if chosen.algorithm == "sgd" else batches).promise(form)
+    said = [_likeness(found), _prediction(case, chosen, start, basis)]
+    said += _comparison(chosen, ends, sampling, slack) + _outlook(case, chosen, start, batches.steepest)
+    tried = tuple(one for some in choices for one in some)
+    return Advice(
+        chosen.algorithm, chosen.lr, chosen.local_steps, tuple(said), chosen.gap, start, promised, sampling, tried
+    )
+
+
+def _compared(case: _Case, model: QuadraticModel, algorithm: Algorithm) -> list[Tried]:
+    """Settings of one algorithm, and what they lead to."""
+    lrs = [2.0**-k / model.steepest for k in range(HALVINGS)] if case.lr is None else [case.lr]
+    steps = LOCAL_STEPS if case.local_steps is None else (case.local_steps,)
+    unsure: dict[tuple[float, int], float] = {}
+
+    def gap(lr: float, count: int) -> float:
+        try:
+            errors, unsure[lr, count] = model.errors(algorithm, lr=lr, steps=count, rounds=case.rounds, gap=True)
+        except InputError:  # a client alone overflows in one round
+            return np.inf
+        return float(errors[-1])
+
+    found = search(gap, lrs, (1,) if algorithm.one_step else steps)
+    return [Tried(algorithm.name, *pair, end, unsure.get(pair, 0.0)) for pair, end in sorted(found.items())]
+
+
+def _prediction(case: _Case, chosen: Tried, start: float, basis: str) -> str:
+    cohort = f" of {case.heard.size} of the {len(case.heard.p)} clients" * (case.heard.size < len(case.heard.p))
+    unsure = f" +- {chosen.standard_error:.1g}" if chosen.standard_error else ""
+    return (
+        f"After {case.rounds} rounds{cohort} f is expected to be {chosen.gap:.2g}{unsure} above its minimum; "
+        f"it starts {start:.2g} above it ({basis})."
+    )
+
+
+def _comparison(chosen: Tried, ends: list[Tried], sampling: float, slack: float) -> list[str]:
+    others = [one for one in ends if one.algorithm != chosen.algorithm]
+    lines = ["At their best, " + " and ".join(f"{one} would leave {one.gap:.2g}" for one in others) + "."]
+    best = min(ends, key=lambda one: one.gap)
+    if best.algorithm != chosen.algorithm:
+        why = f"the records fix the minimum to {sampling:.2g} only" if best.gap < chosen.gap - slack / 2 else ""
+        vectors = "and sends 2 vectors a round and client where SCAFFOLD sends 3" * (best.algorithm == "scaffold")
+        simpler = " ".join(part for part in ("is simpler", vectors) if part)
+        lines.append(f"The difference is small{', as ' + why if why else ''}, and {chosen.algorithm} {simpler}.")
+    elif sampling > 0:
+        lines.append(f"The records fix the minimum itself to {sampling:.2g}.")
+    return lines
+
+
+def _outlook(case: _Case, chosen: Tried, start: float, steepest: float) -> list[str]:
+    limit, lines = 1 / steepest, []
+    if chosen.lr >= 2 * limit:
+        lines.append(
+            f"lr {chosen.lr:.2g} is above 2/L = {2 * limit:.2g} of the steepest client, where local steps diverge."
+        )
+    else:
+        lowered = ": noise or drift asks for smaller steps" * (chosen.lr < 0.9 * limit and case.lr is None)
+        lines.append(f"1/L is {limit:.2g} for the steepest client{lowered}.")
+    if not chosen.gap < start:
+        lines.append(
+            "Nothing that was tried ends below the start: take larger batches, larger cohorts or more rounds, or keep "
+            "the model you have."
+        )
+    elif chosen.gap > HARDLY * start:
+        lines.append("That hardly beats the start: larger batches, larger cohorts or more rounds would help.")
+    return lines
+
+
+# --- by rules of thumb ----------------------------------------------------------------------------------------------
+
+
+def _by_rule(case: _Case) -> Advice:
+    """Where nothing can be predicted; formulas in the module's head."""
+    at, found, rounds = case.at, case.found, case.rounds
+    noise = float(np.diag(case.heard.shares) @ noise_level(case.problem, at.x, found.batch_size))  # tr C~
+    lr = min(1 / case.steepest, _gained(case) / (5 * rounds * noise)) if noise > 0 else 1 / case.steepest
+    lr = case.lr or max(lr, 2.0 ** (1 - HALVINGS) / case.steepest)
+    useful = min(LOCAL_STEPS[-1], _useful_steps(at, lr * case.steepest, rounds))
+    steps = case.local_steps or useful
+    here = Tried("", lr, steps, np.nan, 0.0)
+    sampling, kept = _sampling_excess(case, at, here), lr * noise / 4
+    allowed, drifting = max(kept, WITHIN * sampling), _drifting(case, lr, steps)
+    if case.local_steps is None and at.unlikeness <= ALIKE:  # fewer local steps may do: then FedAvg is simpler
         while drifting > allowed and steps >= 2 * FEW:
             steps //= 2
-            drifting = _drifting(case, steps)
+            drifting = _drifting(case, lr, steps)
         if drifting > allowed:
-            steps, drifting = useful, _drifting(case, useful)
+            steps, drifting = useful, _drifting(case, lr, useful)
     name = "sgd" if steps == 1 else "fedavg" if drifting <= allowed else "scaffold"
-    why = (_likeness(at), _reason(name, steps, drifting, noise, sampling), *_settings(name, case, steps))
-    return Advice(name, step, steps, why, drifting, noise, sampling, *_distances(problem, at, step, steps))
+    convex = "f is convex, but no optimum was found" if at.convex else "f is not convex"
+    said = [
+        _likeness(at),
+        f"{convex}: these are rules of thumb from where it was measured, and they promise nothing.",
+        f"{steps} local steps make FedAvg drift by {drifting:.2g} in f, noise costs {kept:.2g}, and the records fix a "
+        f"minimum to {sampling:.2g}: control variates {'are worth' if name == 'scaffold' else 'would not be worth'} "
+        "their one more vector a round.",
+    ]
+    said += _outlook(case, Tried(name, lr, steps, 0.0, 0.0), np.inf, case.steepest)
+    return Advice(name, lr, steps, tuple(said), None, None, False, sampling, ())
+
+
+def _gained(case: _Case) -> float:
+    """By how much f is lower a little training away, by the trapezoidal rule."""
+    away = case.problem.layout.flatten(case.problem.params) - case.at.x
+    slopes = sum(case.heard.p @ client_gradients(case.problem, x) for x in (case.at.x, case.at.x + away))
+    steep = case.heard.p @ client_gradients(case.problem, case.at.x + away)
+    return max(float(slopes @ away) / 2, float(steep @ steep) / (2 * case.steepest))
 
 
 def _useful_steps(at: Heterogeneity, lr_times_smoothness: float, rounds: int) -> int:
@@ -124,45 +287,30 @@ def _useful_steps(at: Heterogeneity, lr_times_smoothness: float, rounds: int) ->
     return max(1, round(min(float(np.sqrt(condition)), rounds) / lr_times_smoothness))
 
 
-def _drifting(case: _Case, steps: int) -> float:
-    """How far above the minimum FedAvg rests with so many local steps."""
-    return _excess(case, drift(case.problem, case.at.x, case.p, case.lr, steps))
+def _drifting(case: _Case, lr: float, steps: int) -> float:
+    """What FedAvg's drift costs with so many local steps."""
+    look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
+    return _excess(case, case.at, lr * steps, drift(look.problem, case.at.x, look.p, lr, steps))
 
 
-def _excess(case: _Case, slope: Floats) -> float:
-    if not case.at.convex:
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+def _excess(case: _Case, at: Heterogeneity, travel: float, slope: Floats) -> float:
+    """How far f is above its minimum where grad f = slope, as far as the rounds can tell."""
+    if not at.convex:
         return float(slope @ slope) / (2 * case.steepest)
-    damping = 1 / (case.lr * case.local_steps * case.rounds)
-    return float(slope @ solve(case.problem, case.at.x, slope, case.p, damping, relative=1e-3)) / 2
+    look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
+    damping = 1 / (travel * case.rounds)
+    return float(slope @ solve(look.problem, at.x, slope, look.p, damping, relative=1e-3)) / 2
 
 
-def _sampling_errors(case: _Case) -> list[Floats]:
-    """Changes of grad f when every client draws as many records anew, with replacement, from those it has."""
+def _sampling_excess(case: _Case, at: Heterogeneity, setting: Tried) -> float:
+    """The mean excess when every client draws as many records anew, with replacement, from those it has."""
     rng = np.random.default_rng(0)
-    return [case.p @ redrawn(case.problem, case.at.x, rng) for _ in range(DRAWS)]
-
-
-def _gap(problem: Problem, at: Heterogeneity) -> float:
-    """How far f at the start is above its minimum, to second order; 0 where that is not known."""
-    if at.where != "the optimum":
-        return 0.0
-    away = problem.layout.flatten(problem.params) - at.x
-    return float(away @ (at.weights @ client_products(problem, at.x, away))) / 2
-
-
-def _distances(problem: Problem, at: Heterogeneity, lr: float, steps: int) -> tuple[float, float, float]:
-    """FedAvg's bias, the noise floor, and the distance from the start."""
-    if at.where != "the optimum" or at.mean_mu <= 0:
-        return np.nan, np.nan, np.nan
-    p, rows = at.weights, client_gradients(problem, at.x)
-    turned = p @ client_products(problem, at.x, rows) - p @ client_products(problem, at.x, p @ rows)
-    bias = lr * (steps - 1) / 2 * float(np.linalg.norm(solve(problem, at.x, turned, p)))
-    floor = np.nan
-    if problem.dim <= SMALL:
-        noise = np.tensordot(p * p, noise_covariance(problem, at.x, at.batch_size), 1)
-        columns = np.stack([solve(problem, at.x, column, p) for column in noise])
-        floor = float(np.sqrt(lr * np.trace(columns) / 2))  # tr A.C = tr(H^-1 C) / 2
-    return bias, floor, float(np.linalg.norm(problem.layout.flatten(problem.params) - at.x))
+    look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
+    errors = [look.p @ redrawn(look.problem, at.x, rng) for _ in range(DRAWS)]
+    return float(np.mean([_excess(case, at, setting.lr * setting.local_steps, error) for error in errors]))
 
 
 def _likeness(at: Heterogeneity) -> str:
@@ -172,31 +320,3 @@ def _likeness(at: Heterogeneity) -> str:
     if at.unlikeness <= ALIKE:
         return f"{found}; records from one source would give {at.chance:.2g}: gradients differ by chance only."
     return f"{found}; records from one source would give {at.chance:.2g}: the clients are truly unlike."
-
-
-def _reason(name: str, steps: int, drifting: float, noise: float, sampling: float) -> str:
-    if name == "sgd":
-        return "So well conditioned a problem gains nothing from local steps: take one step on all data a round."
-    scales = f"noise keeps it {noise:.2g} above, and the records fix the minimum to {sampling:.2g}"
-    halts = f"{steps} local steps make FedAvg halt {drifting:.2g} above the minimum by its drift; {scales}"
-    if name == "fedavg":
-        return f"{halts}: control variates would gain nothing, and FedAvg sends 2 vectors a round, SCAFFOLD 3."
-    return f"{halts}: SCAFFOLD's control variates are worth their one more vector a round."
-
-
-def _settings(name: str, case: _Case, steps: int) -> list[str]:
-    at, lr, limit = case.at, case.lr, 1 / case.steepest
-    lines = [f"lr {lr:.2g}: 1/L is {limit:.2g} for the steepest client."]
-    if lr >= 2 * limit:
-        lines = [
-            f"lr {lr:.2g} is above 2/L = {2 * limit:.2g} of the steepest client and will diverge; take {limit:.2g}."
-        ]
-    if name != "sgd":
-        rule = f"mu = {at.mean_mu:.2g} makes" if at.convex else "lr K L = 10, where f is not convex, makes"
-        fewer = "; as many as FedAvg's drift allows" if steps < case.local_steps else ""
-        lines.append(f"{steps} local steps: {rule} {case.useful} useful with {case.rounds} rounds to spend{fewer}.")
-    if at.noise > 0 and name != "sgd":
-        lines.append("Half the lr and twice the local steps would halve what the noise costs, in as many rounds.")
-    if not at.convex:
-        lines.append("f is not convex: the numbers describe where they were measured, and promise nothing elsewhere.")
-    return lines

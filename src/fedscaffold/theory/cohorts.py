@@ -25,12 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedscaffold.algorithms import Algorithm
-from fedscaffold.problems.problem import Floats, Problem, weights_of
-from fedscaffold.simulation import asked
-from fedscaffold.simulation.asked import Request
+from fedscaffold.problems.problem import Floats
 
-__all__ = ["Cohorts", "cohort_moments", "cohort_size"]
+__all__ = ["Cohorts", "cohort_moments", "shares"]
 
 STEP = 0.25  # of log t: an error of 1e-17
 REACH = 1e-17  # what the integrals leave out at either end
@@ -69,16 +66,6 @@ class Cohorts(NamedTuple):
         return self.size == len(self.p) and bool((self.p == self.p[0]).all())
 
 
-def cohort_size(algorithm: Algorithm, problem: Problem, cohort: float | int) -> int:
-    """S for a share or a number of clients, as `simulate` takes it.
-
-    >>> import fedscaffold as fs
-    >>> cohort_size(fs.fedavg(), fs.problems.quadratic(num_clients=10, dim=2), 0.2)
-    2
-    """
-    return asked.cohort_size(Request(algorithm, problem, 1, cohort=cohort))
-
-
 def cohort_moments(p: Floats, size: int) -> Cohorts:
     """The moments of the shares, for `size` of the clients with weights `p`.
 
@@ -97,6 +84,21 @@ def cohort_moments(p: Floats, size: int) -> Cohorts:
         return Cohorts(p, size, np.full(n, 1 / n), pairs / size**2, pairs / size)
     once, twice = _integrals(p, size)
     return Cohorts(p, size, p * np.diag(once), np.outer(p, p) * twice, p[:, None] * once)
+
+
+def shares(heard: Cohorts, rng: np.random.Generator, draws: int) -> Floats:
+    """(draws, N) shares q of cohorts drawn at random; 0 for who is not heard.
+
+    >>> shares(cohort_moments(np.array([0.25, 0.75]), 2), np.random.default_rng(0), 1)
+    array([[0.25, 0.75]])
+    """
+    if heard.size == len(heard.p):
+        return np.tile(heard.p, (draws, 1))
+    order = rng.random((draws, len(heard.p))).argsort(axis=1)
+    q = np.where(order < heard.size, heard.p, 0.0)
+    total = q.sum(axis=1, keepdims=True)
+    drawn: Floats = q / np.where(total > 0, total, 1)
+    return drawn
 
 
 def _integrals(p: Floats, size: int) -> tuple[Floats, Floats]:
@@ -118,11 +120,17 @@ def _both(decay: Floats, size: int) -> Floats:
     """(N, N) E [i, j in A] prod_{k in A} e^(-decay_k)."""
     n = len(decay)
     decay = np.minimum(decay, np.sort(decay)[:size].sum() + BEYOND)  # e^-BEYOND of the largest term is nothing
-    low, high = decay.min() - BEYOND, decay.max() + BEYOND  # log radius at which sum b = S, by bisection
+    rising = np.sort(decay)
+    # log radius at which sum b = S, by bisection; written as sum of the small b = sum of 1 - the large b, as the digits
+    # of both would be lost in S
+    low, high = rising[0] - BEYOND, rising[-1] + BEYOND
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        above = np.sum(1 / (1 + np.exp(np.clip(decay - middle, -BEYOND, BEYOND)))) > size
-        low, high = (low, middle) if above else (middle, high)
+        off = np.exp(-np.abs(np.clip(rising - middle, -BEYOND, BEYOND)))
+        near, far = off / (1 + off), 1 / (1 + off)  # of b and 1 - b, the one below and the one above 1/2
+        inside = np.where(rising > middle, far, near)[:size].sum()  # 1 - b
+        outside = np.where(rising > middle, near, far)[size:].sum()  # b
+        low, high = (low, middle) if outside > inside else (middle, high)
     log_y = middle - decay
     points = n + 1 + n % 2  # odd
     turn = np.exp(2j * np.pi * np.arange(points) / points)[:, None]

@@ -11,6 +11,9 @@ and a round adds to (u, r) of `quadratics.py`, r_c = gamma H (xi_c - xi_c*), wit
 In the eigenbasis of A_c the (j, k) entry of Sigma_eps^c is C_jk (1 - (f_j f_k)^H) / (1 - f_j f_k), f = 1 - gamma a. So
 e_c is drawn in one go, whatever H. Option I remembers a gradient at x with noise of its own: a second source, into r.
 
+All of this is for rounds that hear every client with equal weight. Where cohorts are drawn at random, or weights or
+numbers of local steps differ, `mean_squared_error` and `expected_gap` follow `second_moments.py` instead.
+
 Symbols: gamma = lr, H = local_steps, eta_g = server_lr, C = noise.
 """
 
@@ -24,13 +27,19 @@ from numpy.typing import ArrayLike
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
-from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.problems.problem import Floats, Problem, weights_of
 from fedscaffold.problems.records import reals
+from fedscaffold.simulation import asked
+from fedscaffold.simulation.asked import Request
+from fedscaffold.simulation.guards import refuse
+from fedscaffold.simulation.stale import Policy
+from fedscaffold.theory.cohorts import cohort_moments
 from fedscaffold.theory.quadratics import LinearRound, Spectra, geometric, linear_round, spectra
 from fedscaffold.theory.rates import bias_of
-from fedscaffold.theory.round_map import SCAFFOLD, form_of
+from fedscaffold.theory.round_map import SCAFFOLD, Form, a_problem, form_of
+from fedscaffold.theory.second_moments import Federation, Noise, error_curve, root
 
-__all__ = ["Chain", "Source", "chain", "mean_squared_error", "sample_rounds", "walked"]
+__all__ = ["Chain", "Source", "chain", "expected_gap", "mean_squared_error", "sample_rounds", "walked"]
 
 
 class Source(NamedTuple):
@@ -53,29 +62,48 @@ class Chain(NamedTuple):
 
     def start(self, x0: ArrayLike | None, problem: Problem) -> tuple[Floats, Floats]:
         """(u, r) of a run that starts at x0 (the problem's own unless given) with all control variates at zero."""
-        given = problem.layout.flatten(problem.params) if x0 is None else np.asarray(x0, np.float64)
-        if given.shape != self.fixed.shape or not np.isfinite(given).all():
-            raise InputError(f"x0 must be {len(self.fixed)} finite numbers, got shape {given.shape}")
+        given = started(x0, problem)
         remembered = self.one.travel * self.spectra.xi if self.one.form.memory else np.zeros_like(self.spectra.xi)
         return (given - self.fixed)[:, None], -remembered[:, None]
 
 
-def chain(problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, algorithm: Algorithm) -> Chain:
+def started(x0: ArrayLike | None, problem: Problem) -> Floats:
+    """Where a run starts, as a flat vector: x0, or the problem's own parameters."""
+    given = problem.layout.flatten(problem.params) if x0 is None else np.asarray(x0, np.float64)
+    if given.shape != (problem.dim,) or not np.isfinite(given).all():
+        raise InputError(f"x0 must be {problem.dim} finite numbers, got shape {given.shape}")
+    return given
+
+
+def chain(
+    problem: Problem,
+    *,
+    lr: float,
+    local_steps: int,
+    noise: ArrayLike,
+    algorithm: Algorithm,
+    noise_at_x: ArrayLike | None = None,
+) -> Chain:
     """The chain of `algorithm` on a problem made of quadratics, gradients having covariance `noise`.
+
+    `noise_at_x` is that of the gradient at x which option I remembers; the same unless given.
 
     >>> import fedscaffold as fs
     >>> pair = fs.problems.lower_bound_pair()
     >>> chain(pair, lr=0.1, local_steps=2, noise=1.0, algorithm=fs.scaffold()).sources[0].covariance.ravel()
     array([0.0164, 0.02  ])
     """
-    form = form_of(algorithm)
-    if form is None:
-        raise InputError(f"the law of {algorithm.name} under noise has no closed form here: simulate it")
+    form = _form(algorithm)
     given = spectra(problem)
     one = linear_round(given, form, lr=lr, local_steps=local_steps)
-    turned = np.swapaxes(given.vectors, 1, 2) @ _covariances(noise, given) @ given.vectors
-    walk = Source(turned * walked(one), form.server_lr, float(form.memory and not form.at_x))
-    at_x = (Source(one.travel**2 * turned, 0.0, 1.0),) if form.memory and form.at_x else ()
+
+    def turned(noise: ArrayLike) -> Floats:
+        covariances: Floats = np.swapaxes(given.vectors, 1, 2) @ _covariances(noise, given) @ given.vectors
+        return covariances
+
+    walk = Source(turned(noise) * walked(one), form.server_lr, float(form.memory and not form.at_x))
+    still = turned(noise if noise_at_x is None else noise_at_x)
+    at_x = (Source(one.travel**2 * still, 0.0, 1.0),) if form.memory and form.at_x else ()
     return Chain(given, one, (walk, *at_x), given.optimum + bias_of(given, one))
 
 
@@ -97,16 +125,20 @@ def mean_squared_error(
     problem: Problem,
     *,
     lr: float,
-    local_steps: int,
+    local_steps: int | ArrayLike,
     noise: ArrayLike,
     rounds: int,
     x0: ArrayLike | None = None,
     algorithm: Algorithm = SCAFFOLD,
+    cohort: float | int = 1.0,
+    weights: str | ArrayLike = "equal",
+    noise_at_x: ArrayLike | None = None,
 ) -> Floats:
     """Exact E|x^t - x*|^2 for t = 0 .. rounds, without simulating: |mean|^2 + trace of the covariance (F4, F5).
 
-    The run starts at x0 with control variates zero. The covariance of u after t rounds is the sum over k < t of
-    W_k' B W_k, with W_k the transposed round applied k times to (I, 0) and B the covariance of what a round adds.
+    The run starts at x0 with control variates zero. `cohort` (a share or a number of clients, drawn at random every
+    round), `weights` and `local_steps` (one number, or one a client) are those of `simulate`; `noise` is the covariance
+    of every gradient, `noise_at_x` that of the one which option I remembers, the same unless given.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
@@ -114,21 +146,99 @@ def mean_squared_error(
     >>> mean_squared_error(problem, lr=0.2, local_steps=4, noise=noise, rounds=200)[[0, 1, 200]].round(6)
     array([0.16    , 0.124648, 0.064902])
     """
-    rounds = checks.whole("rounds", rounds)
-    law = chain(problem, lr=lr, local_steps=local_steps, noise=noise, algorithm=algorithm)
+    run = _Run(problem, lr, local_steps, noise, noise_at_x, checks.whole("rounds", rounds), x0, algorithm)
+    return _followed(run, cohort, weights, gap=False)
+
+
+def expected_gap(
+    problem: Problem,
+    *,
+    lr: float,
+    local_steps: int | ArrayLike,
+    noise: ArrayLike,
+    rounds: int,
+    x0: ArrayLike | None = None,
+    algorithm: Algorithm = SCAFFOLD,
+    cohort: float | int = 1.0,
+    weights: str | ArrayLike = "equal",
+    noise_at_x: ArrayLike | None = None,
+) -> Floats:
+    """Exact E f(x^t) - f(x*) for t = 0 .. rounds, without simulating; arguments as for `mean_squared_error`.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
+    >>> expected_gap(problem, lr=0.2, local_steps=4, noise=0.0, rounds=2, cohort=1).round(6)
+    array([0.05    , 0.098543, 0.067807])
+    """
+    run = _Run(problem, lr, local_steps, noise, noise_at_x, checks.whole("rounds", rounds), x0, algorithm)
+    return _followed(run, cohort, weights, gap=True)
+
+
+class _Run(NamedTuple):
+    """What `mean_squared_error` and `expected_gap` are asked about."""
+
+    problem: Problem
+    lr: float
+    local_steps: int | ArrayLike
+    noise: ArrayLike
+    noise_at_x: ArrayLike | None
+    rounds: int
+    x0: ArrayLike | None
+    algorithm: Algorithm
+
+
+def _followed(run: _Run, cohort: float | int, weights: str | ArrayLike, gap: bool) -> Floats:
+    """E u' W u after every round, W = H / 2 for the gap and I for the squared distance."""
+    form = _form(run.algorithm)
+    problem, p = a_problem(run.problem), weights_of(run.problem, weights)
+    request = Request(run.algorithm, problem, 1, run.local_steps, lr=run.lr, cohort=cohort)  # type: ignore[arg-type]
+    steps, size = asked.steps(request, None), asked.cohort_size(request)
+    refuse(request, steps, size, Policy())
+    alike = bool((steps == steps[0]).all())
+    if run.algorithm.normalised and not alike:
+        raise InputError(f"{run.algorithm.name} with unequal local steps has no closed form here: simulate it")
+    heard = cohort_moments(p, size)
+    if heard.plain and alike:
+        return _of_chain(run._replace(local_steps=int(steps[0])), gap)
+    given = spectra(problem)
+    still = run.noise if run.noise_at_x is None else run.noise_at_x
+    shape = (given.num_clients, given.dim, given.dim)
+    noise = Noise(*(np.broadcast_to(_covariances(one, given), shape) for one in (run.noise, still)))
+    federation = Federation(given, heard, started(run.x0, problem))
+    measure = federation.mean_hessian / 2 if gap else np.eye(given.dim)
+    lr = checks.number("lr", run.lr, above=0)
+    return error_curve(federation, form, lr=lr, steps=steps, noise=noise, rounds=run.rounds, measure=measure)
+
+
+def _of_chain(run: _Run, gap: bool) -> Floats:
+    """All clients with equal weight: the covariance of u after t rounds is the sum over k < t of W_k' B W_k.
+
+    W_k is the transposed round applied k times to (root of the measure, 0), B the covariance of what a round adds.
+    """
+    assert isinstance(run.local_steps, int)
+    law = chain(
+        run.problem,
+        lr=run.lr,
+        local_steps=run.local_steps,
+        noise=run.noise,
+        algorithm=run.algorithm,
+        noise_at_x=run.noise_at_x,
+    )
     off = (law.fixed - law.spectra.optimum)[:, None]
-    u, r = law.start(x0, problem)
-    back_u, back_r = np.eye(len(off)), np.zeros((r.size, len(off)))
-    errors, spread = np.empty(rounds + 1), 0.0
-    errors[0] = np.sum((u + off) ** 2)
+    u, r = law.start(run.x0, run.problem)
+    half = root(law.spectra.mean(law.spectra.values)[None] / 2)[0] if gap else np.eye(len(off))
+    back_u, back_r = half, np.zeros((r.size, len(off)))
+    errors, spread = np.empty(run.rounds + 1), 0.0
+    errors[0] = np.sum((half.T @ (u + off)) ** 2)
     noisy = any(source.covariance.any() for source in law.sources)
-    for t in range(1, rounds + 1):
-        u, r = law.one.forward(u, r)
-        if noisy:
-            spread += sum(_trace(law.one, source, back_u, back_r) for source in law.sources)
-            back_u, back_r = law.one.backward(back_u, back_r)
-        errors[t] = np.sum((u + off) ** 2) + spread
-    return errors
+    with np.errstate(over="ignore", invalid="ignore"):
+        for t in range(1, run.rounds + 1):
+            u, r = law.one.forward(u, r)
+            if noisy:
+                spread += sum(_trace(law.one, source, back_u, back_r) for source in law.sources)
+                back_u, back_r = law.one.backward(back_u, back_r)
+            errors[t] = np.sum((half.T @ (u + off)) ** 2) + spread
+    return np.where(np.isfinite(errors), errors, np.inf)
 
 
 def sample_rounds(
@@ -155,18 +265,25 @@ def sample_rounds(
     rounds, runs = checks.whole("rounds", rounds), checks.whole("runs", runs)
     law = chain(problem, lr=lr, local_steps=local_steps, noise=noise, algorithm=algorithm)
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
-    roots = [_root(source.covariance) for source in law.sources]
+    roots = [root(source.covariance) for source in law.sources]
     u, r = (np.tile(a, runs) for a in law.start(x0, problem))
     path = np.empty((runs, rounds + 1, len(law.fixed)))
     path[:, 0] = u.T
     for t in range(1, rounds + 1):
         u, r = law.one.forward(u, r)
-        for source, root in zip(law.sources, roots, strict=True):
-            e = (root @ rng.normal(size=(*root.shape[:2], runs))).reshape(-1, runs)
+        for source, half in zip(law.sources, roots, strict=True):
+            e = (half @ rng.normal(size=(*half.shape[:2], runs))).reshape(-1, runs)
             u = u - source.to_u * (law.one.basis @ e / law.one.num_clients)
             r = r - source.to_r * law.one.centred(e)
         path[:, t] = u.T
     return path + law.fixed
+
+
+def _form(algorithm: Algorithm) -> Form:
+    form = form_of(algorithm)
+    if form is None:
+        raise InputError(f"the law of {algorithm.name} under noise has no closed form here: simulate it")
+    return form
 
 
 def _trace(one: LinearRound, source: Source, back_u: Floats, back_r: Floats) -> float:
@@ -193,9 +310,3 @@ def _covariances(noise: ArrayLike, given: Spectra) -> Floats:
     if (np.linalg.eigvalsh(stacked) < -level).any() or (np.abs(stacked - np.swapaxes(stacked, 1, 2)) > level).any():
         raise InputError("noise must be a variance or a covariance: symmetric without negative eigenvalues")
     return stacked
-
-
-def _root(covariances: Floats) -> Floats:
-    values, vectors = np.linalg.eigh(covariances)
-    root: Floats = vectors * np.sqrt(np.maximum(values, 0))[:, None, :]
-    return root

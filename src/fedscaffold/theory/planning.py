@@ -1,15 +1,16 @@
 """A plan before the first round: step size, local steps, rounds, gradients and bytes for a target error.
 
-The target is the root mean squared distance to the optimum, sqrt(E |x - x*|^2). For quadratics every number is exact
-(F4-F7): of a grid of step sizes 2^-k / L and numbers of local steps, the pair that reaches the target most cheaply,
+The target is the root mean squared distance to the optimum, sqrt(E |x - x*|^2). For quadratics every number is exact:
+of a grid of step sizes 2^-k / L and numbers of local steps, the pair that reaches the target most cheaply,
 
     cost = rounds (cost_of_round + local_steps cost_of_step)
     rounds from the exact error curve |mean|^2 + tr(covariance), round by round
 
-For other smooth strongly convex problems the same is done on their quadratic model at the optimum (Hessians, gradients
-and noise of every client there), with the bias of the expansions added (F17, F19); far from the optimum that model does
-not bind the problem, so such a plan says that it cannot promise. Nor can that of a problem too large for exact
-matrices, which is made on few directions (`reduced.py`). All clients take part in every round.
+with the cohorts and weights that were asked for. For other smooth strongly convex problems, and for those too large for
+exact matrices, the same is done on a model of them that cannot promise (`quadratic_model.py`).
+
+Where all clients take part with equal weight, pairs are ranked by a guess from spectral radii, and the curves of the
+best are computed. Else the grid is searched downhill, each pair being followed until it is known to be no cheaper.
 """
 
 from __future__ import annotations
@@ -19,38 +20,39 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, make
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
-from fedscaffold.problems.quadratic import quadratic
 from fedscaffold.simulation import sweep
-from fedscaffold.theory.derivatives import (
-    batch_sizes,
-    client_gradients,
-    client_hessians,
-    find_optimum,
-    noise_covariance,
-)
+from fedscaffold.simulation.asked import Request
+from fedscaffold.simulation.setup import prepare
+from fedscaffold.simulation.traffic import traffic
+from fedscaffold.theory.derivatives import batch_sizes, find_optimum
 from fedscaffold.theory.expansion import lyapunov
 from fedscaffold.theory.heterogeneity import SOLVED
-from fedscaffold.theory.law import mean_squared_error
+from fedscaffold.theory.quadratic_model import (
+    HALVINGS,
+    LOCAL_STEPS,
+    QuadraticModel,
+    cohorts_of,
+    model_of,
+    search,
+)
 from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round, spectra
 from fedscaffold.theory.rates import DENSE, bias_of, spectral_radius
-from fedscaffold.theory.reduced import EXACT, Reduced, reduce, spread
-from fedscaffold.theory.round_map import a_problem, client_quadratics, form_of, is_quadratic
-from fedscaffold.theory.samples import Look, client_ends
+from fedscaffold.theory.round_map import a_problem, form_of
 
 __all__ = ["Plan", "Proposal", "Verified", "plan", "verify"]
 
-HALVINGS = 12  # step sizes tried: 1/L and its halves
-LOCAL_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200, 300, 500, 1000)
 MOST_ROUNDS = 20_000
-FLOAT = 4  # bytes of a number on the wire
 TRIED = 6  # pairs whose error curves are computed, the best by a guess
 GROWTH = 20.0  # log of the growth in a round that a client alone may show: beyond, nothing is left to plan
 ROOM = 0.8  # share of the squared target that noise and bias may take up, so that the transient can still end
+FAR = 1e30  # times the error of a pair that does not reach the target, its cost in a search
+FOLLOWED = 64  # rounds after which a curve is first asked whether it will reach the target
 
 
 class Proposal(NamedTuple):
@@ -61,9 +63,9 @@ class Proposal(NamedTuple):
     local_steps: int | None
     rounds: int | None
     gradients: int | None
-    """Stochastic gradients that each client computes."""
+    """Stochastic gradients that a client computes in the rounds that hear it, on average."""
     bytes_sent: int | None
-    """Up and down, all clients."""
+    """Up and down, all clients, as `simulate` counts them in single precision."""
     cost: float
     curve: Floats
     """Predicted root mean squared distance, before the first round and after each."""
@@ -81,6 +83,12 @@ class Plan(NamedTuple):
     proposals: tuple[Proposal, ...]
     best: str | None
     batch_size: int | float | None
+    cohort: int
+    """Clients in a round."""
+    weights: Floats
+    """(N,) of the clients, summing to 1."""
+    algorithms: tuple[Algorithm, ...]
+    """Those of the proposals."""
 
 
 class Verified(NamedTuple):
@@ -97,31 +105,29 @@ class Verified(NamedTuple):
         return self.measured / self.predicted
 
 
-class _Model(NamedTuple):
-    """The quadratics that a plan is made on."""
+class _Asked(NamedTuple):
+    """What a plan is to meet, checked."""
 
-    problem: Problem
-    noise: Floats | None
-    """(N, d, d); None where it is in `reduced`."""
-    exact: bool
-    why: str
-    steepest: float
-    """L, at the optimum and at the start."""
-    reduced: Reduced | None
-    dim: int  # of the problem planned for
+    target: float
+    per_round: float
+    per_step: float
+    most: int
+    lr: float | None
+    local_steps: int | None
 
-    @property
-    def floor(self) -> float:
-        """Noise at rest for every unit of lr (F16)."""
-        if self.noise is None:
-            return 0.0 if self.reduced is None else self.reduced.floor
-        near = self.problem
-        return float(np.trace(lyapunov(near.records[0].mean(axis=0), self.noise.mean(axis=0)))) / near.num_clients
+    def cost(self, steps: int) -> float:
+        """Of one round."""
+        return self.per_round + steps * self.per_step
 
-    @property
-    def large(self) -> bool:
-        """Whether spectral radii cost so much that fewer pairs are tried, ranked by a guess."""
-        return (self.problem.num_clients + 1) * self.problem.dim > DENSE
+    def lrs(self, model: QuadraticModel) -> list[float]:
+        """Step sizes to try."""
+        return [2.0**-k / model.steepest for k in range(HALVINGS)] if self.lr is None else [self.lr]
+
+    def steps(self, algorithm: Algorithm) -> tuple[int, ...]:
+        """Numbers of local steps to try."""
+        if algorithm.one_step:
+            return (1,)
+        return LOCAL_STEPS if self.local_steps is None else (self.local_steps,)
 
 
 def plan(
@@ -129,12 +135,19 @@ def plan(
     *,
     target: float,
     batch_size: int | float | None = None,
-    algorithms: Sequence[str] = ("sgd", "fedavg", "scaffold"),
+    cohort: float | int = 1.0,
+    weights: str | ArrayLike = "equal",
+    lr: float | None = None,
+    local_steps: int | None = None,
+    algorithms: Sequence[str | Algorithm] = ("sgd", "fedavg", "scaffold"),
     cost_of_round: float = 1.0,
     cost_of_step: float = 0.0,
     max_rounds: int = MOST_ROUNDS,
 ) -> Plan:
     """Plan a run that brings the root mean squared distance to the optimum down to `target`.
+
+    `batch_size`, `cohort` and `weights` are those of `simulate`, the optimum being that of the weighted mean. A given
+    `lr` or `local_steps` is kept; what is not given is chosen.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=10, dim=5, mu=0.1, noise=0.01, x0=np.ones(5), seed=0)
@@ -143,34 +156,43 @@ def plan(
     ('scaffold', True)
     """
     a_problem(problem)
-    target = checks.number("target", target, above=0)
-    checks.number("cost_of_round", cost_of_round, at_least=0)
-    checks.number("cost_of_step", cost_of_step, at_least=0)
+    asked = _Asked(
+        checks.number("target", target, above=0),
+        checks.number("cost_of_round", cost_of_round, at_least=0),
+        checks.number("cost_of_step", cost_of_step, at_least=0),
+        checks.whole("max_rounds", max_rounds, at_most=MOST_ROUNDS),
+        None if lr is None else checks.number("lr", lr, above=0),
+        None if local_steps is None else checks.whole("local_steps", local_steps),
+    )
     if cost_of_round + cost_of_step == 0:
         raise InputError("cost_of_round and cost_of_step must not both be 0")
-    checks.whole("max_rounds", max_rounds, at_most=MOST_ROUNDS)
-    made = [make(name) for name in algorithms]
+    made = [make(one) if isinstance(one, str) else one for one in algorithms]
     for algorithm in made:
         if form_of(algorithm) is None:
             raise InputError(f"{algorithm.name} has no closed form to plan with: take sgd, fedavg, fedprox or scaffold")
+    heard = cohorts_of(problem, made, cohort, weights)
+    batch_sizes(problem, batch_size)  # refuses a wrong one before the work begins
     if problem.facts.optimum is None and problem.offsets[-1] * problem.dim > SOLVED:
         raise InputError(f"too large to plan: records times d may be {SOLVED:g}; plan for some clients, or diagnose it")
-    best, proposals = find_optimum(problem), []
-    models: dict[int | float | None, _Model] = {}
+    best, proposals = find_optimum(problem, heard.p), []
+    models: dict[int | float | None, QuadraticModel] = {}
     for algorithm in made:
         batch = None if algorithm.one_step else batch_size
-        models[batch] = models.get(batch) or _model(problem, best, batch)
-        proposals.append(_propose(models[batch], algorithm, target, cost_of_round, cost_of_step, max_rounds))
+        models[batch] = models.get(batch) or model_of(problem, best, batch, heard)
+        one = _propose(models[batch], algorithm, asked)
+        proposals.append(
+            one if one.rounds is None else one._replace(bytes_sent=_bytes(problem, algorithm, cohort, one))
+        )
     found = [one for one in proposals if one.rounds is not None]
     cheapest = min(found, key=lambda one: one.cost).algorithm if found else None
     distance = float(np.linalg.norm(problem.layout.flatten(problem.params) - best))
-    return Plan(target, distance, tuple(proposals), cheapest, batch_size)
+    return Plan(asked.target, distance, tuple(proposals), cheapest, batch_size, heard.size, heard.p, tuple(made))
 
 
 def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
     """Simulate every proposal of a plan, and compare the distance at its last round with the predicted one.
 
-    One seed is enough, and taken, where nothing is drawn: full batches and no noise.
+    One seed is enough, and taken, where nothing is drawn: all clients, full batches and no noise.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=10, dim=5, mu=0.1, noise=0.01, x0=np.ones(5), seed=0)
@@ -178,17 +200,18 @@ def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
     >>> bool(abs(one.ratio - 1) < 0.5)
     True
     """
-    best = find_optimum(problem)
+    best = find_optimum(problem, made.weights)
     outcomes = []
-    for one in made.proposals:
+    for algorithm, one in zip(made.algorithms, made.proposals, strict=True):
         if one.rounds is None or one.lr is None:
             continue
-        algorithm = make(one.algorithm)
         batch = None if algorithm.one_step else made.batch_size
-        runs = 1 if problem.noise is None and batch_sizes(problem, batch) is None else seeds
+        still = problem.noise is None and batch_sizes(problem, batch) is None and made.cohort == problem.num_clients
+        runs = 1 if still else seeds
         found = sweep(
             algorithm, problem, rounds=one.rounds, local_steps=one.local_steps, lr=one.lr, seeds=runs,
-            batch_size=batch, metrics=(), precision="float64", progress=False,
+            batch_size=batch, cohort=made.cohort, weights=made.weights, metrics=(), precision="float64",
+            progress=False,
         )  # fmt: skip
         squares = np.array([np.sum((run.vector - best) ** 2) for run in found.runs[0]])
         measured = float(np.sqrt(squares.mean()))
@@ -197,68 +220,82 @@ def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
     return outcomes
 
 
-def _model(problem: Problem, best: Floats, batch_size: int | float | None) -> _Model:
-    """The problem as quadratics: itself if it is made of them, else its quadratic model at the optimum."""
-    start = problem.layout.flatten(problem.params)
-    steepest = 0.0 if is_quadratic(problem) else _steepest(problem, start)
-    why = "quadratic model at the optimum: far from it the curvature differs, so no promise"
-    if problem.num_clients * problem.dim**3 > EXACT:
-        small, steepest = reduce(problem, best, batch_size), max(steepest, _steepest(problem, best))
-        left = f"too large to be exact, followed in {small.problem.dim} of {problem.dim} directions: no promise"
-        why = left if is_quadratic(problem) else f"{why}; {left}"
-        return _Model(small.problem, None, False, why, steepest, small, problem.dim)
-    noise, exact = noise_covariance(problem, best, batch_size), False
-    if is_quadratic(problem):
-        hessians, linear = client_quadratics(problem)
-        exact = batch_size is None or bool((problem.counts == 1).all())
-        why = "exact for quadratics (F4-F7)" if exact else "noise of batches taken at the optimum: larger far from it"
-    else:
-        hessians = client_hessians(problem, best)
-        linear = hessians @ best - client_gradients(problem, best)
-    near = quadratic(hessians=hessians, linear=linear, x0=start)
-    return _Model(near, noise, exact, why, max(steepest, near.smoothness or 0.0), None, problem.dim)
+def _bytes(problem: Problem, algorithm: Algorithm, cohort: float | int, one: Proposal) -> int:
+    """Up and down, of all rounds: what the simulator counts."""
+    assert one.rounds is not None
+    request = Request(algorithm, problem, 1, one.local_steps, lr=one.lr, cohort=cohort, metrics=())
+    sent = traffic(request, prepare(request), 0, 0, 1)
+    return one.rounds * int(sent["bytes_up"][0] + sent["bytes_down"][0])
 
 
-def _steepest(problem: Problem, x: Floats) -> float:
-    """Largest eigenvalue of any client's Hessian at x."""
-    p = np.full(problem.num_clients, 1 / problem.num_clients)
-    _, high, _, above = client_ends(Look(problem, p, np.arange(len(p)), np.ones_like(p)), x, np.random.default_rng(0))
-    return float((high + above).max())
-
-
-def _propose(
-    model: _Model, algorithm: Algorithm, target: float, per_round: float, per_step: float, most: int
-) -> Proposal:
+def _propose(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal:
     """The cheapest pair of step size and local steps for one algorithm."""
-    tried = _candidates(model, algorithm, target)
-    ranked = sorted(tried, key=lambda one: one[2] * (per_round + one[1] * per_step))
+    best = _by_guess(model, algorithm, asked) if model.heard.plain else None
+    best = best or _by_search(model, algorithm, asked)
+    within = f"cannot reach {asked.target:g} within {asked.most} rounds"
+    why = f"{within}: its bias or its noise is above that at every step size tried"
+    return best or Proposal(algorithm.name, None, None, None, None, None, math.inf, np.zeros(0), False, why)
+
+
+def _by_guess(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal | None:
+    """The cheapest of the pairs that are most promising by their spectral radii."""
+    tried = _candidates(model, algorithm, asked)
     best: Proposal | None = None
-    for lr, steps, guess in ranked[:TRIED]:
-        if guess > most:
+    for lr, steps, guess in sorted(tried, key=lambda one: one[2] * asked.cost(one[1]))[:TRIED]:
+        if guess > asked.most:
             break
-        horizon = min(most, int((3 if model.large else 1.5) * guess) + 10)
+        horizon = min(asked.most, int((3 if _large(model) else 1.5) * guess) + 10)
         if best is not None:  # only what is cheaper counts
-            horizon = min(horizon, math.ceil(best.cost / (per_round + steps * per_step)) - 1)
-        errors = np.sqrt(_curve(model, algorithm, lr, steps, horizon)) if horizon > 0 else np.zeros(0)
-        met = np.flatnonzero(errors[1:] <= target)
-        if len(met):
-            best = _proposal(model, algorithm, lr, steps, errors[: met[0] + 2], per_round, per_step)
-    why = f"cannot reach {target:g} within {most} rounds: its bias or its noise is above that at every step size tried"
-    return best or Proposal(algorithm.name, None, None, None, None, None, math.inf, np.zeros(0), model.exact, why)
+            horizon = min(horizon, math.ceil(best.cost / asked.cost(steps)) - 1)
+        if horizon > 0:
+            errors, _ = model.errors(algorithm, lr=lr, steps=steps, rounds=horizon, gap=False)
+            best = _proposal(model, algorithm, asked, lr, steps, errors) or best
+    return best
 
 
-def _candidates(model: _Model, algorithm: Algorithm, target: float) -> list[tuple[float, int, float]]:
+def _by_search(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal | None:
+    """The cheapest pair on the way downhill; each is followed until it is as dear as the best one, or hopeless."""
+    best: list[Proposal] = []
+
+    def cost(lr: float, steps: int) -> float:
+        horizon = min(asked.most, math.ceil(best[-1].cost / asked.cost(steps)) - 1) if best else asked.most
+        followed = 0
+        while followed < horizon:
+            followed = min(4 * followed or FOLLOWED, horizon)
+            errors, _ = model.errors(algorithm, lr=lr, steps=steps, rounds=followed, gap=False)
+            found = _proposal(model, algorithm, asked, lr, steps, errors)
+            if found is not None:
+                best.append(found)
+                return found.cost
+            if _hopeless(errors, asked.target**2, horizon):
+                return float(FAR * errors[-1])  # the nearer the better
+        return math.inf
+
+    search(cost, asked.lrs(model), asked.steps(algorithm))
+    return best[-1] if best else None
+
+
+def _hopeless(errors: Floats, target: float, horizon: int) -> bool:
+    """Whether a curve that goes on as in its last half will not be down to the target by the horizon."""
+    last, half = len(errors) - 1, errors[len(errors) // 2]
+    if not errors[-1] < half:
+        return True
+    rate = math.log(half / errors[-1]) / (last - len(errors) // 2)
+    return last + math.log(errors[-1] / target) / rate > horizon
+
+
+def _candidates(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> list[tuple[float, int, float]]:
     """(lr, local_steps, rounds at a guess) for every pair whose noise and bias leave room for the target."""
-    near, floor = model.problem, model.floor
+    near, floor, target = model.problem, _floor(model), asked.target
     assert near.mu is not None
     start = float(np.sum((near.params - near.optimum()) ** 2))
-    form, given, large = form_of(algorithm), spectra(near), model.large
+    form, given, large = form_of(algorithm), spectra(near), _large(model)
     assert form is not None
-    steps = (1,) if algorithm.one_step else LOCAL_STEPS[:: 2 if large else 1]
+    stride = 2 if large else 1
     out = []
-    for lr in (2.0**-k / model.steepest for k in range(0, HALVINGS, 2 if large else 1)):
+    for lr in asked.lrs(model)[::stride]:
         grown = math.log1p(lr * max(0.0, -near.mu))  # by a client that is not convex, in every step
-        for count in (count for count in steps if count * grown < GROWTH):
+        for count in (count for count in asked.steps(algorithm)[::stride] if count * grown < GROWTH):
             one = linear_round(given, form, lr=lr, local_steps=count)
             off = bias_of(given, one)
             room = target**2 - float(off @ off) - lr * floor
@@ -270,27 +307,36 @@ def _candidates(model: _Model, algorithm: Algorithm, target: float) -> list[tupl
     return out
 
 
+def _floor(model: QuadraticModel) -> float:
+    """Noise at rest for every unit of lr, to first order (F16): for a guess."""
+    if model.noise is None:
+        return 0.0 if model.reduced is None else model.reduced.floor
+    near = model.problem
+    return float(np.trace(lyapunov(near.records[0].mean(axis=0), model.noise.step.mean(axis=0)))) / near.num_clients
+
+
+def _large(model: QuadraticModel) -> bool:
+    """Whether spectral radii cost so much that fewer pairs are tried, ranked by a guess."""
+    return (model.problem.num_clients + 1) * model.problem.dim > DENSE
+
+
 def _like_equals(given: Spectra, one: LinearRound) -> float:
     """A guess at the spectral radius where the exact one costs too much: that of equal clients."""
     return max(1 - float(np.linalg.eigvalsh(given.mean(one.lost))[0]), float(one.lag.max()))
 
 
-def _curve(model: _Model, algorithm: Algorithm, lr: float, steps: int, rounds: int) -> Floats:
-    near, small = model.problem, model.reduced
-    noise = 0.0 if model.noise is None else model.noise
-    errors = mean_squared_error(
-        near, lr=lr, local_steps=steps, noise=noise, rounds=rounds, x0=near.params, algorithm=algorithm
-    )
-    return errors if small is None else errors + spread(small, lr=lr, local_steps=steps, rounds=rounds)
-
-
 def _proposal(
-    model: _Model, algorithm: Algorithm, lr: float, steps: int, curve: Floats, per_round: float, per_step: float
-) -> Proposal:
-    rounds = len(curve) - 1
-    vectors = 1 + 1 + (algorithm.shift is not None)  # one up; x down, and c where there is one
-    size = vectors * model.problem.num_clients * model.dim * FLOAT
-    cost = rounds * (per_round + steps * per_step)
+    model: QuadraticModel, algorithm: Algorithm, asked: _Asked, lr: float, steps: int, errors: Floats
+) -> Proposal | None:
+    """The proposal that a curve of squared errors makes; None where it stays above the target."""
+    met = np.flatnonzero(errors[1:] <= asked.target**2)
+    if not len(met):
+        return None
+    form = form_of(algorithm)
+    assert form is not None
+    rounds = int(met[0]) + 1
+    gradients = round(rounds * steps * model.heard.one)
+    curve = np.sqrt(errors[: rounds + 1])
     return Proposal(
-        algorithm.name, lr, steps, rounds, rounds * steps, rounds * size, cost, curve, model.exact, model.why
+        algorithm.name, lr, steps, rounds, gradients, None, rounds * asked.cost(steps), curve, *model.promise(form)
     )

@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
@@ -114,7 +115,7 @@ def spectra(problem: Problem) -> Spectra:
     return Spectra(values, vectors, linear)
 
 
-def power(w: Floats, count: int) -> Floats:
+def power(w: Floats, count: int | NDArray[np.int64]) -> Floats:
     """(1 - w)^H to full precision, for w of any size and sign.
 
     >>> power(np.array([0.0, 1e-9, 1.0, 1.5]), 3)
@@ -126,7 +127,7 @@ def power(w: Floats, count: int) -> Floats:
     return np.where((w > 1) & (count % 2 == 1), -magnitude, magnitude)
 
 
-def geometric(w: Floats, count: int) -> Floats:
+def geometric(w: Floats, count: int | NDArray[np.int64]) -> Floats:
     """sum_{h<H} (1 - w)^h = (1 - (1 - w)^H) / w to full precision; H where w = 0.
 
     >>> geometric(np.array([0.0, 0.5, 2.0]), 3)

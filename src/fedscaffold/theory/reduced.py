@@ -9,7 +9,7 @@ a run is followed on the span of columns V only, as that of the quadratics V'H_c
 
 and the noise is that of equal clients with the mean Hessian H (F11): after K t steps of size g,
 
-    E |x - E x|^2 = g^2 tr( C~ sum_{s < K t} (I - g H)^(2 s) ),    C~ the covariance of the clients' mean gradient
+    E |x - E x|^2 = g^2 tr( C~ sum_{s < K t} (I - g H)^(2 s) ),    C~ the covariance of the cohort's mean gradient
 
 by Gauss quadrature: for a draw z of covariance C~, z' phi(H) z = sum_k w_k phi(h_k), with h_k, w_k from Lanczos' chain
 of z. Neither is exact, so nothing that rests on them is promised.
@@ -26,6 +26,7 @@ import numpy as np
 
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.problems.quadratic import quadratic
+from fedscaffold.theory.cohorts import Cohorts, shares
 from fedscaffold.theory.derivatives import batch_sizes, client_gradients, client_products, solve
 from fedscaffold.theory.expansion import lanczos_chain
 from fedscaffold.theory.quadratics import geometric
@@ -56,31 +57,32 @@ class Reduced(NamedTuple):
         return float(np.sum(self.weights / (2 * self.values)))
 
 
-def reduce(problem: Problem, best: Floats, batch_size: int | float | None) -> Reduced:
-    """Reduce a problem with the optimum `best`; clients count equally.
+def reduce(problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts) -> Reduced:
+    """Reduce a problem with the optimum `best`, of clients with these weights.
 
     >>> import fedscaffold as fs
+    >>> from fedscaffold.theory.cohorts import cohort_moments
     >>> problem = fs.problems.quadratic(num_clients=3, dim=4, mu=0.1, noise=0.5, x0=np.ones(4), seed=0)
-    >>> small = reduce(problem, problem.optimum(), None)
+    >>> small = reduce(problem, problem.optimum(), None, cohort_moments(np.ones(3) / 3, 3))
     >>> away = np.linalg.norm(small.problem.params - small.problem.optimum())
     >>> bool(abs(away - np.linalg.norm(1 - problem.optimum())) < 1e-9)
     True
     """
     passes = BUDGET // (int(problem.offsets[-1]) * problem.dim)
-    basis = _basis(problem, best, int(np.clip(passes, 20, DIRECTIONS)))
+    basis = _basis(problem, best, heard.p, int(np.clip(passes, 20, DIRECTIONS)))
     hessians = np.stack([client_products(problem, best, v) @ basis for v in basis.T], axis=2)
     gradients = client_gradients(problem, best)
-    gradients = gradients - gradients.mean(axis=0)  # rounding, that flat directions would magnify
+    gradients = gradients - heard.p @ gradients  # rounding, that flat directions would magnify
     start = problem.layout.flatten(problem.params) - best
     small = quadratic(
         hessians=(hessians + np.swapaxes(hessians, 1, 2)) / 2, linear=-gradients @ basis, x0=start @ basis
     )
     draws = int(np.clip(passes // CHAIN, 2, DRAWS))
-    return Reduced(small, *_noise_spectrum(problem, best, batch_size, draws))
+    return Reduced(small, *_noise_spectrum(problem, best, batch_size, heard, draws))
 
 
-def spread(small: Reduced, *, lr: float, local_steps: int, rounds: int) -> Floats:
-    """E |x - E x|^2 after 0 .. rounds rounds, as equal clients have it (F11).
+def spread(small: Reduced, *, lr: float, local_steps: int, rounds: int, gap: bool = False) -> Floats:
+    """E |x - E x|^2 after 0 .. rounds rounds, as equal clients have it (F11); or by how much f is higher for it.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> one = Reduced(lower_bound_pair(), np.array([0.5]), np.array([1.0]))
@@ -89,18 +91,18 @@ def spread(small: Reduced, *, lr: float, local_steps: int, rounds: int) -> Float
     True
     """
     lost = lr * small.values * (2 - lr * small.values)
-    ends: Floats = lr**2 * np.array([small.weights @ geometric(lost, local_steps * t) for t in range(1, rounds + 1)])
+    weights = small.weights * small.values / 2 if gap else small.weights
+    ends: Floats = lr**2 * np.array([weights @ geometric(lost, local_steps * t) for t in range(1, rounds + 1)])
     return np.concatenate([[0.0], ends])
 
 
-def _basis(problem: Problem, best: Floats, most: int) -> Floats:
+def _basis(problem: Problem, best: Floats, p: Floats, most: int) -> Floats:
     """V (d, m), orthonormal columns."""
     n = problem.num_clients
-    p = np.full(n, 1 / n)
     start = problem.layout.flatten(problem.params) - best
     pulls = client_gradients(problem, best)
     bias = solve(problem, best, p @ client_products(problem, best, pulls), p, relative=1e-3)
-    chain = lanczos_chain(_mean_product(problem, best), start[None], most // 4).basis[0]
+    chain = lanczos_chain(_mean_product(problem, best, p), start[None], most // 4).basis[0]
     own = [pulls]
     for v in (np.tile(start, (n, 1)), np.tile(bias, (n, 1)), pulls):
         for _ in range(DEPTH):
@@ -111,9 +113,9 @@ def _basis(problem: Problem, best: Floats, most: int) -> Floats:
     return np.hstack([kept, _orthonormal(rest - kept @ (kept.T @ rest), most - kept.shape[1], kept)])
 
 
-def _mean_product(problem: Problem, x: Floats) -> Callable[[Floats], Floats]:
+def _mean_product(problem: Problem, x: Floats, p: Floats) -> Callable[[Floats], Floats]:
     """Rows v -> rows H v."""
-    return lambda rows: np.stack([client_products(problem, x, v).mean(axis=0) for v in rows])
+    return lambda rows: np.stack([p @ client_products(problem, x, v) for v in rows])
 
 
 def _orthonormal(columns: Floats, most: int, beside: Floats | None = None) -> Floats:
@@ -129,14 +131,14 @@ def _orthonormal(columns: Floats, most: int, beside: Floats | None = None) -> Fl
 
 
 def _noise_spectrum(
-    problem: Problem, best: Floats, batch_size: int | float | None, draws: int
+    problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts, draws: int
 ) -> tuple[Floats, Floats]:
     """h_k and w_k of all draws together."""
     sizes, rng = batch_sizes(problem, batch_size), np.random.default_rng(0)
     if sizes is None and problem.noise is None:
         return np.ones(1), np.zeros(1)
-    z = np.stack([_drawn(problem, best, sizes, rng).mean(axis=0) for _ in range(draws)])
-    chain = lanczos_chain(_mean_product(problem, best), z, CHAIN)
+    z = np.stack([shares(heard, rng, 1)[0] @ _drawn(problem, best, sizes, rng) for _ in range(draws)])
+    chain = lanczos_chain(_mean_product(problem, best, heard.p), z, CHAIN)
     nodes = [chain.tridiagonal(k) for k in range(draws)]
     weights = [np.square(vectors[0]) * (v @ v) / draws for (_, vectors, _), v in zip(nodes, z, strict=True)]
     return np.concatenate([values for values, *_ in nodes]), np.concatenate(weights)

@@ -13,7 +13,8 @@ e_i being the noise that its steps gather (`law.py`), and with the shares q of `
 
 As who is heard, the noise and the state are independent, the second moments of (u, v_1 .. v_N) follow from those of one
 round before and from the moments of q and [i in A] up to order two. Each client may have a number of steps of its own.
-A round costs 4 N^2 d^3 multiplications for SCAFFOLD and 2 N d^3 without memory.
+A round costs 4 N^2 d^3 multiplications for SCAFFOLD and 2 N d^3 without memory; `drawn_curve` estimates the same from
+runs that are drawn, for S d^2 each.
 
 Symbols: M_i = moved, M_i A_i = lost, K_i lr = travel, eta_g = server_lr.
 """
@@ -26,11 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.problems.problem import Floats
-from fedscaffold.theory.cohorts import Cohorts
+from fedscaffold.theory.cohorts import Cohorts, shares
 from fedscaffold.theory.quadratics import Spectra, geometric
 from fedscaffold.theory.round_map import Form
 
-__all__ = ["Federation", "Noise", "Walk", "error_curve", "walk"]
+__all__ = ["Federation", "Noise", "Walk", "drawn_curve", "error_curve", "root", "walk"]
+
+SETTLED = 1e-14  # relative change of a round below which a curve goes on as it is
+HOPELESS = 1e60  # times the error at the start: a run that diverges
 
 
 class Noise(NamedTuple):
@@ -134,10 +138,20 @@ def _forgetful(given: Federation, form: Form, one: Walk, noise: Noise, rounds: i
         moment = moment - eta * (first + first.T) + eta**2 * both
         u = u - eta * (mean_lost @ u + mean_push)
         curve[t] = np.sum(measure * moment)
-        if not np.isfinite(curve[t]):
-            curve[t:] = np.inf
+        if _ends(curve, t):
             break
     return curve
+
+
+def _ends(curve: Floats, t: int) -> bool:
+    """Whether a curve has diverged or settled by round t; then it is filled up to its end."""
+    if not curve[t] < HOPELESS * curve[0] and curve[0] > 0:
+        curve[t:] = np.inf
+        return True
+    if t > 1 and max(abs(curve[t] - curve[t - 1]), abs(curve[t - 1] - curve[t - 2])) <= SETTLED * curve[t]:
+        curve[t:] = curve[t]
+        return True
+    return False
 
 
 class _Recall(NamedTuple):
@@ -167,10 +181,56 @@ def _remembering(given: Federation, form: Form, one: Walk, noise: Noise, rounds:
     for t in range(1, rounds + 1):
         moment = _round(moment, heard, form.server_lr, one, recall)
         curve[t] = np.sum(measure * moment[:d, :d])
-        if not np.isfinite(curve[t]):
-            curve[t:] = np.inf
+        if _ends(curve, t):
             break
     return curve
+
+
+def drawn_curve(
+    given: Federation,
+    form: Form,
+    *,
+    lr: float,
+    steps: NDArray[np.int64],
+    noise: Noise,
+    rounds: int,
+    measure: Floats,
+    runs: int,
+    seed: int = 0,
+) -> tuple[Floats, float]:
+    """`error_curve` as the mean over runs drawn with Gaussian noise, and the standard error at its end."""
+    one, rng = walk(given.spectra, form, lr, steps, noise.step), np.random.default_rng(seed)
+    heard, hessians, best = given.cohorts, given.hessians, given.optimum
+    slopes = np.einsum("iab,b->ia", hessians, best) - given.spectra.linear
+    u, v = np.tile(given.start - best, (runs, 1)), np.tile(-slopes, (runs, 1, 1))
+    loud, loud_at_x = noise.step.any(), form.at_x and noise.at_x.any()
+    roots, still = root(one.scatter) if loud else None, root(noise.at_x) if loud_at_x else None
+    curve = np.empty(rounds + 1)
+    values = np.einsum("ra,ab,rb->r", u, measure, u)
+    curve[0] = values.mean()
+    for t in range(1, rounds + 1):
+        q = shares(heard, rng, runs)
+        mean, move = np.einsum("j,rja->ra", heard.p, v), np.zeros_like(u)
+        for i in range(len(slopes)):
+            inside = np.flatnonzero(q[:, i] > 0)
+            off = mean[inside] - v[inside, i] if form.memory else slopes[i]
+            w = u[inside] @ one.lost[i].T + off @ one.moved[i].T
+            if roots is not None:
+                w = w + rng.normal(size=w.shape) @ roots[i].T
+            move[inside] += q[inside, i, None] * w
+            if form.memory and form.at_x:
+                v[inside, i] = u[inside] @ hessians[i]
+                if still is not None:
+                    v[inside, i] += rng.normal(size=w.shape) @ still[i].T
+            elif form.memory:
+                v[inside, i] = w / one.travel[i] - off
+        u = u - form.server_lr * move
+        values = np.einsum("ra,ab,rb->r", u, measure, u)
+        curve[t] = values.mean()
+        if not curve[t] < HOPELESS * curve[0] and curve[0] > 0:
+            curve[t:] = np.inf
+            break
+    return curve, float(values.std(ddof=1) / np.sqrt(runs))
 
 
 def _round(moment: Floats, heard: Cohorts, eta: float, one: Walk, recall: _Recall) -> Floats:
@@ -193,7 +253,7 @@ def _round(moment: Floats, heard: Cohorts, eta: float, one: Walk, recall: _Recal
         if recall.slope is not None:
             to_new = to_new + recall.slope @ to_u
         back = [to_v, to_w, to_new]
-        return to_u.T, *(np.moveaxis(part, 2, 0) for part in back)  # type: ignore[return-value]
+        return to_u.T, *(np.moveaxis(part, 2, 0) for part in back)
 
     w_u, w_v, w_w, w_new = with_(w)
     _, new_v, _, new_new = with_(new)
@@ -218,6 +278,17 @@ def _round(moment: Floats, heard: Cohorts, eta: float, one: Walk, recall: _Recal
     block[each, :, each] = heard.one * (new_new[each, :, each] + own) + (1 - heard.one) * v_v[each, :, each]
     after[d:, d:] = block.reshape(n * d, n * d)
     return after
+
+
+def root(covariances: Floats) -> Floats:
+    """(N, d, d) matrices R with R R' the covariances.
+
+    >>> root(np.array([[[4.0]]]))
+    array([[[2.]]])
+    """
+    values, vectors = np.linalg.eigh(covariances)
+    found: Floats = vectors * np.sqrt(np.maximum(values, 0))[:, None, :]
+    return found
 
 
 def _rebuilt(spectra: Spectra, values: Floats) -> Floats:

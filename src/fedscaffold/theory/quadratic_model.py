@@ -1,0 +1,172 @@
+"""The quadratics that plans and advice are made on, and the error of a run on them, whatever takes part.
+
+    quadratics      themselves: every number is exact (F4-F7, and `second_moments.py` for cohorts and weights)
+    smooth          the quadratic model at the optimum: Hessians, gradients and noise of every client there. Far from
+                    the optimum that model does not bind the problem, so nothing that rests on it is promised
+    large           the mean of a run on few directions, the noise as that of equal clients (`reduced.py`)
+
+Where the exact second moments cost too much, the error is estimated from runs drawn on the same quadratics, with the
+same draws for every setting that is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.problems.problem import Floats, Problem, weights_of
+from fedscaffold.problems.quadratic import quadratic
+from fedscaffold.simulation import asked
+from fedscaffold.simulation.asked import Request
+from fedscaffold.simulation.guards import refuse
+from fedscaffold.simulation.stale import Policy
+from fedscaffold.theory.cohorts import Cohorts, cohort_moments
+from fedscaffold.theory.derivatives import client_gradients, client_hessians, noise_covariance
+from fedscaffold.theory.law import expected_gap, mean_squared_error
+from fedscaffold.theory.quadratics import spectra
+from fedscaffold.theory.reduced import EXACT, Reduced, reduce, spread
+from fedscaffold.theory.round_map import Form, client_quadratics, form_of, is_quadratic
+from fedscaffold.theory.samples import Look, client_ends
+from fedscaffold.theory.second_moments import Federation, Noise, drawn_curve, error_curve
+
+__all__ = ["HALVINGS", "LOCAL_STEPS", "QuadraticModel", "cohorts_of", "model_of", "search"]
+
+LOCAL_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200, 300, 500, 1000)
+HALVINGS = 12  # step sizes tried for a plan: 1/L and its halves
+EXACT_MEMORY, EXACT_FORGETFUL = 3_000_000, 10_000_000  # N^2 d^3 and N d^3 up to which second moments are exact
+RUNS = 64  # drawn where they are not
+STRIDE = 4  # of the coarse grid that a search starts from
+STARTS = 2  # points of it from which the search goes downhill
+
+
+class QuadraticModel(NamedTuple):
+    """The quadratics, who is heard, and the noise."""
+
+    problem: Problem
+    heard: Cohorts
+    noise: Noise | None
+    """None where it is in `reduced`."""
+    exact: bool
+    why: str
+    """What a prediction rests on."""
+    steepest: float
+    """L, at the optimum and at the start."""
+    reduced: Reduced | None
+    dim: int
+    """Of the problem that is modelled."""
+
+    def drawn(self, form: Form) -> bool:
+        """Whether errors are estimated from drawn runs, as exact second moments would cost too much."""
+        n, d = self.problem.num_clients, self.problem.dim
+        most = EXACT_MEMORY / n if form.memory else EXACT_FORGETFUL
+        return not self.heard.plain and n * d**3 > most
+
+    def promise(self, form: Form) -> tuple[bool, str]:
+        """Whether the prediction for an algorithm is exact, and what it rests on."""
+        if self.drawn(form):
+            return False, f"{self.why}; too large for exact moments, estimated from {RUNS} drawn runs: no promise"
+        return self.exact, self.why
+
+    def errors(self, algorithm: Algorithm, *, lr: float, steps: int, rounds: int, gap: bool) -> tuple[Floats, float]:
+        """E|x - x*|^2, or E f(x) - f(x*), after 0 .. rounds rounds; and the standard error of the last, 0 if exact."""
+        near, unsure = self.problem, 0.0
+        form = form_of(algorithm)
+        assert form is not None
+        none = np.zeros((near.num_clients, near.dim, near.dim))
+        noise = Noise(none, none) if self.noise is None else self.noise
+        if self.heard.plain:
+            law = expected_gap if gap else mean_squared_error
+            errors = law(
+                near, lr=lr, local_steps=steps, noise=noise.step, noise_at_x=noise.at_x, rounds=rounds,
+                algorithm=algorithm,
+            )  # fmt: skip
+        else:
+            given = Federation(spectra(near), self.heard, near.layout.flatten(near.params))
+            measure = given.mean_hessian / 2 if gap else np.eye(near.dim)
+            each = np.full(near.num_clients, steps)
+            options = {"lr": lr, "steps": each, "noise": noise, "rounds": rounds, "measure": measure}
+            if self.drawn(form):
+                errors, unsure = drawn_curve(given, form, runs=RUNS, **options)  # type: ignore[arg-type]
+            else:
+                errors = error_curve(given, form, **options)  # type: ignore[arg-type]
+        if self.reduced is not None:
+            errors = errors + spread(self.reduced, lr=lr, local_steps=steps, rounds=rounds, gap=gap)
+        return errors, unsure
+
+
+def cohorts_of(problem: Problem, algorithms: Sequence[Algorithm], cohort: float | int, weights: ArrayLike) -> Cohorts:
+    """Who is heard, checked as `simulate` would for each of the algorithms.
+
+    >>> import fedscaffold as fs
+    >>> cohorts_of(fs.problems.quadratic(num_clients=10, dim=2), [fs.fedavg()], 0.2, "equal").size
+    2
+    """
+    p, size = weights_of(problem, weights), 0
+    for algorithm in algorithms:
+        request = Request(algorithm, problem, 1, 1, cohort=cohort)
+        size = asked.cohort_size(request)
+        refuse(request, asked.steps(request, None), size, Policy())
+    return cohort_moments(p, size)
+
+
+def model_of(problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts) -> QuadraticModel:
+    """The problem as quadratics: itself if it is made of them, else its quadratic model at the optimum `best`."""
+    start = problem.layout.flatten(problem.params)
+    steepest = 0.0 if is_quadratic(problem) else _steepest(problem, start)
+    why = "quadratic model at the optimum: far from it the curvature differs, so no promise"
+    if problem.num_clients * problem.dim**3 > EXACT:
+        small, steepest = reduce(problem, best, batch_size, heard), max(steepest, _steepest(problem, best))
+        left = f"too large to be exact, followed in {small.problem.dim} of {problem.dim} directions: no promise"
+        why = left if is_quadratic(problem) else f"{why}; {left}"
+        return QuadraticModel(small.problem, heard, None, False, why, steepest, small, problem.dim)
+    noise, exact = Noise(*(noise_covariance(problem, best, size) for size in (batch_size, None))), False
+    if is_quadratic(problem):
+        hessians, linear = client_quadratics(problem)
+        exact = batch_size is None or bool((problem.counts == 1).all())
+        why = "exact for quadratics (F4-F7)" if exact else "noise of batches taken at the optimum: larger far from it"
+    else:
+        hessians = client_hessians(problem, best)
+        linear = hessians @ best - client_gradients(problem, best)
+    near = quadratic(hessians=hessians, linear=linear, x0=start)
+    return QuadraticModel(near, heard, noise, exact, why, max(steepest, near.smoothness or 0.0), None, problem.dim)
+
+
+def search(
+    cost: Callable[[float, int], float], lrs: Sequence[float], steps: Sequence[int]
+) -> dict[tuple[float, int], float]:
+    """Look for the pair of least cost on a grid: a coarse one first, then downhill from its best points.
+
+    Returns every pair tried and its cost.
+
+    >>> tried = search(lambda lr, steps: abs(lr - 5) + abs(steps - 9), list(range(10)), list(range(20)))
+    >>> min(tried, key=tried.get), len(tried) < 100
+    ((5, 9), True)
+    """
+    known: dict[tuple[int, int], float] = {}
+
+    def at(i: int, j: int) -> float:
+        if (i, j) not in known:
+            known[i, j] = cost(lrs[i], steps[j])
+        return known[i, j]
+
+    coarse = [(i, j) for i in range(0, len(lrs), STRIDE) for j in range(0, len(steps), STRIDE)]
+    for start in sorted(coarse, key=lambda place: at(*place))[:STARTS]:
+        here, stride = start, STRIDE // 2
+        while stride:
+            i, j = here
+            around = [(i + a * stride, j + b * stride) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+            around = [(i, j) for i, j in around if 0 <= i < len(lrs) and 0 <= j < len(steps)]
+            best = min(around, key=lambda place: at(*place))
+            here, stride = (best, stride) if at(*best) < at(*here) else (here, stride // 2)
+    return {(lrs[i], steps[j]): value for (i, j), value in known.items()}
+
+
+def _steepest(problem: Problem, x: Floats) -> float:
+    """Largest eigenvalue of any client's Hessian at x."""
+    p = np.full(problem.num_clients, 1 / problem.num_clients)
+    _, high, _, above = client_ends(Look(problem, p, np.arange(len(p)), np.ones_like(p)), x, np.random.default_rng(0))
+    return float((high + above).max())
