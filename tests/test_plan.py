@@ -163,3 +163,38 @@ def test_what_is_too_large_to_solve_is_refused(monkeypatch):
 def test_bad_questions_get_one_line(asked, said):
     with pytest.raises(fs.InputError, match=said):
         plan(PROBLEMS["exact quadratics"][0](), **asked)
+
+
+def test_a_plan_is_for_the_cohort_and_the_weights_that_were_asked_for():
+    problem = PROBLEMS["noisy quadratics"][0]()
+    weights = [4.0, 1.0, 1.0, 2.0, 1.0, 1.0]
+    asked = {"cohort": 4, "weights": weights, "local_steps": 3}
+    made = plan(problem, target=1.0, algorithms=["fedavg", fs.scaffold(option=1)], **asked)
+    assert made.distance == pytest.approx(np.linalg.norm(1 - problem.optimum(weights)))
+    for algorithm, one in zip(made.algorithms, made.proposals, strict=True):
+        assert (one.promised, one.local_steps) == (True, 3)
+        errors = mean_squared_error(problem, lr=one.lr, noise=0.02, rounds=one.rounds, algorithm=algorithm, **asked)
+        np.testing.assert_allclose(one.curve**2, errors, rtol=1e-12)
+        assert (one.curve[-1] <= 1.0, bool((one.curve[1:-1] > 1.0).all())) == (True, True)
+        run = fs.simulate(algorithm, problem, rounds=one.rounds, lr=one.lr, metrics=(), **asked)
+        assert one.bytes_sent == (run.history["bytes_up"] + run.history["bytes_down"]).sum()
+    for one in verify(problem, made, seeds=100):
+        assert abs(one.measured - one.predicted) <= 4 * one.standard_error
+
+
+def test_fedavg_with_cohorts_of_unequal_weights_is_biased_at_any_step_size():
+    """A client's share of a cohort is not its weight on average, so smaller steps do not help."""
+    problem = PROBLEMS["exact quadratics"][0]()
+    fedavg, scaffold = plan(
+        problem, target=0.05, algorithms=["fedavg", "scaffold"], cohort=2, weights=[9.0, 1, 1, 1, 1, 1], max_rounds=3000
+    ).proposals
+    assert fedavg.rounds is None
+    assert scaffold.rounds is not None
+
+
+def test_a_given_step_size_is_kept():
+    problem = PROBLEMS["noisy quadratics"][0]()
+    [one] = plan(problem, target=0.3, lr=0.07, algorithms=["scaffold"]).proposals
+    assert one.lr == 0.07
+    with pytest.raises(fs.InputError, match="lr must be a number above 0"):
+        plan(problem, target=0.3, lr=-1.0)

@@ -11,7 +11,7 @@ from fedscaffold.data import federate, load
 from fedscaffold.problems import Facts, Problem
 from fedscaffold.theory.advice import advise
 from fedscaffold.theory.derivatives import client_gradients, client_hessians, client_products
-from fedscaffold.theory.expansion import drift, expand
+from fedscaffold.theory.expansion import drift
 from fedscaffold.theory.heterogeneity import heterogeneity
 from fedscaffold.theory.samples import mean_error
 
@@ -189,22 +189,14 @@ def test_advice_on_quadratics_is_the_theorys():
     unlike = fs.problems.dialled(8, 5, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1)
     equal = fs.problems.dialled(8, 5, gradient_dissimilarity=9.0, hessian_dissimilarity=0.0, seed=1)
     round_one = fs.problems.dialled(8, 5, mu=0.7, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1)
-    noisy = fs.problems.dialled(8, 5, gradient_dissimilarity=0.1, hessian_dissimilarity=0.1, noise=9.0, seed=1)
-    named = {"scaffold": unlike, "fedavg": equal, "sgd": round_one}
-    for name, problem in (*named.items(), ("fedavg", noisy)):
-        advice = advise(heterogeneity(problem), problem)
+    for name, problem in {"scaffold": unlike, "fedavg": equal, "sgd": round_one}.items():
+        advice = advise(heterogeneity(problem), problem, rounds=100 if name == "sgd" else 20)
         assert advice.algorithm == name
-        assert advice.lr == pytest.approx(1 / problem.smoothness)
+        assert advice.promised
         assert name in str(advice)
-    advice = advise(heterogeneity(unlike), unlike)
-    assert advice.local_steps == round(np.sqrt(unlike.smoothness / np.linalg.eigvalsh(unlike.records[0].mean(0))[0]))
-    first = expand(unlike, lr=advice.lr, local_steps=advice.local_steps)
-    assert advice.fedavg_bias == pytest.approx(np.linalg.norm(first.fedavg_bias), rel=1e-6)
-    law = expand(noisy, lr=0.01, local_steps=2)
-    given = advise(heterogeneity(noisy), noisy, lr=0.01, local_steps=2)
-    assert given.noise_floor == pytest.approx(np.sqrt(np.trace(law.covariance)))
-    assert given.distance == pytest.approx(np.linalg.norm(noisy.optimum()))
-    assert "will diverge" in str(advise(heterogeneity(unlike), unlike, lr=5.0, local_steps=3))
+    wild = advise(heterogeneity(unlike), unlike, lr=5.0, local_steps=3)
+    assert "lr 5 is above 2/L" in str(wild)
+    assert "Nothing that was tried ends below the start" in str(wild)
 
 
 def test_digits_without_an_optimum_get_different_advice_too(pictures):

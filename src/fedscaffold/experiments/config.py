@@ -14,7 +14,8 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.parsing import NotToml, toml
 
-__all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Server", "load", "parse", "to_toml"]
+__all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Server"]
+__all__ += ["given", "load", "parse", "to_toml"]
 
 
 KEY = "{key}"  # in the sentence of a check, stands for the key it is made for
@@ -171,6 +172,19 @@ def to_toml(config: Config) -> str:
     True
     """
     return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def given(config: Config) -> list[str]:
+    """The keys that were given, dotted, as opposed to those that have their default.
+
+    >>> given(parse("rounds = 5", ["local.lr=0.2", "algorithm.option=1"]))
+    ['algorithm.option', 'local.lr', 'rounds']
+    """
+    keys = []
+    for key in config.model_fields_set:
+        value = getattr(config, key)
+        keys += [f"{key}.{one}" for one in value.model_fields_set] if isinstance(value, BaseModel) else [key]
+    return sorted(keys)
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

@@ -13,10 +13,11 @@ from fedscaffold.checks import InputError
 from fedscaffold.experiments.config import ProblemConfig
 from fedscaffold.problems import Problem
 
-__all__ = ["MODELS", "SYNTHETIC", "Built", "build", "step_flops"]
+__all__ = ["MODELS", "SYNTHETIC", "Built", "build", "idle", "step_flops"]
 
 MODELS = ("linear", "logistic", "mlp", "softmax")
 SYNTHETIC = ("quadratic", "synthetic-linear", "synthetic-logistic")
+MADE = {"dataset", "clients", "seed", "data", "dim"}  # keys of the configuration that make a synthetic problem
 
 
 class Built(NamedTuple):
@@ -48,6 +49,18 @@ def build(config: ProblemConfig) -> Built:
         f"(d = {problem.dim:,}, {problem.offsets[-1]:,} records)"
     )
     return Built(problem, sentence, federated.label_counts)
+
+
+def idle(config: ProblemConfig) -> list[str]:
+    """Keys that were given although this data set makes nothing of them.
+
+    >>> idle(ProblemConfig(dataset="quadratic", dim=3, l2=0.1))
+    ['l2']
+    """
+    used = {"dataset", "split", "clients", "model", "l2", "seed", "data"}
+    if config.dataset in SYNTHETIC:
+        used = MADE | ({"mu", "smoothness", "noise"} if config.dataset == "quadratic" else {"l2"})
+    return sorted(config.model_fields_set - used)
 
 
 def step_flops(problem: Problem, batch_size: int | float | None) -> float:

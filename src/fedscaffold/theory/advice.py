@@ -37,7 +37,7 @@ from fedscaffold.theory.cohorts import Cohorts
 from fedscaffold.theory.derivatives import client_gradients, find_optimum, noise_level, solve
 from fedscaffold.theory.expansion import drift
 from fedscaffold.theory.heterogeneity import Heterogeneity
-from fedscaffold.theory.quadratic_model import LOCAL_STEPS, QuadraticModel, cohorts_of, model_of, search
+from fedscaffold.theory.quadratic_model import LOCAL_STEPS, STRIDE, QuadraticModel, cohorts_of, model_of, search
 from fedscaffold.theory.round_map import form_of, is_quadratic
 from fedscaffold.theory.samples import looks_at, redrawn
 
@@ -173,8 +173,9 @@ def _by_model(case: _Case, best: Floats) -> Advice:
     assert form is not None
     promised, basis = (whole if chosen.algorithm == "sgd" else batches).promise(form)
     said = [_likeness(found), _prediction(case, chosen, start, basis)]
-    said += _comparison(chosen, ends, sampling, slack) + _outlook(case, chosen, start, batches.steepest)
     tried = tuple(one for some in choices for one in some)
+    said += [*_comparison(chosen, ends, sampling, slack), *_fewer(chosen, tried)]
+    said += _outlook(case, chosen, start, batches.steepest)
     return Advice(
         chosen.algorithm, chosen.lr, chosen.local_steps, tuple(said), chosen.gap, start, promised, sampling, tried
     )
@@ -218,6 +219,16 @@ def _comparison(chosen: Tried, ends: list[Tried], sampling: float, slack: float)
     elif sampling > 0:
         lines.append(f"The records fix the minimum itself to {sampling:.2g}.")
     return lines
+
+
+def _fewer(chosen: Tried, tried: tuple[Tried, ...]) -> list[str]:
+    """What the same method would leave with fewer local steps, as these are not counted as a cost."""
+    own = [one for one in tried if one.algorithm == chosen.algorithm]
+    known = {one.local_steps for one in own}
+    counts = [count for count in LOCAL_STEPS[::STRIDE] if count < chosen.local_steps and count in known]
+    ends = [min((one for one in own if one.local_steps == count), key=lambda one: one.gap) for count in counts]
+    listed = ", ".join(f"{one.gap:.2g} with {one.local_steps} (lr {one.lr:.2g})" for one in ends)
+    return [f"Fewer local steps would leave: {listed}."] if ends else []
 
 
 def _outlook(case: _Case, chosen: Tried, start: float, steepest: float) -> list[str]:

@@ -21,6 +21,7 @@ coefficients, and an odd number of them, so that z y_i is never -1. All pairs co
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ def cohort_moments(p: Floats, size: int) -> Cohorts:
     if (p == p[0]).all():
         pairs = np.where(np.eye(n, dtype=bool), among, two)
         return Cohorts(p, size, np.full(n, 1 / n), pairs / size**2, pairs / size)
-    once, twice = _integrals(p, size)
+    once, twice = _integrals(tuple(p.tolist()), size)
     return Cohorts(p, size, p * np.diag(once), np.outer(p, p) * twice, p[:, None] * once)
 
 
@@ -101,8 +102,10 @@ def shares(heard: Cohorts, rng: np.random.Generator, draws: int) -> Floats:
     return drawn
 
 
-def _integrals(p: Floats, size: int) -> tuple[Floats, Floats]:
+@lru_cache(maxsize=8)
+def _integrals(shares: tuple[float, ...], size: int) -> tuple[Floats, Floats]:
     """E [i, j in A] / h and E [i, j in A] / h^2, where p_i > 0; rows and columns of weight 0 are finite as well."""
+    p = np.array(shares)
     n, weighty = len(p), p[p > 0]
     rising = np.sort(p)
     least = max(float(rising[:size].sum()), float(weighty.min()))  # of h, where it is not 0

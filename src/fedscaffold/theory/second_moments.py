@@ -1,22 +1,25 @@
 """Exact second moments, round by round, of runs on quadratics whose cohorts are drawn at random.
 
 Let u = x - x*, G_i = grad f_i(x*) and v_i = c_i - G_i, v = sum p_j v_j and s_i = v - v_i, so that s_i + G_i is what a
-client is off its ideal shift by. With M_i = lr sum_{h<K} Gamma_i^h, Gamma_i = I - lr (A_i + drag), client i moves by
+client is off its ideal shift by. With M_i = lr sum_{h<K} Gamma_i^h, Gamma_i = I - lr (A_i + drag), client i ends at
 
-    w_i = M_i (A_i u + s_i) + e_i                      SCAFFOLD
-    w_i = M_i (A_i u + G_i) + e_i                      methods without memory
+    z_i = u - M_i (A_i u + s_i) - e_i                  SCAFFOLD
+    z_i = u - M_i (A_i u + G_i) - e_i                  methods without memory
 
-e_i being the noise that its steps gather (`law.py`), and with the shares q of `cohorts.py` a round is
+off x*, e_i being the noise that its steps gather (`law.py`), and with the shares q of `cohorts.py` a round is
 
-    u+ = u - eta_g sum q_i w_i
-    v_i+ = w_i / (K_i lr) - s_i (option II), or A_i u + noise at x (option I), if i is heard; else v_i
+    u+ = u + eta_g sum q_i (z_i - u)
+    v_i+ = (M_i A_i / K_i lr) u - B_i s_i + e_i / K_i lr,  B_i = I - M_i / K_i lr     option II, if i is heard
+    v_i+ = A_i u + noise at x                                                         option I, if i is heard
+    v_i+ = v_i                                                                        else
 
+(sum q_i = 1, but for cohorts of weight 0, which leave x alone.) No difference of large numbers is left in these lines.
 As who is heard, the noise and the state are independent, the second moments of (u, v_1 .. v_N) follow from those of one
 round before and from the moments of q and [i in A] up to order two. Each client may have a number of steps of its own.
 A round costs 4 N^2 d^3 multiplications for SCAFFOLD and 2 N d^3 without memory; `drawn_curve` estimates the same from
 runs that are drawn, for S d^2 each.
 
-Symbols: M_i = moved, M_i A_i = lost, K_i lr = travel, eta_g = server_lr.
+Symbols: M_i = moved, I - M_i A_i = kept, K_i lr = travel, eta_g = server_lr.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from numpy.typing import NDArray
 
 from fedscaffold.problems.problem import Floats
 from fedscaffold.theory.cohorts import Cohorts, shares
-from fedscaffold.theory.quadratics import Spectra, geometric
+from fedscaffold.theory.quadratics import Spectra, geometric, lag, power
 from fedscaffold.theory.round_map import Form
 
 __all__ = ["Federation", "Noise", "Walk", "drawn_curve", "error_curve", "root", "walk"]
@@ -70,16 +73,20 @@ class Federation(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What the local steps of a round do."""
+    """What the local steps of a round do, matrices (N, d, d)."""
 
     moved: Floats
-    """(N, d, d) M_i."""
-    lost: Floats
-    """(N, d, d) M_i A_i."""
+    """M_i."""
+    kept: Floats
+    """I - M_i A_i."""
     travel: Floats
     """(N,) K_i lr."""
     scatter: Floats
-    """(N, d, d) Cov e_i."""
+    """Cov e_i."""
+    seen: Floats
+    """M_i A_i / K_i lr."""
+    behind: Floats
+    """B_i."""
 
 
 def walk(spectra: Spectra, form: Form, lr: float, steps: NDArray[np.int64], noise: Floats) -> Walk:
@@ -94,15 +101,18 @@ def walk(spectra: Spectra, form: Form, lr: float, steps: NDArray[np.int64], nois
     """
     count = (np.ones_like(steps) if form.one_step else steps)[:, None]
     rates = lr * (spectra.values + form.drag)
-    total = lr * geometric(rates, count)
+    total = geometric(rates, count)
     pairs = rates[:, :, None] + rates[:, None, :] - rates[:, :, None] * rates[:, None, :]
     turned = np.swapaxes(spectra.vectors, 1, 2) @ noise @ spectra.vectors
     gathered = turned * lr**2 * geometric(pairs, count[:, :, None])
+    behind = np.stack([lag(row, int(k)) for row, k in zip(rates, count[:, 0], strict=True)])
     return Walk(
-        _rebuilt(spectra, total),
-        _rebuilt(spectra, total * spectra.values),
+        _rebuilt(spectra, lr * total),
+        _rebuilt(spectra, power(rates, count) + form.drag * lr * total),
         lr * count[:, 0].astype(np.float64),
         spectra.vectors @ gathered @ np.swapaxes(spectra.vectors, 1, 2),
+        _rebuilt(spectra, total * spectra.values / count),
+        _rebuilt(spectra, behind),
     )
 
 
@@ -118,29 +128,54 @@ def error_curve(
 
 
 def _forgetful(given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats) -> Floats:
-    """Methods without memory: mean and second moment of u."""
+    """Methods without memory: mean and second moment of u; z_i = kept_i u - push_i - e_i."""
     heard, eta = given.cohorts, form.server_lr
     best = given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
-    push = np.einsum("iab,ib->ia", one.moved, slopes)  # w_i = lost_i u + push_i + e_i
-    mean_lost, mean_push = np.tensordot(heard.share, one.lost, 1), heard.share @ push
-    partner_lost, partner_push = np.tensordot(heard.shares, one.lost, 1), heard.shares @ push
-    added = np.einsum("ii,iab->ab", heard.shares, one.scatter) + np.einsum("ia,ib->ab", push, partner_push)
-    across = np.einsum("iab,ic->cab", one.lost, partner_push)  # sum_ij q_i q_j lost_i u push_j'
+    push = np.einsum("iab,ib->ia", one.moved, slopes)
+    # rows of an average that never leaves anything over: the clients, and x itself with what is left of the weight
+    q = _with_rest(heard, eta)
+    kept = np.concatenate([one.kept, np.eye(given.spectra.dim)[None]])
+    push = np.concatenate([push, np.zeros((1, given.spectra.dim))])
+    mean_kept, mean_push = np.tensordot(q.first, kept, 1), q.first @ push
+    partner_kept, partner_push = np.tensordot(q.second, kept, 1), q.second @ push
+    added = eta**2 * np.einsum("ii,iab->ab", heard.shares, one.scatter) + np.einsum("ia,ib->ab", push, partner_push)
+    across = np.einsum("iab,ic->cab", kept, partner_push)  # sum_ij q_i q_j kept_i u push_j'
     u = given.start - best
     moment = np.outer(u, u)
     curve = np.empty(rounds + 1)
     curve[0] = np.sum(measure * moment)
     for t in range(1, rounds + 1):
-        first = moment @ mean_lost.T + np.outer(u, mean_push)  # E u w'
         mixed = (across @ u).T
-        both = np.sum(one.lost @ moment @ np.swapaxes(partner_lost, 1, 2), axis=0) + mixed + mixed.T + added
-        moment = moment - eta * (first + first.T) + eta**2 * both
-        u = u - eta * (mean_lost @ u + mean_push)
+        moment = np.sum(kept @ moment @ np.swapaxes(partner_kept, 1, 2), axis=0) - mixed - mixed.T + added
+        u = mean_kept @ u - mean_push
         curve[t] = np.sum(measure * moment)
         if _ends(curve, t):
             break
     return curve
+
+
+class _Average(NamedTuple):
+    """u+ = sum_i a_i y_i over the clients' ends z_1 .. z_N and y_0 = u, last: a_i = eta_g q_i, a_0 = 1 - sum a_i."""
+
+    first: Floats
+    """(N + 1,) E a_i."""
+    second: Floats
+    """(N + 1, N + 1) E a_i a_j."""
+    inside: Floats
+    """(N + 1, N) E a_i [j in A]."""
+
+
+def _with_rest(heard: Cohorts, eta: float) -> _Average:
+    first, inside = eta * heard.share, eta * heard.share_with
+    second = eta**2 * heard.shares
+    rest = first - second.sum(axis=1)  # E a_i a_0
+    own = 1 - 2 * first.sum() + second.sum()
+    return _Average(
+        np.append(first, 1 - first.sum()),
+        np.block([[second, rest[:, None]], [rest[None], np.array([[own]])]]),
+        np.vstack([inside, heard.one - inside.sum(axis=0)]),
+    )
 
 
 def _ends(curve: Floats, t: int) -> bool:
@@ -155,31 +190,33 @@ def _ends(curve: Floats, t: int) -> bool:
 
 
 class _Recall(NamedTuple):
-    """v_i+ = scale_i w_i + slope_i u - turn s_i, for a client that is heard; and the noise in it."""
+    """v_i+ = of_u_i u + of_s_i s_i + scale_i e_i + noise at x, for a client that is heard."""
 
+    of_u: Floats
+    of_s: Floats
     scale: Floats
-    slope: Floats | None
-    turn: float
+    """(N,)."""
     own: Floats
     """(N, d, d) covariance of the noise at x."""
 
 
+def _recall(given: Federation, form: Form, one: Walk, noise: Noise) -> _Recall:
+    if form.at_x:
+        return _Recall(given.hessians, np.zeros_like(one.behind), np.zeros_like(one.travel), noise.at_x)
+    return _Recall(one.seen, -one.behind, 1 / one.travel, np.zeros_like(noise.at_x))
+
+
 def _remembering(given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats) -> Floats:
     """SCAFFOLD: second moments of (u, v_1 .. v_N)."""
-    heard = given.cohorts
-    n, d = given.spectra.linear.shape
-    if form.at_x:
-        recall = _Recall(np.zeros(n), given.hessians, 0.0, noise.at_x)
-    else:
-        recall = _Recall(1 / one.travel, None, 1.0, np.zeros_like(noise.at_x))
-    best = given.optimum
+    heard, average, recall = given.cohorts, _with_rest(given.cohorts, form.server_lr), _recall(given, form, one, noise)
+    d, best = given.spectra.dim, given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
     z = np.concatenate([given.start - best, -slopes.ravel()])  # all c_i are 0
     moment = np.outer(z, z)
     curve = np.empty(rounds + 1)
     curve[0] = np.sum(measure * moment[:d, :d])
     for t in range(1, rounds + 1):
-        moment = _round(moment, heard, form.server_lr, one, recall)
+        moment = _round(moment, heard, average, form.server_lr, one, recall)
         curve[t] = np.sum(measure * moment[:d, :d])
         if _ends(curve, t):
             break
@@ -200,31 +237,28 @@ def drawn_curve(
 ) -> tuple[Floats, float]:
     """`error_curve` as the mean over runs drawn with Gaussian noise, and the standard error at its end."""
     one, rng = walk(given.spectra, form, lr, steps, noise.step), np.random.default_rng(seed)
-    heard, hessians, best = given.cohorts, given.hessians, given.optimum
-    slopes = np.einsum("iab,b->ia", hessians, best) - given.spectra.linear
+    heard, recall, best = given.cohorts, _recall(given, form, one, noise), given.optimum
+    slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
     u, v = np.tile(given.start - best, (runs, 1)), np.tile(-slopes, (runs, 1, 1))
-    loud, loud_at_x = noise.step.any(), form.at_x and noise.at_x.any()
-    roots, still = root(one.scatter) if loud else None, root(noise.at_x) if loud_at_x else None
+    roots = root(one.scatter) if noise.step.any() else None
+    still = root(recall.own) if form.memory and recall.own.any() else None
     curve = np.empty(rounds + 1)
     values = np.einsum("ra,ab,rb->r", u, measure, u)
     curve[0] = values.mean()
     for t in range(1, rounds + 1):
         q = shares(heard, rng, runs)
-        mean, move = np.einsum("j,rja->ra", heard.p, v), np.zeros_like(u)
+        mean, after = np.einsum("j,rja->ra", heard.p, v), (1 - form.server_lr * q.sum(axis=1, keepdims=True)) * u
         for i in range(len(slopes)):
             inside = np.flatnonzero(q[:, i] > 0)
-            off = mean[inside] - v[inside, i] if form.memory else slopes[i]
-            w = u[inside] @ one.lost[i].T + off @ one.moved[i].T
-            if roots is not None:
-                w = w + rng.normal(size=w.shape) @ roots[i].T
-            move[inside] += q[inside, i, None] * w
-            if form.memory and form.at_x:
-                v[inside, i] = u[inside] @ hessians[i]
-                if still is not None:
-                    v[inside, i] += rng.normal(size=w.shape) @ still[i].T
-            elif form.memory:
-                v[inside, i] = w / one.travel[i] - off
-        u = u - form.server_lr * move
+            off = mean[inside] - v[inside, i] if form.memory else np.tile(slopes[i], (len(inside), 1))
+            e = np.zeros_like(off) if roots is None else rng.normal(size=off.shape) @ roots[i].T
+            end = u[inside] @ one.kept[i].T - off @ one.moved[i].T - e
+            after[inside] += form.server_lr * q[inside, i, None] * end
+            if form.memory:
+                v[inside, i] = u[inside] @ recall.of_u[i].T + off @ recall.of_s[i].T + recall.scale[i] * e
+            if still is not None:
+                v[inside, i] += rng.normal(size=off.shape) @ still[i].T
+        u = after
         values = np.einsum("ra,ab,rb->r", u, measure, u)
         curve[t] = values.mean()
         if not curve[t] < HOPELESS * curve[0] and curve[0] > 0:
@@ -233,51 +267,42 @@ def drawn_curve(
     return curve, float(values.std(ddof=1) / np.sqrt(runs))
 
 
-def _round(moment: Floats, heard: Cohorts, eta: float, one: Walk, recall: _Recall) -> Floats:
+def _round(moment: Floats, heard: Cohorts, average: _Average, eta: float, one: Walk, recall: _Recall) -> Floats:
     """The second moments one round later."""
     n, d = one.scatter.shape[:2]
-    u, v = moment[:d], moment[d:].reshape(n, d, -1)  # E u z', E v_i z'
-    s = np.tensordot(heard.p, v, 1) - v
-    w = one.lost @ u + one.moved @ s
-    new = recall.scale[:, None, None] * w - recall.turn * s
-    if recall.slope is not None:
-        new = new + recall.slope @ u
 
-    def with_(rows: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-        """(E r_i u', E r_i v_j', E r_i w_j', E r_i new_j') for rows r whose moments with z are given."""
-        columns = rows.reshape(-1, d + n * d).T
-        to_u, to_v = columns[:d], columns[d:].reshape(n, d, -1)
-        to_s = np.tensordot(heard.p, to_v, 1) - to_v
-        to_w = one.lost @ to_u + one.moved @ to_s
-        to_new = recall.scale[:, None, None] * to_w - recall.turn * to_s
-        if recall.slope is not None:
-            to_new = to_new + recall.slope @ to_u
-        back = [to_v, to_w, to_new]
-        return to_u.T, *(np.moveaxis(part, 2, 0) for part in back)
+    def applied(rows: Floats) -> tuple[Floats, Floats, Floats]:
+        """(E v_i y', E z_i y', E new_i y') from E (u, v_1 .. v_N) y', noise apart; the last z is u itself."""
+        u, v = rows[:d], rows[d:].reshape(n, d, -1)
+        s = np.tensordot(heard.p, v, 1) - v
+        ends = np.concatenate([one.kept @ u - one.moved @ s, u[None]])
+        return v, ends, recall.of_u @ u + recall.of_s @ s
 
-    w_u, w_v, w_w, w_new = with_(w)
-    _, new_v, _, new_new = with_(new)
-    w_v, w_w, w_new = (a.reshape(n, d, n, d) for a in (w_v, w_w, w_new))
-    new_v, new_new, v_v = (a.reshape(n, d, n, d) for a in (new_v, new_new, v[:, :, d:]))
-    each = np.arange(n)
+    _, ends, new = applied(moment)  # with (u, v)
+    _, ends_ends, ends_new = applied(ends.reshape(-1, len(moment)).T)  # E z_j z_i' as [j, b, (i, a)]; E new_j z_i'
+    new_v, _, new_new = applied(new.reshape(-1, len(moment)).T)
+    ends_ends, ends_new = ends_ends.reshape(n + 1, d, n + 1, d), ends_new.reshape(n, d, n + 1, d)
+    new_v, new_new = (a.reshape(n, d, n, d) for a in (new_v, new_new))  # [j, b, i, a]: E v_j new_i', E new_j new_i'
+    v_v, v_ends = (
+        moment[d:, d:].reshape(n, d, n, d),
+        np.moveaxis(ends[:, :, d:].reshape(n + 1, d, n, d), (2, 3), (0, 1)),
+    )
     after = np.empty_like(moment)
-    mean_w = np.tensordot(heard.share, w_u.reshape(n, d, d), 1)  # sum E q_i w_i u'
-    both = np.einsum("ij,iajb->ab", heard.shares, w_w) + np.einsum("ii,iab->ab", heard.shares, one.scatter)
-    after[:d, :d] = moment[:d, :d] - eta * (mean_w + mean_w.T) + eta**2 * both
-    u_new = np.moveaxis(new[:, :, :d], 2, 0)
-    u_v = moment[:d, d:].reshape(d, n, d)
-    pulled = np.einsum("ij,iajb->ajb", heard.share_with, w_new)
-    pulled += np.einsum("ij,iajb->ajb", heard.share[:, None] - heard.share_with, w_v)
-    pulled += np.moveaxis((np.diag(heard.share_with) * recall.scale)[:, None, None] * one.scatter, 0, 1)
-    after[:d, d:] = (heard.one * u_new + (1 - heard.one) * u_v - eta * pulled).reshape(d, -1)
-    after[d:, :d] = after[:d, d:].T
-    mixed = new_v + new_v.transpose(2, 3, 0, 1)
+    after[:d, :d] = np.einsum("ij,iajb->ab", average.second, ends_ends)
+    after[:d, :d] += eta**2 * np.einsum("ii,iab->ab", heard.shares, one.scatter)
+    down = np.einsum("ij,jbia->jba", average.inside, ends_new)  # E v_j+ u+'
+    down += np.einsum("ij,jbia->jba", average.first[:, None] - average.inside, v_ends)
+    down -= (eta * np.diag(heard.share_with) * recall.scale)[:, None, None] * one.scatter
+    after[d:, :d] = down.reshape(n * d, d)
+    after[:d, d:] = after[d:, :d].T
     lone = heard.one - heard.two
-    block = heard.two * new_new + lone * mixed + (1 - heard.one - lone) * v_v
+    block = heard.two * new_new + lone * (new_v + new_v.transpose(2, 3, 0, 1)) + (1 - heard.one - lone) * v_v
     own = recall.scale[:, None, None] ** 2 * one.scatter + recall.own
+    each = np.arange(n)
     block[each, :, each] = heard.one * (new_new[each, :, each] + own) + (1 - heard.one) * v_v[each, :, each]
     after[d:, d:] = block.reshape(n * d, n * d)
-    return after
+    symmetric: Floats = (after + after.T) / 2
+    return symmetric
 
 
 def root(covariances: Floats) -> Floats:
