@@ -9,9 +9,10 @@ model at the optimum otherwise. Tried are
     methods         SGD (one step on all data a round), FedAvg, SCAFFOLD
 
 on a grid that is searched downhill. Advised is the simplest method whose best setting is within SIMPLER times the best
-of all: SGD and FedAvg send two vectors a round and client, SCAFFOLD three. Where the model is no promise, differences
-within half the sampling error do not count either: other records from the same sources would move grad f by a random e
-of covariance sum p_i^2 V_i / n_i, so the minimum itself is known to e' H^-1 e / 2 only (sampling_excess).
+of all, with the fewest local steps that are: SGD and FedAvg send two vectors a round and client, SCAFFOLD three. Where
+the model is no promise, differences within half the sampling error do not count either: other records from the same
+sources would move grad f by a random e of covariance sum p_i^2 V_i / n_i, so the minimum itself is known to
+e' H^-1 e / 2 only (sampling_excess).
 
 Where no optimum is found (a network; separable data without l2) nothing can be predicted, and rules of thumb are used,
 with C~ the covariance of the cohort's mean gradient, D FedAvg's drift, and Delta what 50 gradient steps gained:
@@ -168,13 +169,15 @@ def _by_model(case: _Case, best: Floats) -> Advice:
     least = min(one.gap for one in ends)
     sampling = _sampling_excess(case, found, max(ends, key=lambda one: one.lr * one.local_steps))
     slack = 0.0 if batches.exact else WITHIN * sampling
-    chosen = next(one for one in ends if one.gap <= max(SIMPLER * least, ROUNDING * start, least + slack))
+    allowed = max(SIMPLER * least, ROUNDING * start, least + slack)
+    some = next(some for some in choices if min(one.gap for one in some) <= allowed)
+    chosen = min((one for one in some if one.gap <= allowed), key=lambda one: (one.local_steps, one.gap))
     form = form_of(make(chosen.algorithm))
     assert form is not None
     promised, basis = (whole if chosen.algorithm == "sgd" else batches).promise(form)
     said = [_likeness(found), _prediction(case, chosen, start, basis)]
     tried = tuple(one for some in choices for one in some)
-    said += [*_comparison(chosen, ends, sampling, slack), *_fewer(chosen, tried)]
+    said += [*_comparison(chosen, ends, sampling), *_fewer(chosen, tried)]
     said += _outlook(case, chosen, start, batches.steepest)
     return Advice(
         chosen.algorithm, chosen.lr, chosen.local_steps, tuple(said), chosen.gap, start, promised, sampling, tried
@@ -207,17 +210,17 @@ def _prediction(case: _Case, chosen: Tried, start: float, basis: str) -> str:
     )
 
 
-def _comparison(chosen: Tried, ends: list[Tried], sampling: float, slack: float) -> list[str]:
-    others = [one for one in ends if one.algorithm != chosen.algorithm]
-    lines = ["At their best, " + " and ".join(f"{one} would leave {one.gap:.2g}" for one in others) + "."]
+def _comparison(chosen: Tried, ends: list[Tried], sampling: float) -> list[str]:
     best = min(ends, key=lambda one: one.gap)
-    if best.algorithm != chosen.algorithm:
-        why = f"the records fix the minimum to {sampling:.2g} only" if best.gap < chosen.gap - slack / 2 else ""
-        vectors = "and sends 2 vectors a round and client where SCAFFOLD sends 3" * (best.algorithm == "scaffold")
-        simpler = " ".join(part for part in ("is simpler", vectors) if part)
-        lines.append(f"The difference is small{', as ' + why if why else ''}, and {chosen.algorithm} {simpler}.")
+    others = [one for one in ends if one.algorithm != chosen.algorithm or one.gap < chosen.gap]
+    listed = "; ".join(f"{one.gap:.2g} by {one}" for one in others)
+    lines = [f"The best found for each method: {listed}."] if others else []
+    if chosen.gap > SIMPLER * best.gap:
+        lines.append(f"Such differences do not count: the records fix the minimum itself to {sampling:.2g} only.")
     elif sampling > 0:
         lines.append(f"The records fix the minimum itself to {sampling:.2g}.")
+    if best.algorithm == "scaffold" and chosen.algorithm != "scaffold":
+        lines.append("SCAFFOLD sends 3 vectors a round and client, the others 2.")
     return lines
 
 

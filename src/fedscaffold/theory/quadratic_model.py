@@ -69,7 +69,7 @@ class QuadraticModel(NamedTuple):
         """Whether the prediction for an algorithm is exact, and what it rests on."""
         if self.drawn(form):
             return False, f"{self.why}; too large for exact moments, estimated from {RUNS} drawn runs: no promise"
-        return self.exact, self.why
+        return self.exact, self.why if self.exact else f"{self.why}: no promise"
 
     def errors(self, algorithm: Algorithm, *, lr: float, steps: int, rounds: int, gap: bool) -> tuple[Floats, float]:
         """E|x - x*|^2, or E f(x) - f(x*), after 0 .. rounds rounds; and the standard error of the last, 0 if exact."""
@@ -117,17 +117,21 @@ def model_of(problem: Problem, best: Floats, batch_size: int | float | None, hea
     """The problem as quadratics: itself if it is made of them, else its quadratic model at the optimum `best`."""
     start = problem.layout.flatten(problem.params)
     steepest = 0.0 if is_quadratic(problem) else _steepest(problem, start)
-    why = "quadratic model at the optimum: far from it the curvature differs, so no promise"
+    why = "quadratic model at the optimum, far from which the curvature differs"
     if problem.num_clients * problem.dim**3 > EXACT:
         small, steepest = reduce(problem, best, batch_size, heard), max(steepest, _steepest(problem, best))
-        left = f"too large to be exact, followed in {small.problem.dim} of {problem.dim} directions: no promise"
+        left = f"too large to be exact, followed in {small.problem.dim} of {problem.dim} directions"
         why = left if is_quadratic(problem) else f"{why}; {left}"
         return QuadraticModel(small.problem, heard, None, False, why, steepest, small, problem.dim)
     noise, exact = Noise(*(noise_covariance(problem, best, size) for size in (batch_size, None))), False
     if is_quadratic(problem):
         hessians, linear = client_quadratics(problem)
         exact = batch_size is None or bool((problem.counts == 1).all())
-        why = "exact for quadratics (F4-F7)" if exact else "noise of batches taken at the optimum: larger far from it"
+        why = (
+            "exact for quadratics (F4-F7)"
+            if exact
+            else "noise of batches taken at the optimum, far from which it is larger"
+        )
     else:
         hessians = client_hessians(problem, best)
         linear = hessians @ best - client_gradients(problem, best)
