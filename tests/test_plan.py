@@ -158,6 +158,9 @@ def test_what_is_too_large_to_solve_is_refused(monkeypatch):
         ({"target": 0.1, "cost_of_round": 0.0}, "must not both be 0"),
         ({"target": 0.1, "max_rounds": 0}, "max_rounds must be"),
         ({"target": 0.1, "algorithms": ["fedavgg"]}, "did you mean 'fedavg'"),
+        ({"target": 0.1, "algorithms": []}, "algorithms must name one or more"),
+        ({"target": 0.1, "cohort": 0}, "cohort must be"),
+        ({"target": 0.1, "weights": [1.0]}, "weights must be one number for each"),
     ],
 )
 def test_bad_questions_get_one_line(asked, said):

@@ -167,6 +167,8 @@ def plan(
     if cost_of_round + cost_of_step == 0:
         raise InputError("cost_of_round and cost_of_step must not both be 0")
     made = [make(one) if isinstance(one, str) else one for one in algorithms]
+    if not made:
+        raise InputError("algorithms must name one or more, such as scaffold; got none")
     for algorithm in made:
         if form_of(algorithm) is None:
             raise InputError(f"{algorithm.name} has no closed form to plan with: take sgd, fedavg, fedprox or scaffold")
