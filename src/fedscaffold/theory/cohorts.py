@@ -70,10 +70,8 @@ class Cohorts(NamedTuple):
 def cohort_moments(p: Floats, size: int) -> Cohorts:
     """The moments of the shares, for `size` of the clients with weights `p`.
 
-    >>> cohort_moments(np.array([0.25, 0.25, 0.5]), 1).shares.round(12)
-    array([[0.33333333, 0.        , 0.        ],
-           [0.        , 0.33333333, 0.        ],
-           [0.        , 0.        , 0.33333333]])
+    >>> cohort_moments(np.array([0.25, 0.25, 0.5]), 2).share.round(6)  # not the weights, in the mean
+    array([0.277778, 0.277778, 0.444444])
     """
     n, p = len(p), np.asarray(p, np.float64)
     if size == n:
