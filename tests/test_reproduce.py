@@ -11,6 +11,7 @@ import pytest
 from fedscaffold.algorithms import fedavg, scaffold
 from fedscaffold.checks import InputError
 from fedscaffold.cli import main
+from fedscaffold.experiments import cells
 from fedscaffold.experiments.reproduce import ALIASES, CLAIMS, cache, emnist, find, judged, reproduce, speedup_fig1
 from fedscaffold.experiments.reproduce.by_hand import play, quadratic_gradients
 from fedscaffold.experiments.reproduce.claim import Check, Claim, Table, at_least, at_most, verdict
@@ -115,7 +116,7 @@ def test_a_claim_runs_has_a_verdict_and_can_fail(name, tmp_path, without_data):
     with paper.style():
         made = [path for one in drawings for path in paper.save(one.figure, tmp_path, one.name)]
     assert {path.suffix for path in made} == {".svg", ".pdf", ".png"}
-    spoilt = cache.read(tmp_path / name / f"{cache.key_of(claim, 'quick')}.npz")
+    spoilt = cells.read(tmp_path / name / f"{cache.key_of(claim, 'quick')}.npz")
     SPOILS[name](spoilt)
     after = judged(claim, "quick", spoilt)
     assert sum(check.passed is True for check in after.checks) < sum(check.passed is True for check in outcome.checks)
@@ -173,13 +174,13 @@ def test_a_damaged_result_is_made_again_and_no_pickle_is_read(tmp_path):
     reproduce(small(calls), "quick", tmp_path)
     assert calls == [0, 1, 2] * 2
     np.savez(tmp_path / "evil.npz", json=np.array([{}], dtype=object))
-    assert cache.read(tmp_path / "evil.npz") is None
+    assert cells.read(tmp_path / "evil.npz") is None
 
 
 def test_what_is_kept_comes_back():
     def there_and_back(value, folder):
-        cache.write(folder, {"value": value})
-        return cache.read(folder)["value"]
+        cells.write(folder, {"value": value})
+        return cells.read(folder)["value"]
 
     import tempfile
     from pathlib import Path

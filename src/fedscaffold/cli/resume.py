@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
+from fedscaffold.cli.compare import ASKED, CELLS, broken_off, clear, go_on
 from fedscaffold.cli.interrupts import saying
 from fedscaffold.cli.team import ALONE, Coordinator, Deadline, Devices, Processes, ProcessId, Team, team_of, watched
-from fedscaffold.cli.verbs import Json, Log, Watch, app, prepared, say
+from fedscaffold.cli.verbs import Json, Log, Watch, app, only, prepared, say
 from fedscaffold.cli.watch import NOBODY, Shown, followed, shown
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ CHECKPOINT = "checkpoint"
 
 @app.command(epilog="Example: fedscaffold resume runs/first")
 def resume(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")],
     rounds: Annotated[int | None, typer.Option(help="Rounds in all, instead of the config's.")] = None,
     watch: Watch = False,
@@ -40,9 +42,13 @@ def resume(
     deadline: Deadline = 60,
     as_json: Json = False,
 ) -> int:
-    """Go on with a run from its last checkpoint, after a crash or for more rounds; same bits as without a break."""
+    """Go on with a run or a comparison after a crash, or with a run for more rounds; same bits as without a break."""
     from fedscaffold.experiments.config import load
 
+    if (folder / ASKED).is_file():
+        only(context, "resume of a comparison", ("--json",))
+        go_on(folder, as_json)
+        return 0
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} holds no run: config.toml is missing; `fedscaffold run CONFIG.toml` starts one")
     seen_by = shown(watch, log)
@@ -58,13 +64,16 @@ def make_way(folder: Path, fresh: bool) -> None:
 
     kept = folder / CHECKPOINT
     at = None if fresh else unfinished(kept)
-    if at is not None:
+    if at is not None or (not fresh and broken_off(folder)):
+        what = "runs of a sweep that was broken off" if at is None else f"a run that stopped after round {at}"
         raise InputError(
-            f"{folder} holds a run that stopped after round {at}: `fedscaffold resume {folder}` goes on; "
-            "or give another output.dir, or --fresh to start anew there"
+            f"{folder} holds {what}: `fedscaffold resume {folder}` goes on; "
+            "or give another folder, or --fresh to start anew there"
         )
     discard(kept)
     (folder / NAME).unlink(missing_ok=True)
+    clear(folder)
+    (folder / ASKED).unlink(missing_ok=True)
 
 
 def carry_out(
@@ -83,6 +92,7 @@ def carry_out(
         raise InputError("lr = 'tuned' is a sweep, which runs on one device: give a number for local.lr")
     built = prepared(config, team)
     from fedscaffold.experiments import compare as room
+    from fedscaffold.experiments.cells import Store
     from fedscaffold.experiments.config import to_toml
     from fedscaffold.simulation import Interrupted
 
@@ -96,12 +106,15 @@ def carry_out(
         try:
             with _told(), followed(config, built, folder, seen_by, team.speaks) as record:
                 line = None if team.speaks else False
-                study = room.run(config, built, command, line, folder / CHECKPOINT, team.total, record)
+                memo = Store(folder / CELLS)
+                study = room.run(config, built, command, line, folder / CHECKPOINT, team.total, record, memo)
         except Interrupted as stop:
             typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: {words}", err=True)
             return 128 + stop.signal
         if team.speaks:
-            _say_outcome(study, folder, room.keep(study, folder), as_json)
+            page = room.keep(study, folder)
+            clear(folder)
+            _say_outcome(study, folder, page, as_json)
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.verbs import DataDir, Json, app, prepared, say
+from fedscaffold.cli.verbs import DataDir, Json, app, only, prepared, say
 
 if TYPE_CHECKING:
     from fedscaffold.experiments.config import Config
@@ -111,7 +111,7 @@ def diagnose(
     if folder is not None:
         from fedscaffold.cli.diagnose import look
 
-        _only(context, ("folder", "data", "as_json"))
+        only(context, "diagnose RUN", ("--data", "--json"))
         return look(folder, data, as_json)
     flags = _flags(dataset, split, model, clients, cohort, batch_size, data)
     flags += [] if rounds is None else [f"rounds={rounds}"]
@@ -131,16 +131,6 @@ def diagnose(
     lines += [f"  {name} = {value:.4g}" for name, value in numbers.items() if isinstance(value, float)]
     say(answer, [*lines, str(advice)], as_json)
     return 0
-
-
-def _only(context: typer.Context, allowed: tuple[str, ...]) -> None:
-    """Refuse options that say nothing about a run's folder, which knows its own problem."""
-    typed = [
-        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
-    wrong = [name for name in typed if name not in allowed]
-    if wrong:
-        raise InputError(f"diagnose RUN takes --data and --json only, got --{wrong[0].replace('_', '-')}")
 
 
 def _flags(

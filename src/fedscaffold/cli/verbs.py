@@ -17,9 +17,8 @@ from fedscaffold.cli.team import ALONE, Coordinator, Deadline, Devices, Processe
 if TYPE_CHECKING:
     from fedscaffold.experiments.config import Config
     from fedscaffold.experiments.federation import Built
-    from fedscaffold.report import Study
 
-__all__ = ["DataDir", "Json", "Log", "Watch", "app", "prepared", "say"]
+__all__ = ["DataDir", "Fresh", "Json", "Log", "Watch", "app", "command_typed", "only", "prepared", "progress", "say"]
 
 app = typer.Typer(
     name="fedscaffold",
@@ -34,27 +33,29 @@ app.add_typer(data_app, name="data")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DataDir = Annotated[str | None, typer.Option("--data", help="Folder with the data files (or FEDSCAFFOLD_DATA).")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew even where something unfinished is.")]
 Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page of the run on this machine.")]
 Log = Annotated[list[str] | None, typer.Option("--log", help="Also tell tensorboard, wandb or trackio; repeatable.")]
 
 
 @app.command(epilog="Example: fedscaffold demo --out runs/demo")
-def demo(out: Out = Path("runs/demo"), as_json: Json = False) -> None:
+def demo(out: Out = Path("runs/demo"), fresh: Fresh = False, as_json: Json = False) -> None:
     """Compare SGD, FedAvg, FedProx and SCAFFOLD on digits split by label among 20 clients."""
+    from fedscaffold.cli.compare import carry_out
     from fedscaffold.experiments.config import parse
 
     config = parse(
         "rounds = 60\n[problem]\ndataset = 'digits'\nsplit = 'similarity:0'\nclients = 20\nmodel = 'softmax'\n"
         "[local]\nepochs = 5\nbatch_size = 0.2\nlr = 'tuned'\n[cohort]\nsize = 0.2"
     )
-    _compare(config, "sgd,fedavg,fedprox,scaffold", 3, "accuracy:0.9", out, as_json)
+    carry_out(config, "sgd,fedavg,fedprox,scaffold", 3, "accuracy:0.9", out, fresh, as_json)
 
 
 @app.command(epilog="Example: fedscaffold run config.toml --set local.lr=0.2 --set algorithm.name=fedavg")
 def run(
     path: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")],
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override a key: a.b=c.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew even where an unfinished run is.")] = False,
+    fresh: Fresh = False,
     watch: Watch = False,
     log: Log = None,
     devices: Devices = 1,
@@ -106,9 +107,14 @@ def compare(
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override any config key: a.b=c.")] = None,
     data: DataDir = None,
     out: Out = Path("runs/compare"),
+    fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Compare algorithms over seeds: rounds and bytes to a target, with spread; table, CSV, LaTeX and a page."""
+    """Compare algorithms over seeds: rounds and bytes to a target, with spread; table, CSV, LaTeX and a page.
+
+    Runs are kept as they end: after Ctrl-C or a crash the same command goes on with those that are missing.
+    """
+    from fedscaffold.cli.compare import carry_out
     from fedscaffold.experiments.config import parse
 
     if (local_epochs is None) == (local_steps is None):
@@ -120,7 +126,7 @@ def compare(
     ]  # fmt: skip
     overrides = [f"{key}={value}" for key, value in given if value is not None]
     config = parse("", [*overrides, *_data_override(data), *(sets or [])], source="compare")
-    _compare(config, algorithms, seeds, target, out, as_json)
+    carry_out(config, algorithms, seeds, target, out, fresh, as_json)
 
 
 @data_app.command("list", epilog="Example: fedscaffold data list")
@@ -209,36 +215,12 @@ def report(
     say({"report": str(path), "runs": runs}, [f"report: {path} ({runs} run{'s' * (runs > 1)})"], as_json)
 
 
-def _compare(config: Config, names: str, seeds: int, target: str | None, out: Path, as_json: bool) -> None:
-    from fedscaffold import checks
-    from fedscaffold.algorithms import ALGORITHMS
-
-    every = names.strip() == "all"
-    chosen = [] if every else [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
-    checks.whole("seeds", seeds)
-    built = prepared(config)
-    from fedscaffold.experiments import compare as room
-    from fedscaffold.report import tables
-    from fedscaffold.state.files import owned
-
-    chosen, refused = room.fitting(config, built) if every else (chosen, {})
-    with owned(out):
-        study = room.compare(config, built, chosen, seeds, target, _command(), lambda line: _progress(line, as_json))
-        page = room.keep(study, out)
-    answer = {
-        "rows": study.rows,
-        "target": study.target,
-        "left_out": refused,
-        "seconds": study.seconds,
-        "folder": str(out),
-        "report": str(page),
-    }
-    notes = [*_warnings(study), *(f"left out: {reason}" for reason in refused.values())]
-    say(answer, [study.problem, "", tables.terminal(study.rows), "", *notes, f"report: {page}"], as_json)
-
-
-def _warnings(study: Study) -> list[str]:
-    return [f"{c.algorithm}, seed {c.seed}: {c.advice}" for c in study.curves if c.advice]
+def only(context: typer.Context, what: str, allowed: tuple[str, ...]) -> None:
+    """Refuse options that say nothing about a folder, which knows its own problem."""
+    for option in context.command.params:
+        typed = getattr(context.get_parameter_source(option.name or ""), "name", "") == "COMMANDLINE"
+        if typed and option.param_type_name == "option" and option.opts[0] not in allowed:
+            raise InputError(f"{what} takes {' and '.join(allowed)} only, got {option.opts[0]}")
 
 
 def prepared(config: Config, team: Team = ALONE) -> Built:
@@ -256,11 +238,13 @@ def _data_override(data: str | None) -> list[str]:
     return [] if data is None else [f"problem.data={json.dumps(data)}"]
 
 
-def _command() -> str:
+def command_typed() -> str:
+    """The command as it was typed."""
     return shlex.join(["fedscaffold", *sys.argv[1:]])
 
 
-def _progress(line: str, as_json: bool) -> None:
+def progress(line: str, as_json: bool) -> None:
+    """Say how far something is, to somebody at a terminal."""
     if not as_json and sys.stderr.isatty():
         typer.echo(line, err=True)
 

@@ -13,7 +13,7 @@ import numpy as np
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.experiments.config import Config
 from fedscaffold.problems import Problem
-from fedscaffold.simulation import Run
+from fedscaffold.report import Curve
 from fedscaffold.theory import bias, is_quadratic
 
 __all__ = ["limit", "words"]
@@ -22,16 +22,16 @@ SETTLED = 0.01  # of the limit's distance: nearer than that is there
 EXACT = 1e-6  # of the distance to begin with, and rounding of the precision allows less
 
 
-def limit(config: Config, problem: Problem, algorithm: Algorithm, lr: float, runs: list[Run]) -> dict[str, Any]:
+def limit(config: Config, problem: Problem, algorithm: Algorithm, lr: float, runs: list[Curve]) -> dict[str, Any]:
     """Measured and predicted |x - x*| of the limit, and the two in words; nothing where no optimum is measured.
 
     >>> from fedscaffold import fedavg, problems
     >>> limit(Config(), problems.quadratic(num_clients=2, dim=2), fedavg(), 0.1, [])
     {}
     """
-    if not is_quadratic(problem) or any("distance" not in run.history or run.diverged_at for run in runs) or not runs:
+    if not is_quadratic(problem) or any("distance" not in run.columns or run.diverged_at for run in runs) or not runs:
         return {}
-    ends = float(np.mean([run.history["distance"][-1] for run in runs]))
+    ends = float(np.mean([run.columns["distance"][-1] for run in runs]))
     begun = float(np.linalg.norm(problem.layout.flatten(problem.params) - problem.optimum(config.weights)))
     known = _predicted(config, problem, algorithm, lr)
     return {"ends_at": ends, "bias": known, "ends": words(ends, known, begun)}

@@ -20,7 +20,7 @@ import numpy as np
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.setup import Ready, Request
 
-__all__ = ["differences", "facts"]
+__all__ = ["differences", "facts", "flat", "problem_facts"]
 
 LONG = 16  # entries of a list that are shown one by one
 DEEP = 12  # functions inside functions
@@ -38,7 +38,7 @@ def facts(request: Request, ready: Ready, evaluate_every: int) -> dict[str, Any]
     """
     known: dict[str, Any] = {
         "algorithm": plain(request.algorithm),
-        "problem": _problem(request.problem),
+        "problem": problem_facts(request.problem),
         "seed": request.seeds[0],
         "streams": STREAMS,
         "evaluate_every": evaluate_every,
@@ -130,7 +130,7 @@ def _code(code: CodeType) -> str:
     return repr((code.co_code.hex(), constants, code.co_names, code.co_varnames))
 
 
-def _problem(problem: Problem) -> dict[str, Any]:
+def problem_facts(problem: Problem) -> dict[str, Any]:
     """What is minimised: functions, model, and all records by their digest."""
     import jax
 

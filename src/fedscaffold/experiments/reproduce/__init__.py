@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedscaffold import checks
-from fedscaffold.experiments.reproduce.cache import Store, key_of
+from fedscaffold.experiments.cells import Store
+from fedscaffold.experiments.reproduce.cache import key_of
 from fedscaffold.experiments.reproduce.claim import Claim, Data, Drawing, Outcome, verdict
 
 __all__ = ["ALIASES", "CLAIMS", "find", "judged", "reproduce"]

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from fedscaffold.experiments.cells import Data, Memo
+
 __all__ = [
     "SIZES",
     "Check",
@@ -34,9 +36,7 @@ __all__ = [
     "verdict",
 ]
 
-Data: TypeAlias = dict[str, Any]  # numbers, texts, lists, dictionaries and NumPy arrays
 Settings: TypeAlias = Mapping[str, Any]
-Memo: TypeAlias = Callable[[str, Callable[[], Data]], Data]  # (key, make) -> what make returned, now or earlier
 Number: TypeAlias = float | int | str
 
 SIZES = ("quick", "full")

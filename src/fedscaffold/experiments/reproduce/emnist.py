@@ -19,7 +19,7 @@ import numpy as np
 from fedscaffold import algorithms, data, problems
 from fedscaffold.data import Dataset
 from fedscaffold.data.splits import holdout
-from fedscaffold.experiments.reproduce.cache import digest
+from fedscaffold.experiments.cells import digest
 from fedscaffold.experiments.reproduce.claim import Data, Memo, Settings
 from fedscaffold.problems import Problem
 from fedscaffold.simulation import Run, sweep
