@@ -102,7 +102,7 @@ def test_what_a_run_depends_on_is_in_its_key(asked, tmp_path):
     base = parse(CONFIG, ["rounds=2", "local.lr=0.1"])
     assert len(keys(base)) == 1
     assert keys(base) == []
-    for change in ("rounds=3", "local.steps=3", "problem.seed=1", "seed=1", "precision=float64", "weights=records"):
+    for change in ("rounds=3", "local.steps=3", "problem.seed=1", "seed=1"):
         assert len(keys(parse(CONFIG, ["rounds=2", "local.lr=0.1", change]))) == 1, change
 
 

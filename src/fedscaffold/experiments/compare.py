@@ -146,7 +146,6 @@ def refuse_comparison(config: Config, built: Built, names: Sequence[str], seeds:
     checks.whole("seeds", seeds)
     checks.whole("seed", config.seed, at_least=0, at_most=2**63 - seeds)
     checks.whole("evaluate_every", config.evaluate_every)
-    _refuse_away(config)
     config = _measured(config, built, None if target is None else target_of(target))
     for name in names:
         _tried(config, built, _named(config, name))
@@ -154,6 +153,7 @@ def refuse_comparison(config: Config, built: Built, names: Sequence[str], seeds:
 
 def _measured(config: Config, built: Built, target: tuple[str, float] | None) -> Config:
     """The configuration with all metrics that a comparison looks at."""
+    _refuse_away(config)
     wanted = {*(usual(built.problem) if config.metrics is None else config.metrics), *([target[0]] if target else [])}
     return config.model_copy(update={"metrics": sorted(wanted)})
 
