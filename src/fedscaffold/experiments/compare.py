@@ -252,7 +252,7 @@ def _curve(name: str, seed: int, lr: float, done: Run, target: tuple[str, float]
         tables.reached(done.history, target),
         done.advice,
         done.residual,
-        done.scale,
+        done.explained,
         done.digest,
     )
 
