@@ -35,7 +35,7 @@ from fedscaffold.cli import main
 from fedscaffold.deploy import InProcess, Server, drive, gate, parse
 from fedscaffold.deploy.audit import Audit, verified
 from fedscaffold.deploy.gate import Asked, Refused
-from fedscaffold.deploy.rounds import residual, shares, size
+from fedscaffold.deploy.rounds import residual, rounding, shares
 from fedscaffold.deploy.schema import Blob, Packet, blob
 from fedscaffold.deploy.store import seen
 
@@ -71,10 +71,7 @@ def at_rounding(server):
     finite = all(np.isfinite(v).all() for v in (state.x, *state.c_i.values()))
     if state.c is None:
         return finite
-    eps = float(np.finfo(state.x.dtype).eps)
-    return (
-        finite and np.isfinite(state.c).all() and residual(state) <= 100 * eps * max(size(state), server.scale, 1e-300)
-    )
+    return finite and np.isfinite(state.c).all() and residual(state) <= rounding(state)
 
 
 HUGE = {"float64": [1e200, -1e308, 1.7e308], "float32": [1e20, -1e30, 3.4e38]}
@@ -128,7 +125,7 @@ def test_a_large_reply_leaves_no_bias_behind(precision, value, tmp_path):
     eps = float(np.finfo(precision).eps)
     goal = optimum(shares(server.roster))
     np.testing.assert_allclose(server.state.x, goal, atol=1000 * eps * np.abs(goal).max())
-    assert residual(server.state) < 100 * eps * size(server.state)
+    assert residual(server.state) <= rounding(server.state) < 1e-10
     assert "remade" in {event["event"] for event in verified(tmp_path / "audit.jsonl")}
 
 

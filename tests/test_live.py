@@ -20,7 +20,6 @@ import fedscaffold as fs
 from fedscaffold.deploy import drive
 from fedscaffold.deploy.schema import Packet, blob
 from fedscaffold.experiments.record import Record
-from fedscaffold.metrics import explained
 from fedscaffold.report import Curve, Study, adapters, write
 from fedscaffold.report.live import source_of
 from fedscaffold.report.picture import Picture, state
@@ -74,7 +73,7 @@ def test_the_record_is_the_runs_own_history(tmp_path, quiet):
     same(reader, *quiet)
     assert len(set(run.history["bytes_up"].tolist())) > 1  # renewals are counted across stretches
     assert reader.end["how"] == "finished"
-    assert reader.scale == pytest.approx(run.scale, rel=1e-7)
+    assert reader.explained == run.explained
     assert reader.worst == run.history["residual"].max()
     assert reader.sums == {name: run.history[name].sum() for name in ("bytes_up", "bytes_down")}
     assert [number for number, _ in reader.stamps] == sorted(number for number, _ in reader.stamps)
@@ -157,7 +156,7 @@ def test_the_state_says_what_follows_from_the_record():
     columns = {"round": [1, 2, 3], "loss": [3.0, None, 1.0], "residual": residual, "bytes_up": [5, 5, 7]}
     clock = ((0, 100.0), (1, 104.0), (3, 105.0))
     known = {"marks": ({"heard": [1]},) * 3, "clients": 4, "heard_at": {1: 3, 2: 1}, "stamps": clock}
-    known |= {"precision": "float32", "scale": 0.5, "worst": 2e-8, "sums": {"bytes_up": 17}}
+    known |= {"precision": "float32", "explained": 1e-7, "worst": 2e-8, "sums": {"bytes_up": 17}}
     picture = Picture("simulation", "running", {}, "v", 9, 3, columns, **known)
     told = state(picture, now=107.0)
     assert told["columns"] == columns
@@ -170,7 +169,7 @@ def test_the_state_says_what_follows_from_the_record():
     assert sum(told["ages"]["counts"]) == 2
     after = state(picture._replace(all_at=1, heard_at={2: 2}))["ages"]  # all in the first round, and one since
     assert (after["never"], after["mean"], after["counts"][:3]) == (0, (3 * 2 + 1) / 4, [0, 1, 3])
-    assert told["gauge"]["limit"] == explained("float32", 3, 0.5)
+    assert told["gauge"]["limit"] == 1e-7
     assert (told["gauge"]["state"], told["gauge"]["largest"]) == ("healthy", 2e-8)
     later = state(picture, 2, told["version"])
     assert later["columns"]["loss"] == [1.0]
@@ -283,7 +282,7 @@ def test_a_deployed_servers_folder_is_shown_too(deployed, capsys):
 
 def test_a_finished_run_without_a_record_is_shown_too(tmp_path, quiet):
     run = quiet[0]
-    curve = Curve("scaffold", 3, 0.1, run.history, None, None, None, run.residual, run.scale, run.digest)
+    curve = Curve("scaffold", 3, 0.1, run.history, None, None, None, run.residual, run.explained, run.digest)
     study = Study("A run", "quadratics", None, [curve], [], None, "float32", "", "fedscaffold run", {}, {"wall": 1.0})
     write(study, tmp_path)
     told = state(source_of(tmp_path).picture())

@@ -127,7 +127,7 @@ def test_verdict():
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    runs = [*example(), curve("sgd")._replace(scale=math.inf)]
+    runs = [*example(), curve("sgd")._replace(explained=math.inf)]
     runs[0].columns["accuracy"] = runs[0].columns["accuracy"].astype(np.float32)
     kept = study(*runs, counts=[[1, 2], [3, 0]], versions=versions(), seconds={"run": 0.5}, config="a = 'é'\r\n")
     write(kept, tmp_path)
@@ -135,7 +135,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert found._replace(curves=[], label_counts=None) == kept._replace(curves=[], label_counts=None)
     np.testing.assert_array_equal(found.label_counts, kept.label_counts)
     for one, other in zip(found.curves, runs, strict=True):
-        assert one._replace(columns={}, residual=0, scale=0) == other._replace(columns={}, residual=0, scale=0)
+        assert one._replace(columns={}, residual=0, explained=0) == other._replace(columns={}, residual=0, explained=0)
         np.testing.assert_array_equal(one.residual, other.residual)
         assert list(one.columns) == list(other.columns)
         for name, column in other.columns.items():
@@ -225,7 +225,7 @@ ODD = {
     "many clients and labels": study(*example(), counts=np.random.default_rng(0).integers(0, 3, (1000, 62))),
     "clients without records": study(*example(), counts=[[0, 0], [0, 0]]),
     "some diverged": study(*example()),
-    "all diverged": study(curve("sgd", loss=[1.0, 1e200, math.inf])._replace(diverged_at=3, scale=math.nan)),
+    "all diverged": study(curve("sgd", loss=[1.0, 1e200, math.inf])._replace(diverged_at=3, explained=math.nan)),
     "a constant": study(curve("sgd", loss=[0.0, 0.0])._replace(diverged_at=2)),
     "no bytes": study(example()[0]._replace(columns={"round": np.arange(1, 3), "loss": np.array([1.0, 2.0])})),
     "long": study(*(curve("sgd", s, loss=np.geomspace(1, 1e-6, 3000) + s) for s in range(2))),
@@ -272,23 +272,22 @@ def test_bands_and_colours():
 
 
 @pytest.mark.parametrize(
-    ("residual", "scale", "precision", "state"),
+    ("residual", "explained", "state"),
     [
-        (1e-14, 1.0, "float64", "healthy"),
-        (1e-6, 1.0, "float64", "broken"),
-        (1e-6, 1.0, "float32", "healthy"),
-        (1e-6, 1e-6, "float32", "broken"),
-        (0.0, 0.0, "float32", "none"),
-        (1e-9, 0.0, "float32", "broken"),
-        (math.nan, math.nan, "float32", "unknown"),
+        (1e-14, 1e-13, "healthy"),
+        (1e-6, 1e-13, "broken"),
+        (0.0, 0.0, "none"),
+        (1e-9, 0.0, "broken"),
+        (math.nan, math.nan, "unknown"),
     ],
 )
-def test_gauge(residual, scale, precision, state):
-    run = curve("scaffold", loss=[1.0] * 4, residual=[residual] * 4)._replace(residual=residual, scale=scale)
-    made = study(run, precision=precision)
+def test_gauge(residual, explained, state):
+    run = curve("scaffold", loss=[1.0] * 4, residual=[residual] * 4)._replace(residual=residual, explained=explained)
+    made = study(run)
     [gauge] = gauges(made)
     assert gauge.state == state
-    assert gauge.limit == 2000 * np.finfo(precision).eps
+    if state in ("healthy", "broken") and explained:
+        assert gauge.relative == residual / explained
     words = {"none": "nothing to gauge", "unknown": "not judged"}.get(state, f"SCAFFOLD: {state}.")
     assert words in seen(made)[1]
 

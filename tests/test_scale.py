@@ -4,6 +4,7 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
+import optax
 import pytest
 
 import fedscaffold as fs
@@ -82,7 +83,10 @@ def test_a_damaged_row_is_refused_by_name(tmp_path):
         ({"client_state": "file"}, "give checkpoint=DIR"),
         ({"client_state": "sparse", "metrics": ("loss", "drift")}, "loss would look at all clients"),
         ({"client_state": "sparse", "stale": "drop:3"}, "stale='drop' looks at all clients"),
-        ({"client_state": "sparse", "compression": "top_k:0.5", "local_steps": [1, 2, 3, 2, 1, 4, 2]}, "use 'array'"),
+        (
+            {"client_state": "sparse", "compression": "top_k:0.5", "lr": None, "local_optimizer": optax.sgd(0.1, 0.9)},
+            "use 'array'",
+        ),
     ],
 )
 def test_what_needs_all_clients_is_refused(more, said):

@@ -180,10 +180,10 @@ def test_a_broken_memory_stops_beside_the_optimum_for_good(kind, last):
 @needs_node
 def test_the_gauge_turns_red_where_the_librarys_does():
     driver = """
-      const [t, size, values] = JSON.parse(require("fs").readFileSync(0));
-      console.log(JSON.stringify(values.map(v => Engine.healthy({ mismatch: { [t]: [v, 0] }, size: { [t]: size } }, t))));"""
-    limit = explained("float64", 9, 0.5)
-    assert scripted(driver, [9, 0.5, [0.999 * limit, 1.001 * limit]]) == [True, False]
+      const [t, size, clients, values] = JSON.parse(require("fs").readFileSync(0));
+      console.log(JSON.stringify(values.map(v => Engine.healthy({ mismatch: { [t]: [v, 0] }, size: { [t]: size }, clients }, t))));"""
+    limit = explained(9, 4, 0.5)
+    assert scripted(driver, [9, 0.5, 4, [0.999 * limit, 1.001 * limit]]) == [True, False]
 
 
 def test_the_page_asks_nobody_for_anything():

@@ -23,22 +23,40 @@ import numpy as np
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["ALWAYS", "METRICS", "explained", "met", "rises", "target_of"]
+__all__ = ["ALWAYS", "METRICS", "complaint", "explained", "met", "rises", "target_of"]
 
 METRICS = ("loss", "accuracy", "grad_norm", "gap", "distance", "drift", "control_error", "age")
 ALWAYS = ("residual", "bytes_up", "bytes_down")
 
 
-def explained(dtype: Any, rounds: int, scale: float = 1.0) -> float:
-    """The residual that rounding explains: 1000 eps sqrt(rounds) of the size of the c_i; more than that is a fault.
+def explained(rounds: int, clients: int, scale: float) -> float:
+    """The residual that rounding explains: ten times what right runs show that hear all clients in every round.
 
-    Right runs stay below 0.3 eps sqrt(rounds) with thousands of clients, and below 200 in single precision where a
-    round sums a million of them. Less than that among so many cannot be told from rounding.
+    c and the mean of the c_i are kept in double precision whatever the precision of the run, so it is rounding of sums
+    over up to so many `clients` that adds up over the `rounds`; `scale` is the size of the c_i. More is a fault.
 
-    >>> explained("float64", 100) < 1e-11
+    >>> explained(10**6, 10**6, 1.0) < 1e-6  # one c_i of size 1 lost among a million is seen after a million rounds
     True
     """
-    return 1000 * float(np.finfo(dtype).eps) * math.sqrt(max(1, rounds)) * scale
+    eps = float(np.finfo(np.float64).eps)
+    return (10 + 6 * math.sqrt(clients)) * eps * math.sqrt(max(1, rounds)) * scale
+
+
+def complaint(round: int, residual: float, explained: float) -> str | None:
+    """The sentence about a residual that rounding does not explain.
+
+    >>> complaint(10, 1e-15, 7e-13) is None
+    True
+    >>> complaint(10, 0.5, 7e-13)
+    'after round 10 c differs from the mean of the c_i by 0.5, where rounding explains 7e-13: a bias that never ...
+    """
+    if not math.isfinite(residual) or residual <= explained:
+        return None
+    return (
+        f"after round {round} c differs from the mean of the c_i by {residual:.3g}, where rounding explains "
+        f"{explained:.2g}: a bias that never heals. Likely causes: an algorithm whose server step and remember do not "
+        "agree (factor S/N, weights), or state that was changed or damaged between rounds (memory, disk)"
+    )
 
 
 def rises(metric: str) -> bool:

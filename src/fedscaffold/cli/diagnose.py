@@ -99,9 +99,8 @@ def _memory(kept: Kept, events: list[dict[str, Any]]) -> Any:
     heard = [len(e["heard"]) for e in events if e["event"] == "committed" and e.get("kind") == "train"]
     share = min(1.0, float(np.mean(heard)) / len(sites)) if heard else 1.0
     at = np.array([state.roster[site].applied for site in sites], np.int64)
-    scale = float(np.sqrt(weights @ np.square(norms)))
     c = np.asarray(state.c, np.float64)
-    return Memory(sites.__getitem__, weights, c, mean, None, norms, scale, state.round, state.x.dtype, at, share)
+    return Memory(sites.__getitem__, weights, c, mean, None, norms, state.scale, state.round, at, share)
 
 
 def _log(path: Path, head: Head | None) -> tuple[list[dict[str, Any]], list[Finding]]:

@@ -190,7 +190,8 @@ def _trained(
     site, buffers = learner.site(name), _buffers(request, learner, settings, own)
     c = c_i = shift = None
     if algorithm.shift is not None and settings.deploy.state == "client":
-        c, c_i = gate.vector(request, "c", schema), held(own, gate.text(request.facts, "expect"), x)
+        c = None if algorithm.by_move else gate.vector(request, "c", schema)
+        c_i = held(own, gate.text(request.facts, "expect"), x)
         shift = algorithm.shift(c, c_i)
     elif algorithm.shift is not None:
         shift = gate.vector(request, "shift", schema)

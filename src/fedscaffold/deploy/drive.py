@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from fedscaffold.deploy.attendance import IN_VAIN, LATE, listed
 from fedscaffold.deploy.client import Learner, answer
 from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.rounds import shares
+from fedscaffold.deploy.rounds import rounding, shares
 from fedscaffold.deploy.schema import Packet
 from fedscaffold.deploy.server import Outcome, Server
 from fedscaffold.deploy.settings import Settings
@@ -259,7 +259,7 @@ def _status(server: Server, phase: str, unmeasured: dict[str, list[str]] | None 
         "absent": [site for site in server.settings.deploy.sites if site not in server.roster],
         "attempt": server.attempt,
         "residual": server.residual,
-        "scale": server.scale if server.server_keeps else None,
+        "explained": rounding(server.state) if server.server_keeps else None,
         "precision": server.settings.precision,
         "at": wall,
         "pid": os.getpid(),

@@ -62,12 +62,12 @@ def request_for(asked: Asked, kind: str, run: str, state: State, settings: Setti
         return Packet(facts, {})
     blobs = {"x": blob(state.x)}
     if algorithm.shift is not None and kind == "train":
-        assert state.c is not None
+        assert state.told is not None
         if settings.deploy.state == "client":
-            blobs["c"] = blob(state.c)
+            blobs |= {} if algorithm.by_move else {"c": blob(state.told)}  # what is made from moves alone needs no c
         else:
             held = state.c_i.get(asked.site)
-            blobs["shift"] = blob(algorithm.shift(state.c, np.zeros_like(state.x) if held is None else held))
+            blobs["shift"] = blob(algorithm.shift(state.told, np.zeros_like(state.x) if held is None else held))
     return Packet(facts, blobs | {f"buffer.{name}": blob(value) for name, value in state.buffers.items()})
 
 

@@ -22,10 +22,11 @@ import numpy as np
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.deploy.gate import Update, length_of
 from fedscaffold.deploy.schema import Array
+from fedscaffold.metrics import explained
 
 __all__ = [
-    "Member", "State", "aggregated", "joined", "left", "mean_of", "overflowed", "residual", "resynced", "shares",
-    "size", "weighted",
+    "Member", "State", "aggregated", "joined", "left", "mean_of", "overflowed", "residual", "resynced", "rounding",
+    "scale_of", "shares", "weighted",
 ]  # fmt: skip
 
 
@@ -52,10 +53,18 @@ class State(NamedTuple):
     round: int
     x: Array
     c: Array | None
+    """In double precision, whatever the model's: so it does not drift from the mean of the c_i by rounding."""
     c_i: dict[str, Array]
     """By site, where the server keeps them; a site not in it holds zeros."""
     roster: dict[str, Member]
     buffers: dict[str, Array]
+    scale: float = 0.0
+    """The largest size of the c_i in any round, where the server keeps them: what rounding is relative to."""
+
+    @property
+    def told(self) -> Array | None:
+        """The c that clients receive."""
+        return None if self.c is None else self.c.astype(self.x.dtype)
 
 
 def shares(roster: Mapping[str, Member]) -> dict[str, float]:
@@ -88,12 +97,18 @@ def aggregated(
     if algorithm.remember is not None and not algorithm.by_move:
         d = weighted(share, {site: update.vectors["d"] for site, update in updates.items()}, size)
     move = _mean_move(algorithm, share, updates, travel, size)
-    c_i = dict(state.c_i)
+    c_i, told = dict(state.c_i), None if state.told is None else state.told.astype(np.float64)
+    x, c = algorithm.server(state.x.astype(np.float64), told, move, d, heard)
+    if state.c is not None:
+        c = state.c + (c - told)
     if server_keeps and algorithm.remember is not None:
+        rounded = {}
         for site, update in updates.items():
-            seen = update.vectors["move" if algorithm.by_move else "d"]
-            c_i[site] = algorithm.remember(state.c, _held(state, site), seen).astype(dtype)
-    x, c = algorithm.server(state.x, state.c, move, d, heard)
+            seen = update.vectors["move" if algorithm.by_move else "d"].astype(np.float64)
+            exact = algorithm.remember(told, _held(state, site).astype(np.float64), seen)
+            c_i[site] = exact.astype(dtype)
+            rounded[site] = c_i[site] - exact
+        c = c + weighted(p, rounded, size)  # what storing rounds off the c_i is rounded off c as well
     done = state.round + 1
     roster = {
         site: member._replace(applied=done, digest=updates[site].memory, told=f"round {done} applied")
@@ -102,7 +117,8 @@ def aggregated(
         for site, member in state.roster.items()
     }
     buffers = _averaged(state, share, updates)
-    return State(done, x.astype(dtype), None if c is None else c.astype(dtype), c_i, roster, buffers)
+    new = State(done, x.astype(dtype), c, c_i, roster, buffers, state.scale)
+    return new._replace(scale=max(state.scale, scale_of(new))) if server_keeps else new
 
 
 def _mean_move(
@@ -128,10 +144,10 @@ def joined(state: State, site: str, member: Member) -> State:
         return state._replace(roster=roster)
     before = sum(m.mass for m in state.roster.values())
     after = sum(m.mass for m in roster.values())
-    total = before * state.c.astype(np.float64)
+    total = before * state.c
     if site in state.roster:
         total += (member.mass - state.roster[site].mass) * _held(state, site).astype(np.float64)
-    return state._replace(roster=roster, c=(total / after).astype(state.x.dtype))
+    return state._replace(roster=roster, c=total / after)
 
 
 def left(state: State, site: str, c_i: Array | None = None) -> State:
@@ -143,9 +159,10 @@ def left(state: State, site: str, c_i: Array | None = None) -> State:
         return state._replace(roster=roster, c_i=kept, c=None if state.c is None else np.zeros_like(state.c))
     held = _held(state, site) if c_i is None else c_i
     before = sum(m.mass for m in state.roster.values())
-    total = before * state.c.astype(np.float64) - member.mass * held.astype(np.float64)
+    total = before * state.c - member.mass * held.astype(np.float64)
     after = sum(m.mass for m in roster.values())
-    return state._replace(roster=roster, c_i=kept, c=(total / after).astype(state.x.dtype))
+    # what was rounding in the mean of all is more in that of the rest
+    return state._replace(roster=roster, c_i=kept, c=total / after, scale=state.scale * before / after)
 
 
 def resynced(state: State, reports: Mapping[str, Array]) -> State:
@@ -153,7 +170,7 @@ def resynced(state: State, reports: Mapping[str, Array]) -> State:
     assert state.c is not None
     c = weighted(shares(state.roster), reports, state.x.size)
     roster = {site: member if site in reports else member._replace(digest="") for site, member in state.roster.items()}
-    return state._replace(c=c.astype(state.x.dtype), roster=roster)
+    return state._replace(c=c, roster=roster)
 
 
 def mean_of(state: State) -> Array:
@@ -168,8 +185,13 @@ def residual(state: State) -> float:
     return length_of(state.c - mean_of(state))
 
 
-def size(state: State) -> float:
-    """Root mean square of |c_i| over the roster: what a residual is to be compared with."""
+def rounding(state: State) -> float:
+    """What rounding explains of the residual."""
+    return explained(state.round, len(state.roster), state.scale)
+
+
+def scale_of(state: State) -> float:
+    """Root mean square of |c_i| over the roster."""
     p = shares(state.roster)
     return math.hypot(*(math.sqrt(p[site]) * length_of(c_i) for site, c_i in sorted(state.c_i.items())))
 
@@ -182,7 +204,7 @@ def overflowed(state: State) -> str | None:
     ('ant', None)
     """
     floats = {f"buffer {name}": value for name, value in state.buffers.items() if value.dtype.kind == "f"}
-    parts = {**state.c_i, "x": state.x, **({} if state.c is None else {"c": state.c}), **floats}
+    parts = {**state.c_i, "x": state.x, **({} if state.told is None else {"c": state.told}), **floats}
     return next((name for name, value in parts.items() if not np.isfinite(value).all()), None)
 
 

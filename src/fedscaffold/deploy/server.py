@@ -37,12 +37,12 @@ from fedscaffold.deploy.rounds import Member, State
 from fedscaffold.deploy.schema import Array, Packet, Schema, fingerprint
 from fedscaffold.deploy.settings import Settings, algorithm_of
 from fedscaffold.deploy.store import Kept, keep, recall
+from fedscaffold.metrics import complaint
 
 __all__ = ["Outcome", "Server", "Verdict"]
 
 FREE = 3  # times that a member may lose its c_i before it rests: disks do fail
 REST = 8  # rounds of its first rest; each is twice as long as the one before
-ROUNDING = 100.0  # units in the last place by which c and the mean of the c_i may differ
 HEAVY = 0.5  # share of all weight that a site should not have by its own word alone
 
 
@@ -75,7 +75,7 @@ class Server:
         kept = recall(self.folder / "state", settings, schema)
         if kept is None:
             x = np.asarray(start, settings.precision)
-            c = np.zeros_like(x) if self.algorithm.remember is not None else None
+            c = np.zeros(x.size) if self.algorithm.remember is not None else None
             averaged = schema.buffers if settings.local.buffers == "average" else ()
             state = State(0, x, c, {}, {}, {name: self.untrained[name] for name, *_ in averaged})
             kept = Kept(state, secrets.token_hex(8) if token is None else token, 0, False, ())
@@ -86,8 +86,9 @@ class Server:
         for warning in kept.warnings:
             self.audit.write("fallback", note=warning)
         self.state, self.run, self.generation, self.resync = kept.state, kept.run, kept.generation, kept.resync
-        self.scale = kept.scale  # the largest size of the c_i that was seen: what the residual is to be compared with
         self.audit.write("started", run=self.run, round=self.state.round, algorithm=self.algorithm.name)
+        if self.fault is not None:
+            self.audit.write("unsound", round=self.state.round, note=self.fault)
         if self.audit.broken:
             self._commit(self.state, self.resync)  # the new log is the one to go by from here on
 
@@ -139,8 +140,14 @@ class Server:
         return self._gauged(self.state)
 
     @property
+    def fault(self) -> str | None:
+        """What is wrong with the state, where the residual is more than rounding explains."""
+        gap = self.residual
+        return None if gap is None else complaint(self.state.round, gap, rounds.rounding(self.state))
+
+    @property
     def warnings(self) -> list[str]:
-        """What the operator should know, in sentences: what is not bounded, who weighs much, who rests, the log."""
+        """What the operator should know, in sentences: what is not bounded, who weighs much, who rests, c, the log."""
         deploy, p = self.settings.deploy, rounds.shares(self.roster)
         out = [] if deploy.clip is not None else ["deploy.clip is off: nothing bounds how far one site moves the model"]
         if self.settings.weights == "records" and len(p) > 2:
@@ -154,7 +161,7 @@ class Server:
             for site, member in sorted(self.roster.items())
             if member.rests > self.state.round
         ]
-        return out + [said for said in (self.audit.broken, self.audit.trouble) if said]
+        return out + [said for said in (self.fault, self.audit.broken, self.audit.trouble) if said]
 
     @property
     def never(self) -> list[str]:
@@ -367,14 +374,14 @@ class Server:
         if not self.server_keeps and self.algorithm.remember is not None and len(update.memory) != 32:
             raise Refused("schema", "it does not say which c_i it holds now")
         clip, travel = self.settings.deploy.clip, self._travel(update)
-        update = gate.measured(update, self.state.c, travel)
+        update = gate.measured(update, self.state.told, travel)
         if self.algorithm.normalised and self.open_round is not None:  # it counts per step: few claimed, much moved
             most = max(asked.most_steps for asked in self.open_round.asked.values())
             update = update._replace(length=update.length * most / update.steps)
         if clip is None or update.length <= clip:
             return update
         self.audit.write("clipped", site=site, round=self.state.round + 1, norm=update.length, cap=clip)
-        return gate.clipped(update, self.state.c, travel, clip)
+        return gate.clipped(update, self.state.told, travel, clip)
 
     def _travel(self, update: Update) -> float:
         return update.steps * self.settings.local.lr
@@ -420,11 +427,11 @@ class Server:
         gap = self._gauged(state)
         if gap is None or state.c is None:
             return state
-        rounding = ROUNDING * float(np.finfo(state.x.dtype).eps)
-        if not rounding * rounds.size(state) < gap <= rounding * self.scale:
+        now = state._replace(scale=rounds.scale_of(state))
+        if not rounds.rounding(now) < gap <= rounds.rounding(state):
             return state
         self.audit.write("remade", round=state.round, residual=gap)
-        return state._replace(c=rounds.mean_of(state).astype(state.x.dtype))
+        return now._replace(c=rounds.mean_of(state))
 
     def _gauged(self, state: State) -> float | None:
         """|c - sum p_i c_i| of a state, once each: it costs as much as a round's sum."""
@@ -432,11 +439,10 @@ class Server:
             return None
         if self._gauge is None or self._gauge[0] is not state:
             self._gauge = state, rounds.residual(state)
-            self.scale = max(self.scale, rounds.size(state))
         return self._gauge[1]
 
     def _commit(self, state: State, resync: bool) -> None:
-        kept = Kept(state, self.run, self.generation, resync, (), self.audit.head, self.scale)
+        kept = Kept(state, self.run, self.generation, resync, (), self.audit.head)
         self.generation = keep(self.folder / "state", kept, self.settings, self.schema)
         self.state, self.resync = state, resync
 

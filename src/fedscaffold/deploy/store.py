@@ -25,8 +25,6 @@ class Kept(NamedTuple):
     warnings: tuple[str, ...]
     audit: Head | None = None
     """Where the audit log ended; None in states of before this was kept."""
-    scale: float = 0.0
-    """The largest size of the c_i that was seen."""
 
 
 def keep(folder: Path, kept: Kept, settings: Settings, schema: Schema) -> int:
@@ -39,12 +37,12 @@ def keep(folder: Path, kept: Kept, settings: Settings, schema: Schema) -> int:
     facts = {
         "run": kept.run,
         "round": state.round,
+        "scale": state.scale,
         "resync": kept.resync,
         "settings": settings.digest,
         "schema": schema.digest,
         "roster": {site: member._asdict() for site, member in state.roster.items()},
         "audit": None if kept.audit is None else list(kept.audit),
-        "scale": kept.scale,
     }
     return commit(folder, arrays, facts, after=kept.generation or None, private=True)
 
@@ -76,8 +74,8 @@ def _kept(snapshot: Snapshot) -> Kept:
         {name.removeprefix("c_i."): value for name, value in arrays.items() if name.startswith("c_i.")},
         {site: Member(**member) for site, member in facts["roster"].items()},
         {name.removeprefix("buffer."): value for name, value in arrays.items() if name.startswith("buffer.")},
+        facts.get("scale", 0.0),
     )
     audit = facts.get("audit")
     head = None if audit is None else Head(*audit)
-    scale = facts.get("scale", 0.0)
-    return Kept(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head, scale)
+    return Kept(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head)

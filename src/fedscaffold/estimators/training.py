@@ -44,6 +44,8 @@ class Kept(NamedTuple):
     labels: NDArray[Any]
     weights: NDArray[Any]
     rounds: int
+    scale: float
+    """The largest size of the c_i so far."""
 
 
 def owners(clients: ArrayLike | None, rows: int) -> Owners:
@@ -110,7 +112,7 @@ def one_more(request: Request, before: Kept, labels: NDArray[Any]) -> Run:
 def kept(run: Run, request: Request, labels: NDArray[Any]) -> Kept:
     """What the next round starts from."""
     weights = weights_of(request.problem, request.weights)
-    return Kept(run.vector, run.server.c, run.clients.c_i, labels, weights, run.rounds)
+    return Kept(run.vector, run.server.c, run.clients.c_i, labels, weights, run.rounds, run.scale)
 
 
 def sound(run: Run) -> Run:
@@ -126,10 +128,10 @@ def _state(fresh: State, before: Kept, request: Request, labels: NDArray[Any]) -
     c, c_i, mean = before.c, before.c_i, None
     if c_i is not None:
         c_i, p = _carried(before, request.problem, labels), weights_of(request.problem, request.weights)
-        mean = (p @ c_i).astype(request.precision)
+        mean = p @ c_i
         if not (np.array_equal(labels, before.labels) and np.array_equal(p, before.weights)):
             c = mean
-    scale = np.asarray(0 if c_i is None else np.sqrt(np.mean(np.square(c_i).sum(axis=1))), request.precision)
+    scale = np.asarray(before.scale, request.precision)
     return fresh._replace(x=x, c=c, c_i=c_i, mean=mean, scale=scale, round=np.int32(before.rounds))
 
 

@@ -339,7 +339,7 @@ def _cell(done: Run, together: int = 1) -> Data:
         "diverged_at": done.diverged_at,
         "advice": done.advice,
         "residual": done.residual,
-        "scale": done.scale,
+        "explained": done.explained,
         "digest": done.digest,
         "spent": [part / together for part in done.seconds],
     }
@@ -355,7 +355,7 @@ def _curve(name: str, seed: int, lr: float, cell: Data, target: tuple[str, float
         tables.reached(cell["columns"], target),
         cell["advice"],
         cell["residual"],
-        cell["scale"],
+        cell["explained"],
         cell["digest"],
     )
 

@@ -84,12 +84,12 @@ def _from_metrics(folder: Path, config: Config, built: Built) -> Diagnosis:
 
 
 def _of_curve(config: Config, problem: Problem, curve: Curve, several: bool) -> list[Finding]:
-    dtype, rounds = config.precision, len(curve.columns["round"])
+    dtype = config.precision
     whose = f"{curve.algorithm}, seed {curve.seed}: " if several else ""
     found = []
-    if curve.scale > 0:
-        since = symptoms.left_rounding(curve.columns, dtype, curve.scale)
-        found.append(recorded(curve.residual, curve.scale, rounds, dtype, since))
+    if curve.explained > 0:
+        since = symptoms.left_rounding(curve.columns, curve.explained)
+        found.append(recorded(curve.residual, curve.explained, since))
     own = config.algorithm.parameters if curve.algorithm == config.algorithm.name else {}
     algorithm = algorithms.make(curve.algorithm, **own)
     gets_on = symptoms.progress(curve.columns, curve.diverged_at, None, dtype, True, algorithm.remember is not None)

@@ -15,7 +15,6 @@ from fedscaffold.experiments import symptoms
 from fedscaffold.experiments.config import Config
 from fedscaffold.experiments.findings import Finding, Memory, ages, broken, gathered, mismatch, sizes, too_long
 from fedscaffold.experiments.symptoms import Slope
-from fedscaffold.metrics import explained
 from fedscaffold.problems import Problem
 from fedscaffold.simulation.inspection import Standing, local_moves
 from fedscaffold.simulation.setup import Request
@@ -122,7 +121,6 @@ def _memory(standing: Standing) -> Memory:
         norms,
         float(state.scale),
         standing.round,
-        state.x.dtype,
         standing.heard_at,
         share,
     )
@@ -167,7 +165,7 @@ def _slope(request: Request, standing: Standing, view: View, stable: StableStep 
 def _of_memory(request: Request, standing: Standing, memory: Memory, view: View, slope: Slope) -> list[Finding]:
     """Residual, ages, norms and alignment of the control variates."""
     policy, gradients = standing.ready.spec.policy, standing.ready.spec.sends_direction
-    since = symptoms.left_rounding(standing.columns, memory.dtype, memory.scale)
+    since = symptoms.left_rounding(standing.columns, memory.explained)
     suspects = _suspects(memory, view) if gradients else []
     late = too_long(memory)[view.clients]
     ends = pull(memory.p[view.clients], view.c_i, view.gradients, late) if gradients else None
@@ -199,7 +197,7 @@ def _lossy(request: Request) -> bool:
 def _suspects(memory: Memory, view: View) -> list[str]:
     """The client whose row alone would explain the mismatch e: with c_i + e / p_i it would know its gradient again."""
     p, off = memory.p[view.clients], memory.c - memory.mean
-    if np.linalg.norm(off) <= explained(memory.dtype, memory.round, memory.scale):
+    if np.linalg.norm(off) <= memory.explained:
         return []
     mended = view.c_i + off / np.maximum(p, 1e-300)[:, None]
     gain = np.linalg.norm(mended - view.gradients, axis=1) / np.linalg.norm(view.c_i - view.gradients, axis=1).clip(

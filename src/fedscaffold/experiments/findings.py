@@ -66,13 +66,17 @@ class Memory(NamedTuple):
     norms: NDArray[Any]
     """(N,) |c_i|."""
     scale: float
-    """What rounding is relative to: the root mean square of |c_i|, the largest so far where that is known."""
+    """What rounding is relative to: the root mean square of |c_i|, the largest so far."""
     round: int
-    dtype: Any
     heard_at: NDArray[np.int64]
     """(N,) the round in which each was last heard; 0 for never."""
     share: float
     """Of the clients that a round hears, on average."""
+
+    @property
+    def explained(self) -> float:
+        """The residual that rounding explains."""
+        return explained(self.round, len(self.p), self.scale)
 
 
 def worst(findings: Iterable[Finding]) -> str:
@@ -116,14 +120,13 @@ def broken(memory: Memory | None, x: NDArray[Any], c: NDArray[Any] | None) -> li
     return [Finding("finite", "wrong", f"{said[0].upper()}{said[1:]}.", do, None, spoilt)] if found else []
 
 
-def recorded(residual: float, scale: float, rounds: int, dtype: Any, since: int | None = None) -> Finding:
-    """Is c the mean of the c_i, where only the residual itself is known.
+def recorded(residual: float, level: float, since: int | None = None) -> Finding:
+    """Is c the mean of the c_i, where only the residual is known, and the level that rounding explains.
 
-    >>> recorded(1e-9, 1.0, 100, "float32").severity, recorded(0.1, 1.0, 100, "float32", since=3).severity
+    >>> recorded(1e-15, 1e-14).severity, recorded(0.1, 1e-14, since=3).severity
     ('ok', 'wrong')
     """
-    level = explained(dtype, rounds, scale)
-    return _agrees(residual, level) if residual <= level else _differs(residual, level, scale, since, UNKNOWN)
+    return _agrees(residual, level) if residual <= level else _differs(residual, level, None, since, UNKNOWN)
 
 
 def mismatch(
@@ -134,7 +137,7 @@ def mismatch(
     `since` is the first round whose recorded residual rounding does not explain; `suspects` are clients whose rows
     alone would explain the mismatch; `zeros_meant`: old control variates are dropped on purpose.
     """
-    level = explained(memory.dtype, memory.round, memory.scale)
+    level = memory.explained
     residual = float(np.linalg.norm(memory.c - memory.mean))
     kept = 0.0 if memory.kept is None else float(np.linalg.norm(memory.kept - memory.mean))
     largest = max(residual, kept)
@@ -157,11 +160,11 @@ def _agrees(residual: float, level: float) -> Finding:
 
 
 def _differs(
-    residual: float, level: float, scale: float, since: int | None, why: str, who: tuple[str, ...] = ()
+    residual: float, level: float, scale: float | None, since: int | None, why: str, who: tuple[str, ...] = ()
 ) -> Finding:
-    size = "the size of the c_i" if scale == 0 else f"{residual / scale:.2g} of the size of the c_i"
+    size = f" ({residual / scale:.2g} of their size)" if scale else ""
     times = f"{residual / level:.2g} times what rounding explains" if level > 0 else "where nothing is explained"
-    said = f"c differs from the mean of the c_i by {residual:.3g} ({size}), {times}"
+    said = f"c differs from the mean of the c_i by {residual:.3g}{size}, {times}"
     said += f", since round {since}" if since is not None else ""
     return Finding("residual", "wrong", f"{said}: {why}.", STARTS_AGAIN, residual, who)
 

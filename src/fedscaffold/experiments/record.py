@@ -166,8 +166,8 @@ class Record:
     def _clock(self, stretch: Stretch) -> dict[str, Any]:
         own = {"record": self.spent - self.told} | ({"trackers": self.told} if self.told else {})
         seconds = {phase: round(spent, 6) for phase, spent in (stretch.seconds | own).items()}
-        scale = stretch.scale if math.isfinite(stretch.scale) else None
-        return {"at": time.time(), "scale": scale, "seconds": seconds}
+        explained = stretch.explained if math.isfinite(stretch.explained) else None
+        return {"at": time.time(), "explained": explained, "seconds": seconds}
 
     def _heard(self, stretch: Stretch, number: int) -> list[int] | int:
         heard = stretch.cohort(number)

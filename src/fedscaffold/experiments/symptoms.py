@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.experiments.findings import Finding, listed
-from fedscaffold.metrics import explained
 from fedscaffold.theory.alignment import Alignment
 from fedscaffold.theory.stable_step import StableStep
 
@@ -37,14 +36,14 @@ class Slope(NamedTuple):
     """What a round that descends it takes off the loss: |grad f|^2 times K lr, at most half a stable step."""
 
 
-def left_rounding(columns: dict[str, NDArray[Any]], dtype: Any, scale: float) -> int | None:
-    """The first round whose recorded residual is more than rounding explains; None where there is none.
+def left_rounding(columns: dict[str, NDArray[Any]], level: float) -> int | None:
+    """The first round whose recorded residual is above the level that rounding explains; None where there is none.
 
-    >>> left_rounding({"round": np.array([1, 2]), "residual": np.array([0.0, 0.1])}, "float32", 1.0)
+    >>> left_rounding({"round": np.array([1, 2]), "residual": np.array([0.0, 0.1])}, 1e-14)
     2
     """
     pairs = zip(columns.get("round", ()), columns.get("residual", ()), strict=False)
-    return next((int(r) for r, value in pairs if value > explained(dtype, int(r), scale)), None)
+    return next((int(r) for r, value in pairs if value > level), None)
 
 
 def step_size(lr: float, steps: int, found: StableStep, ailing: bool) -> Finding:

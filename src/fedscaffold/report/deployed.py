@@ -90,7 +90,7 @@ class Deployed:
             stamps=tuple(self.stamps),
             seconds=self.seconds,
             precision=status.get("precision", "float32"),
-            scale=status.get("scale"),
+            explained=status.get("explained"),
             worst=max(
                 (r for r in (line.get("residual") for line in self.rows.values()) if r is not None), default=None
             ),

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedscaffold.metrics import explained
 from fedscaffold.report import figures, tables
 from fedscaffold.report.study import Curve, Study
 from fedscaffold.report.tables import Row, named
@@ -93,31 +92,28 @@ class Gauge(NamedTuple):
 
     algorithm: str
     state: str  # "healthy", "broken", "none" (there are no control variates), "unknown" (not finite)
-    relative: float  # the largest |c - sum p_i c_i| of all rounds and seeds, in units of the size of the c_i
-    limit: float  # what rounding explains
+    relative: float  # the largest |c - sum p_i c_i| of all rounds and seeds, in units of what rounding explains
 
 
 def gauges(study: Study) -> list[Gauge]:
-    """Judge c = sum p_i c_i: rounding explains 1000 eps sqrt(rounds) of the c_i, more than that is a fault."""
+    """Judge c = sum p_i c_i: more than rounding explains is a fault."""
     found = []
     for name in figures.looks(study):
         runs = [curve for curve in study.curves if curve.algorithm == name]
-        rounds = max(len(run.columns["round"]) for run in runs)
-        limit = explained(study.precision, rounds)
         worst = max((r for r in map(_relative, runs) if not math.isnan(r)), default=math.nan)
-        state = "unknown" if math.isnan(worst) else "healthy" if worst < limit else "broken"
-        none = worst == 0 and all(run.scale == 0 for run in runs)
-        found.append(Gauge(name, "none" if none else state, worst, limit))
+        state = "unknown" if math.isnan(worst) else "healthy" if worst <= 1 else "broken"
+        none = worst == 0 and all(run.explained == 0 for run in runs)
+        found.append(Gauge(name, "none" if none else state, worst))
     return found
 
 
 def _relative(run: Curve) -> float:
-    """A run's largest mismatch in units of the size of its c_i; NaN where these are not finite."""
+    """A run's largest mismatch in units of what rounding explains; NaN where its c_i are not finite."""
     seen = [run.residual, *run.columns.get("residual", np.zeros(0)).tolist()]
     largest = max((r for r in seen if math.isfinite(r)), default=math.nan)
-    if run.scale == 0:
+    if run.explained == 0:
         return math.inf if largest > 0 else 0.0
-    return largest / run.scale if math.isfinite(run.scale) else math.nan
+    return largest / run.explained if math.isfinite(run.explained) else math.nan
 
 
 def _diverged(study: Study) -> str:
@@ -177,23 +173,22 @@ def _health(study: Study, panels: list[figures.Panel]) -> str:
     boxes = [f'<div class="box {one.state}">{_judgement(one)}</div>' for one in found if one.state != "none"]
     without = ", ".join(named(one.algorithm) for one in found if one.state == "none")
     rest = f"<p>Without control variates, so nothing to gauge: {escape(without)}.</p>" if without else ""
-    kept = [run for run in study.curves if "residual" in run.columns and 0 < run.scale < math.inf]
-    sizes = [run.columns | {"residual": run.columns["residual"].astype(float) / run.scale} for run in kept]
+    kept = [run for run in study.curves if "residual" in run.columns and 0 < run.explained < math.inf]
+    sizes = [run.columns | {"residual": run.columns["residual"].astype(float) / run.explained} for run in kept]
     ratios = [run._replace(columns=columns) for run, columns in zip(kept, sizes, strict=True)]
-    limit = max(one.limit for one in found)
-    panel = figures.panel(study, ratios, "residual", (RATIO, "explained by rounding"), limit, "rounds")
+    panel = figures.panel(study, ratios, "residual", (RATIO, "explained by rounding"), 1.0, "rounds")
     figure = _figure(panel, panels) if panel else ""
     return _section("Health of the control variates", HEALTH, *boxes, rest, figure)
 
 
 def _judgement(gauge: Gauge) -> str:
     name = escape(named(gauge.algorithm))
-    times = f"{gauge.relative:.2g} of" if math.isfinite(gauge.relative) else "infinitely many times"
-    seen = f"The largest mismatch is {times} the control variates' size; rounding explains"
+    times = f"{gauge.relative:.2g}" if math.isfinite(gauge.relative) else "infinitely many"
+    seen = f"The largest mismatch is {times} times what rounding explains."
     return {
         "unknown": f"<b>{name}: not judged.</b> Its control variates are not finite: the runs diverged.",
-        "healthy": f"<b>✔ {name}: healthy.</b> {seen} up to {gauge.limit:.2g}.",
-        "broken": f"<b>✘ {name}: broken.</b> {seen} only {gauge.limit:.2g}. Client state was lost, repeated or "
+        "healthy": f"<b>✔ {name}: healthy.</b> {seen}",
+        "broken": f"<b>✘ {name}: broken.</b> {seen} Client state was lost, repeated or "
         "computed wrong, and these curves end at a biased model.",
     }[gauge.state]
 
@@ -222,7 +217,7 @@ def _plotly() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-RATIO = "|c - sum p_i c_i|, in units of the size of the c_i"
+RATIO = "|c - sum p_i c_i|, in units of what rounding explains"
 HEALTH = """<p>The server's control variate must be the mean of the clients', c = sum p_i c_i. A mismatch never heals:
 training then ends where grad f(x) = -(c - sum p_i c_i), beside the optimum, without any other sign.</p>"""
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedscaffold.metrics import explained
 from fedscaffold.report.record import RECENT
 
 __all__ = ["Picture", "state"]
@@ -51,8 +50,8 @@ class Picture(NamedTuple):
     """(round, clock)"""
     seconds: Mapping[str, float] = MappingProxyType({})
     precision: str = "float32"
-    scale: float | None = None
-    """The size of the c_i: what the residual is compared with."""
+    explained: float | None = None
+    """What rounding explains of the residual."""
     worst: float | None = None
     """The largest residual of all rounds."""
     sums: Mapping[str, int] = MappingProxyType({})
@@ -147,14 +146,13 @@ def _ages(picture: Picture) -> dict[str, Any] | None:
 def _gauge(picture: Picture) -> dict[str, Any]:
     """The largest residual of all rounds against what rounding explains: healthy, broken, none or unknown."""
     last = next((r for r in reversed(picture.columns.get("residual", [])) if r is not None), None)
-    worst, scale = picture.worst, picture.scale
-    limit = None if scale is None else explained(picture.precision, picture.round, scale)
+    worst, limit = picture.worst, picture.explained
     word = "unknown"
     if worst is not None and limit is not None:
         word = "healthy" if worst <= limit else "broken"
-        if worst == 0 and scale == 0:
+        if worst == limit == 0:
             word = "none"
-    return {"state": word, "residual": last, "largest": worst, "limit": limit, "scale": scale}
+    return {"state": word, "residual": last, "largest": worst, "limit": limit}
 
 
 def _thinned(column: list[Any], held: int, stride: int) -> list[Any]:

@@ -4,7 +4,7 @@
      "rounds": 100, "clients": 20, "cohort": 4, "algorithm": "scaffold", "seed": 0, "precision": "float32",
      "target": null, "problem": "digits, ...", "config": "8a1f03c2", "stoppable": true}
     {"round": 1, "loss": 2.1, "residual": 1e-09, "bytes_up": 10400, "bytes_down": 20800, "heard": [3, 7, 12, 19]}
-    {"round": 2, ..., "at": 1763260001.5, "scale": 0.8, "seconds": {"compile": 1.2, "draw": 0.01, "rounds": 0.4,
+    {"round": 2, ..., "at": 1763260001.5, "explained": 1e-12, "seconds": {"compile": 1.2, "draw": 0.01, "rounds": 0.4,
      "checkpoint": 0.02, "record": 0.001}}
     {"event": "end", "at": 1763260009.0, "after": 100, "how": "finished"}
 
@@ -12,7 +12,8 @@ begin       opens every session, a resumed one too, after the round of its check
             before it no longer count, as these rounds are run again. `run` is the same in all sessions of a run.
 a round     has the metrics of `Run.history`; null where there was nothing to measure. `heard` names the clients of the
             round, or is their number where they are everybody or more than 1000. The last round of a stretch
-            also has the clock, the size of the c_i so far (`scale`), and the seconds of this session by phase.
+            also has the clock, what rounding explains of the residual so far (`explained`), and the seconds of this
+            session by phase.
 end         how: finished, target, diverged, stopped (by Ctrl-C, a signal or the page) or failed (an error).
 
 A line may be torn by a crash: whoever reads skips what is not JSON, and a last line without its end is not read yet.
@@ -38,7 +39,7 @@ HEAD = 400  # bytes by which a file is known
 RECENT = 240  # rounds of which is kept who was heard
 MOST_STAMPS = 4096
 SUMMED = {"bytes_up", "bytes_down"}
-OWN = {"heard", "at", "scale", "seconds"}  # of a round's line, what is no column
+OWN = {"heard", "at", "explained", "seconds"}  # of a round's line, what is no column
 
 Line = dict[str, Any]
 
@@ -126,7 +127,7 @@ class Record:
         """Bytes in all, by column."""
         self.worst: float | None = None
         """The largest residual."""
-        self.scale: float | None = None
+        self.explained: float | None = None
         self.seconds: dict[str, float] = {}
         """This session's, by phase."""
         self.earlier: dict[str, float] = {}
@@ -193,7 +194,7 @@ class Record:
             self.heard_at.update(dict.fromkeys(heard, number))
         if "at" in line:
             self.stamps.append((number, line["at"]))
-            self.scale = line.get("scale", self.scale)
+            self.explained = line.get("explained", self.explained)
             self.seconds = line.get("seconds", self.seconds)
 
 

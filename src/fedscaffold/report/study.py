@@ -37,8 +37,8 @@ class Curve(NamedTuple):
     advice: str | None
     residual: float
     """|c - sum p_i c_i| at the end."""
-    scale: float
-    """The largest root mean square of |c_i| in any round: what the residual is to be compared with."""
+    explained: float
+    """What rounding explains of the residual."""
     digest: str
 
 
@@ -136,7 +136,7 @@ def _with_rounds(curve: dict[str, Any], lines: list[dict[str, Any]]) -> Curve:
         name: np.array([math.nan if line[name] is None else line[name] for line in lines], kind)
         for name, kind in curve["columns"].items()
     }
-    unknown = {name: math.nan for name in ("residual", "scale") if curve[name] is None}
+    unknown = {name: math.nan for name in ("residual", "explained") if curve[name] is None}
     return Curve(**(curve | unknown | {"columns": columns}))
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from fedscaffold.simulation.double import double, doubles
 from fedscaffold.simulation.mesh import joined
 from fedscaffold.simulation.spec import Array, Federation, Spec, State
 
-__all__ = ["ages", "begun", "faded", "heard_now", "returning", "stored"]
+__all__ = ["ages", "begun", "faded", "fading", "heard_now", "returning", "stored"]
 
 
 def begun(spec: Spec, federation: Federation, state: State, slots: int) -> State:
@@ -22,25 +24,35 @@ def begun(spec: Spec, federation: Federation, state: State, slots: int) -> State
     Of a table that fades only c and the mean are touched; a row is multiplied when it is read.
     """
     if spec.policy.rate is not None:
-        return state._replace(c=spec.policy.rate * state.c, mean=spec.policy.rate * state.mean)
+        with doubles():
+            return state._replace(c=spec.policy.rate * state.c, mean=spec.policy.rate * state.mean)
     if spec.policy.drop_after is None:
         return state
     last = state.round - spec.policy.drop_after
     gone = jnp.nonzero((state.heard_at == last) & (last > 0), size=slots, fill_value=len(state.heard_at))[0]
     there = gone < len(state.heard_at)
     rows = state.c_i.at[gone].get(mode="fill", fill_value=0)
-    share = joined(spec, jnp.where(there, federation.weights.at[gone].get(mode="fill", fill_value=0), 0) @ rows)
-    return state._replace(
-        c=state.c - share, mean=state.mean - share, c_i=stored(spec, gone, state.c_i, jnp.zeros_like(rows), some=True)
-    )
+    zeroed = stored(spec, gone, state.c_i, jnp.zeros_like(rows), some=True)
+    with doubles():
+        p = jnp.where(there, federation.shares.at[gone].get(mode="fill", fill_value=0), 0)
+        share = joined(spec, p @ double(rows))
+        return state._replace(c=state.c - share, mean=state.mean - share, c_i=zeroed)
 
 
 def faded(spec: Spec, state: State, rows: Array, client: Array | slice = slice(None), ahead: int = 0) -> Array:
-    """Rows of c_i as they stand after the state's round, or `ahead` = 1 round later, before its steps."""
+    """Rows of c_i as they stand after the state's round, or `ahead` = 1 round later, before its steps.
+
+    They are faded in double precision, and what comes out of it is not rounded.
+    """
     if spec.policy.rate is None:
         return rows
-    since = state.round + ahead - state.heard_at[client]
-    return rows * (rows.dtype.type(spec.policy.rate) ** since)[:, None]
+    with doubles():
+        return rows * fading(spec, state, client, ahead)[:, None]
+
+
+def fading(spec: Spec, state: State, client: Array | slice = slice(None), ahead: int = 0) -> Array:
+    """The factor by which each row has faded since it was stored, in double precision."""
+    return np.float64(spec.policy.rate) ** (state.round + ahead - state.heard_at[client])
 
 
 def returning(spec: Spec, state: State, client: Array) -> Array:

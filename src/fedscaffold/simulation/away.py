@@ -20,6 +20,7 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.simulation.asked import Request, cohort_size
+from fedscaffold.simulation.double import doubles
 from fedscaffold.simulation.draws import Drawer, Streams
 from fedscaffold.simulation.evaluation import usual
 from fedscaffold.simulation.spec import Draws, Federation, Settings, Spec, State
@@ -103,7 +104,8 @@ class Away(NamedTuple):
             self.store.ask(self.cohort(round + 1))
         federation, slots = self.federation(who)
         draws = self.draws(self.drawer.draw(self.seed, round, 1, 1), slots)
-        state, row = program(federation, settings, state, draws, np.int32(1), np.int32(every))
+        with doubles():
+            state, row = program(federation, settings, state, draws, np.int32(1), np.int32(every))
         if self.spec.keeps and len(who):
             self.store.write(who, np.asarray(state.c_i)[: len(who)])
         if self.heard_at is not None:
@@ -127,8 +129,9 @@ class Away(NamedTuple):
         """The federation of a cohort, filled up with ghosts of weight 0; and the clients in its slots."""
         slots = np.full(self.drawer.slots, self.problem.num_clients - 1)
         slots[: len(who)] = who
-        weights = self.weights[slots].astype(self.template.weights.dtype)
-        weights[len(who) :] = 0
+        shares = self.weights[slots]
+        shares[len(who) :] = 0
+        weights = shares.astype(self.template.weights.dtype)
         noise, own = self.template.noise, self.problem.noise
         if own is not None and own.ndim == 3 and len(own) > 1:
             noise = own[slots].astype(noise.dtype)
@@ -139,6 +142,7 @@ class Away(NamedTuple):
             weights=weights,
             noise=noise,
             who=slots.astype(np.int32),
+            shares=shares if self.spec.keeps else None,
         ), slots
 
     def draws(self, drawn: Draws, slots: NDArray[np.int64]) -> Draws:

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from fedscaffold.simulation.away import Away
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress
+from fedscaffold.simulation.double import doubles
 from fedscaffold.simulation.follow import Follower
+from fedscaffold.simulation.health import Watch
 from fedscaffold.simulation.hosts import least
 from fedscaffold.simulation.mesh import Shards, on_all_devices
 from fedscaffold.simulation.rounds import rounds as all_rounds
@@ -94,8 +96,9 @@ def start(
     draw = partial(_draws, ready, seeds, room, group)
     shards = ready.shards
     if shards is None:
-        state = jax.device_put(_spread(ready.start, seeds, group), may_alias=False)  # its memory is the program's
-        federation = jax.device_put(ready.federation)
+        with doubles():
+            state = jax.device_put(_spread(ready.start, seeds, group), may_alias=False)  # its memory is the program's
+            federation = jax.device_put(ready.federation)
     else:
         state, federation = shards.state(ready.start), shards.federation(ready.federation)
         settings = shards.put(settings, None)
@@ -116,6 +119,7 @@ def drive(
     checkpoint: Checkpoint | None = None,
     away: Away | None = None,
     follow: Follower | None = None,
+    watch: Watch | None = None,
 ) -> Outcome:
     """Run all rounds, or those that a checkpoint still lacks, in stretches of about half a second."""
     began = time.perf_counter()
@@ -145,6 +149,8 @@ def drive(
             follow.after(now, took)
         if checkpoint is not None:
             checkpoint.after(now)
+        elif watch is not None and watch.due():
+            watch(now.state)
     jax.block_until_ready(now.state)
     seconds = Seconds(compiled - began, time.perf_counter() - compiled, time.process_time() - cpu)
     state = jax.tree.map(np.asarray, now.state) if ready.shards is None else ready.shards.collected(now.state)
@@ -205,4 +211,5 @@ def _compiled(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
 
     function = partial(all_rounds, spec) if group is None else swept
     function = function if spec.mesh is None else on_all_devices(spec, function, arguments)
-    return jax.jit(function, donate_argnums=2).lower(*arguments).compile()
+    with doubles():
+        return jax.jit(function, donate_argnums=2).lower(*arguments).compile()

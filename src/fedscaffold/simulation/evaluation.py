@@ -13,6 +13,7 @@ from fedscaffold.metrics import met
 from fedscaffold.problems.batches import Kind, value
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.aging import ages, faded
+from fedscaffold.simulation.double import in_double
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES, sum_over
 from fedscaffold.simulation.local import gradient
 from fedscaffold.simulation.mesh import joined
@@ -49,7 +50,7 @@ def evaluate(
 def _residual(state: State) -> Array:
     if state.mean is None:
         return jnp.zeros((), state.x.dtype)
-    return jnp.linalg.norm(state.c - state.mean)
+    return jnp.linalg.norm(in_double(jnp.subtract)(state.c, state.mean).astype(state.x.dtype))
 
 
 def _row(spec: Spec, federation: Federation, state: State) -> Array:

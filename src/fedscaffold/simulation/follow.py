@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedscaffold.metrics import met
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress
 from fedscaffold.simulation.draws import Streams
+from fedscaffold.simulation.health import level
 from fedscaffold.simulation.setup import Ready, Request
 from fedscaffold.simulation.spec import Draws
 from fedscaffold.simulation.traffic import traffic
@@ -33,8 +34,8 @@ class Stretch(NamedTuple):
     """By round, as in `Run.history`."""
     cohort: Callable[[int], NDArray[Any]]
     """The clients of a round (counted from 1)."""
-    scale: float
-    """What the residual is to be compared with, so far (see `Run.scale`)."""
+    explained: float
+    """What rounding explains of the residual so far (see `Run.explained`)."""
     seconds: dict[str, float]
     """Where the time of this session went so far: compile, draw, rounds, checkpoint."""
     outcome: str | None
@@ -91,7 +92,8 @@ class Follower:
         spent = {} if self.keeper is None else {"checkpoint": self.keeper.spent}
         seconds = self.seconds | {"rounds": max(0.0, self.seconds["rounds"] - self.seconds["draw"])} | spent
         outcome = self.outcome(now, over, columns)
-        wants_end = self.see(Stretch(start, columns, self.cohort, float(now.state.scale), seconds, outcome))
+        clients = self.request.problem.num_clients
+        wants_end = self.see(Stretch(start, columns, self.cohort, level(now.state, clients), seconds, outcome))
         if wants_end and outcome is None:
             if self.keeper is None:
                 raise KeyboardInterrupt

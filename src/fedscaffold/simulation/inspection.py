@@ -191,9 +191,9 @@ def _lengths(spec: Spec, federation: Federation, settings: Settings, state: Stat
     most = longest(spec, draw, work)
 
     def moved(held: Held, work: Any) -> Any:
-        reply = local_round(spec, federation, settings, state.x, state.c, held, work, most)
+        reply = local_round(spec, federation, settings, state.x, state.told, held, work, most)
         if reply.move is None:
-            return spec.travel_steps * settings.lr * jnp.linalg.norm(reply.d)
+            return (work.steps if spec.unequal else spec.travel_steps) * settings.lr * jnp.linalg.norm(reply.d)
         return jnp.linalg.norm(reply.move) * (1 if reply.travel is None else reply.travel)
 
     return jax.vmap(moved)(Held(state.c_i, None), work)

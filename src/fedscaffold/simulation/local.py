@@ -52,11 +52,12 @@ class Reply(NamedTuple):
     """Its mean direction (the direction at x for option I)."""
     move: Array
     """x - y, or that per unit of travel."""
-    held: Held
+    errors: Array = None
+    """What compression left out of its moves so far."""
     travel: Array = None
     """The sum of its step sizes, where moves are averaged per unit of travel."""
-    renewed: Array = None
-    """By how much c_i was changed before the first step."""
+    c_i: Array = None
+    """What it held before the first step, where that may be new."""
 
 
 def local_round(
@@ -70,7 +71,7 @@ def local_round(
     most: Array | int,
 ) -> Reply:
     """Run one client for its steps of the round; `most` is the largest number of steps among its block."""
-    c_i, renewed = _renewed(spec, federation, x, held.c_i, work)
+    c_i = _begun(spec, federation, x, held.c_i, work)
     start = spec.layout.leaves(x)
     shifts = _shifts(spec, c, c_i)
     noise = _noise(spec, federation, work, x.dtype)
@@ -107,10 +108,7 @@ def local_round(
     travel = _travel(spec, settings, work, x.dtype)
     move = x - _flat(y) if spec.sends_move else None
     d, move, errors = _sent(spec, c, held, work, d, move if travel is None else move / travel)
-    kept = None
-    if spec.algorithm.remember is not None:
-        kept = spec.algorithm.remember(c, c_i, move if spec.algorithm.by_move else d)
-    return Reply(d, move, Held(kept, errors), travel, renewed)
+    return Reply(d, move, errors, travel, None if work.returns is None else c_i)
 
 
 def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work) -> Array:
@@ -120,12 +118,9 @@ def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work) -> A
     return g if noise is None else g + noise[spec.max_steps]
 
 
-def _renewed(spec: Spec, federation: Federation, x: Array, c_i: Array, work: Work) -> tuple[Array, Array]:
-    """c_i as the round begins: renewed where the client was away for long; and the change."""
-    if work.returns is None:
-        return c_i, None
-    new = jnp.where(work.returns, gradient_at_x(spec, federation, x, work), c_i)
-    return new, new - c_i
+def _begun(spec: Spec, federation: Federation, x: Array, c_i: Array, work: Work) -> Array:
+    """c_i as the local steps begin: renewed where the client was away for long."""
+    return c_i if work.returns is None else jnp.where(work.returns, gradient_at_x(spec, federation, x, work), c_i)
 
 
 def _travel(spec: Spec, settings: Settings, work: Work, dtype: Any) -> Array:
@@ -162,7 +157,7 @@ def _shifts(spec: Spec, c: Array, c_i: Array) -> list[Any]:
     """The correction of every leaf, once a round."""
     if spec.algorithm.shift is None:
         return [None] * len(spec.layout.shapes)
-    return spec.layout.leaves(spec.algorithm.shift(c, c_i))
+    return spec.layout.leaves(spec.algorithm.shift(c, c_i if c_i is None else c_i.astype(c.dtype)))
 
 
 def _stepper(spec: Spec, settings: Settings) -> Callable[[Array, Leaves, Leaves, Any], tuple[Leaves, Any]]:

@@ -21,6 +21,7 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.simulation import asked
 from fedscaffold.simulation.asked import Request
+from fedscaffold.simulation.double import doubles
 from fedscaffold.simulation.evaluation_batches import Batches
 from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 
@@ -35,8 +36,9 @@ def joined(spec: Spec, sums: Any) -> Any:
     """Sums over the clients of a device made sums over those of all devices: one psum of one vector."""
     if spec.mesh is None:
         return sums
-    vector, apart = ravel_pytree(sums)
-    return apart(jax.lax.psum(vector, AXIS))
+    with doubles():
+        vector, apart = ravel_pytree(sums)
+        return apart(jax.lax.psum(vector, AXIS))
 
 
 def on_all_devices(spec: Spec, program: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
@@ -108,6 +110,7 @@ class Shards(NamedTuple):
             self.put(clients.astype(np.int32), 0),
             {kind: [self._deal(part, begins) for part in parts] for kind, parts in host.evaluation.items()},
             self.put(host.test_evaluation, None),
+            None if host.shares is None else self.put(host.shares[clients] * real, 0),
         )
 
     def _deal(self, batches: Batches, begins: NDArray[np.int64]) -> Batches:
@@ -187,7 +190,8 @@ class Shards(NamedTuple):
             placed = [jax.device_put(piece, to, may_alias=False) for piece, to in zip(pieces, own, strict=True)]
             return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(self.mesh, place), placed)
 
-        return jax.tree.map(leaf, tree)
+        with doubles():
+            return jax.tree.map(leaf, tree)
 
     def total(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sum of the processes' vectors, in double precision."""
@@ -195,7 +199,7 @@ class Shards(NamedTuple):
             return vector
         pieces = np.zeros((len(self.devices), len(vector)))
         pieces[0] = vector
-        with jax.enable_x64(True):
+        with doubles():
             summed = jax.jit(lambda a: a.sum(axis=0), out_shardings=NamedSharding(self.mesh, PartitionSpec()))
             return np.array(summed(self.put(pieces, 0)).addressable_data(0))
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fedscaffold.simulation.aging import begun, faded, heard_now, returning, stored
+from fedscaffold.simulation.double import computed_once, double, doubles, in_double
 from fedscaffold.simulation.evaluation import evaluate
 from fedscaffold.simulation.local import Held, Reply, Work, gradient_at_x, local_round
 from fedscaffold.simulation.mesh import joined
@@ -39,12 +40,21 @@ class Sums(NamedTuple):
     travel: Array = None
     renewed: Array = None
     """of c_i, before the local steps"""
+    rounded: Array = None
+    """of c_i, by storing it"""
 
 
 def rounds(
     spec: Spec, federation: Federation, settings: Settings, state: State, draws: Draws, number: Array, every: Array
 ) -> tuple[State, Array]:
     """Run the first `number` rounds of `draws`; returns the new state and one row of metrics for each."""
+    with jax.enable_x64(state.x.dtype == jnp.float64):
+        return _rounds(spec, federation, settings, state, draws, number, every)
+
+
+def _rounds(
+    spec: Spec, federation: Federation, settings: Settings, state: State, draws: Draws, number: Array, every: Array
+) -> tuple[State, Array]:
     # Runs side by side that have no target go on together, even past a divergence: their loop needs no selection.
     together = spec.side_by_side and spec.stop is None
 
@@ -70,39 +80,64 @@ def _round(
     if spec.algorithm.anchor is not None:
         mean = _mean_gradient(spec, federation, state.x, draw, cohort)
         state = state._replace(c=spec.algorithm.anchor(state.c, mean))
-    held, sums = _cohort(spec, federation, settings, state, draw, cohort)
-    safe = jnp.where(sums.heard > 0, sums.heard, 1)
-    d = None if sums.d is None else sums.d / safe
-    length = _length(spec, settings, sums, safe)
-    sent: Array = sums.move / safe if spec.sends_move else d
-    x, c = spec.algorithm.server(state.x, state.c, length * sent, d, sums.heard)
-    c = c if sums.renewed is None else c + sums.renewed
+    held, sums = _cohort(spec, federation, settings, state, draw, cohort, every < 0)
+    step = partial(_step, spec)
+    old = Kept(state.x, state.c, state.mean, state.scale)
+    new, drift = (in_double(step) if spec.keeps else step)(settings.lr, old, state.told, sums)
+    with doubles():
+        x, c, mean, scale = jax.tree.map(lambda after, kept: after.astype(kept.dtype), new, old)
     x, optimizer = _optimised(spec, state, x)
     if spec.silences:
-        old, new = (before.x, before.c, before.optimizer), (x, c, optimizer)
-        x, c, optimizer = jax.tree.map(lambda a, b: jnp.where(sums.heard > 0, b, a), old, new)
-    drift = length * jnp.sqrt(jnp.maximum(sums.spread / safe - sent @ sent, 0))
+        was, now = (before.x, before.c, before.optimizer), (x, c, optimizer)
+        with doubles():
+            x, c, optimizer = jax.tree.map(lambda a, b: jnp.where(sums.heard > 0, b, a), was, now)
     state = State(
         x,
         c,
         held.c_i,
-        None if sums.change is None else state.mean + sums.change,
-        jnp.maximum(state.scale, jnp.sqrt(sums.size / safe)),
+        mean,
+        scale,
         state.round + ~state.done,
         state.done,
         optimizer,
         heard_now(spec, state, draw.cohort),
         held.errors,
     )
-    row, done = evaluate(spec, federation, settings, state, drift, every)
+    row, done = evaluate(spec, federation, settings, state, drift.astype(x.dtype), every)
     return state._replace(done=state.done | done), row
 
 
-def _length(spec: Spec, settings: Settings, sums: Sums, safe: Array) -> Array | int:
+class Kept(NamedTuple):
+    """What the server and its gauge keep; the fields of a state."""
+
+    x: Array
+    c: Array
+    mean: Array
+    scale: Array
+
+
+def _step(spec: Spec, lr: Array, old: Kept, told: Array, sums: Sums) -> tuple[Kept, Array]:
+    """The server's step on the c that clients were told, and the drift of the cohort.
+
+    c takes the change, so that what rounding hides from the clients stays in it, and what storing rounds off the c_i.
+    """
+    safe = jnp.where(sums.heard > 0, sums.heard, 1)
+    d = None if sums.d is None else sums.d / safe
+    length = _length(spec, lr, sums, safe)
+    sent: Array = sums.move / safe if spec.sums_moves else d
+    x, c = spec.algorithm.server(old.x, told, length * sent, d, sums.heard)
+    if spec.keeps:
+        c = sum((change for change in (sums.renewed, sums.rounded) if change is not None), old.c + (c - told))
+    drift = length * jnp.sqrt(jnp.maximum(sums.spread / safe - sent @ sent, 0))
+    mean = None if sums.change is None else old.mean + sums.change
+    return Kept(x, c, mean, jnp.maximum(old.scale, jnp.sqrt(sums.size / safe))), drift
+
+
+def _length(spec: Spec, lr: Array, sums: Sums, safe: Array) -> Array | int:
     """What the averaged message is multiplied by to give the mean move."""
     if spec.algorithm.normalised:
         return sums.travel / safe
-    return 1 if spec.sends_move else spec.travel_steps * settings.lr
+    return 1 if spec.sums_moves else spec.travel_steps * lr
 
 
 def _optimised(spec: Spec, state: State, x: Array) -> tuple[Array, Any]:
@@ -118,13 +153,16 @@ class Cohort(NamedTuple):
 
     work: Work
     p: Array
+    """In double precision where clients remember something, and so are all sums over them."""
 
 
 def called(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Cohort:
     """Whom a round calls, with what each is to do."""
     everyone = jnp.arange(len(federation.first))
     client = everyone if spec.everyone else jnp.minimum(draw.cohort, len(federation.first) - 1)
-    p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), federation.weights[client], 0)
+    weights = federation.weights if federation.shares is None else federation.shares
+    with doubles():
+        p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), weights[client], 0)
     key = jax.random.fold_in(settings.key, state.round)
     random = federation.noise is not None or spec.compressor is not None
     who = client if federation.who is None else federation.who if spec.everyone else federation.who[client]
@@ -163,7 +201,13 @@ def _folded(spec: Spec, federation: Federation, draw: Draws, block: Any, begin: 
 
 
 def _cohort(
-    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, cohort: Cohort
+    spec: Spec,
+    federation: Federation,
+    settings: Settings,
+    state: State,
+    draw: Draws,
+    cohort: Cohort,
+    never: Array,
 ) -> tuple[Held, Sums]:
     """Run the cohort block by block; returns the new tables of what clients hold and the weighted sums.
 
@@ -172,7 +216,7 @@ def _cohort(
     for more members than come.
     """
     tables = Held(state.c_i, state.errors)
-    run = partial(_block, spec, federation, settings, state, draw)
+    run = partial(_block, spec, federation, settings, state, draw, never)
     if spec.mesh is not None:
 
         def turn(carry: tuple[Held, Sums], part: tuple[Cohort, Array]) -> tuple[Held, Sums]:
@@ -201,30 +245,60 @@ def _block(
     settings: Settings,
     state: State,
     draw: Draws,
+    never: Array,
     sums: Sums,
     part: tuple[Cohort, Held],
 ) -> tuple[Sums, Held]:
-    """Run a block of clients; returns the sums with theirs added, and what they hold now."""
+    """Run a block of clients; returns the sums with theirs added, and what they hold now.
+
+    `never` is false, which the compiler cannot know.
+    """
     (work, p), old = part
     most = longest(spec, draw, work)
 
     def client(own: tuple[Held, Work]) -> Reply:
-        return local_round(spec, federation, settings, state.x, state.c, *own, most)
+        return local_round(spec, federation, settings, state.x, state.told, *own, most)
 
-    replies = _each(spec, client, (old, work))
-    held = replies.held
-    sent = replies.move if spec.sends_move else replies.d
-    new = Sums(
+    replies = computed_once(never, _each(spec, client, (old, work)))
+    with doubles():
+        if spec.sums_moves and not spec.sends_move:
+            replies = replies._replace(move=(work.steps * settings.lr)[:, None] * replies.d)
+        held, renewed, rounded = _remembered(spec, state, replies, old)
+        new = _summed(spec, p, replies, old, held)._replace(
+            renewed=_weighted(p, renewed), rounded=_weighted(p, rounded)
+        )
+        return jax.tree.map(jnp.add, sums, new), held
+
+
+def _remembered(spec: Spec, state: State, replies: Reply, old: Held) -> tuple[Held, Array, Array]:
+    """What clients hold now; by how much c_i changed before the local steps, and by storing it.
+
+    In double precision up to the storing, so that it is known to c what that rounds off.
+    """
+    if spec.algorithm.remember is None:
+        return Held(None, replies.errors), None, None
+    before, dtype = double(old.c_i), state.x.dtype
+    begun = before if replies.c_i is None else double(replies.c_i)
+    seen = replies.move if spec.algorithm.by_move else replies.d
+    exact = spec.algorithm.remember(double(state.told), begun, double(seen))
+    new = exact.astype(dtype)
+    rounded = None if dtype == exact.dtype else double(new) - exact
+    return Held(new, replies.errors), None if replies.c_i is None else begun - before, rounded
+
+
+def _summed(spec: Spec, p: Array, replies: Reply, old: Held, held: Held) -> Sums:
+    """The sums over a block, in the precision of p."""
+    new = held.c_i
+    sent = replies.move if spec.sums_moves else replies.d
+    return Sums(
         p.sum(),
         _weighted(p, replies.d) if spec.sends_direction else None,
         _weighted(p, replies.move),
-        None if held.c_i is None else _weighted(p, held.c_i - old.c_i),
-        _squared(p, held.c_i),
+        None if new is None else _weighted(p, new.astype(p.dtype) - old.c_i.astype(p.dtype)),
+        _squared(p, new),
         _squared(p, sent if "drift" in spec.metrics else None),
         None if replies.travel is None else p @ replies.travel,
-        _weighted(p, replies.renewed),
     )
-    return jax.tree.map(jnp.add, sums, new), held
 
 
 def _each(spec: Spec, client: Callable[[Any], Any], clients: Any) -> Any:
@@ -245,7 +319,9 @@ def _rows(spec: Spec, client: Array, table: Array) -> Array:
 
 
 def _nothing(spec: Spec, x: Array) -> Sums:
-    zero, empty = jnp.zeros((), x.dtype), jnp.zeros_like(x)
+    with doubles():
+        zero = jnp.zeros((), jnp.float64 if spec.keeps else x.dtype)
+        empty = jnp.zeros(x.shape, zero.dtype)
 
     def if_(wanted: bool, sum: Array) -> Array:
         return sum if wanted else None
@@ -253,18 +329,19 @@ def _nothing(spec: Spec, x: Array) -> Sums:
     return Sums(
         zero,
         if_(spec.sends_direction, empty),
-        if_(spec.sends_move, empty),
+        if_(spec.sums_moves, empty),
         if_(spec.keeps, empty),
         zero,
         zero,
         if_(spec.algorithm.normalised, zero),
         if_(spec.policy.refresh_after is not None, empty),
+        if_(spec.keeps and x.dtype != jnp.float64, empty),
     )
 
 
 def _weighted(p: Array, rows: Array) -> Array:
     """Sum of p_i times row i; rows of no weight do not count even where they are not finite."""
-    return None if rows is None else p @ jnp.where(p[:, None] > 0, rows, 0)
+    return None if rows is None else p @ jnp.where(p[:, None] > 0, rows, 0).astype(p.dtype)
 
 
 def _squared(p: Array, rows: Array) -> Array:

@@ -27,8 +27,8 @@ from fedscaffold.simulation.compression import Compressor
 from fedscaffold.simulation.engine import Seconds, drive
 from fedscaffold.simulation.evaluation_batches import describe
 from fedscaffold.simulation.follow import Follow, Follower
-from fedscaffold.simulation.health import exact_mean, fault, residual_of
-from fedscaffold.simulation.hosts import agree_on, several, together, tried
+from fedscaffold.simulation.health import Watch, exact_mean, fault, level, residual_of
+from fedscaffold.simulation.hosts import agree_on, most, several, together, tried
 from fedscaffold.simulation.identity import facts
 from fedscaffold.simulation.setup import Ready, Request, prepare
 from fedscaffold.simulation.spec import Settings, State
@@ -44,6 +44,7 @@ class Server(NamedTuple):
 
     x: NDArray[Any]
     c: NDArray[Any] | None
+    """In double precision where it is the mean of the c_i; clients are sent it in the run's."""
 
 
 class Clients(NamedTuple):
@@ -78,7 +79,9 @@ class Run(NamedTuple):
     residual: float
     """|c - sum p_i c_i| at the end, from all the c_i."""
     scale: float
-    """The largest root mean square of |c_i| in any round: a residual above rounding of this is a permanent bias."""
+    """The largest root mean square of |c_i| in any round."""
+    explained: float
+    """What rounding explains of the residual: more is a permanent bias."""
     seconds: Seconds
     digest: str
     """Fingerprint of the model's bits: equal digests, equal models."""
@@ -189,14 +192,16 @@ def simulate(
         if request.client_state != "array":
             away = clients_of(request, ready, seed, checkpoint)
             stack.callback(away.store.close)
+        watch = Watch(partial(_fault, request, ready, away), lambda due: most(due)[0] if several(ready) else due)
         if checkpoint is not None:
-            sound = partial(_fault, request, ready, away)
             signals = stack.enter_context(listening())
-            keeper = Checkpoint(checkpoint, every, own, rounds, sound, signals, away, ready.shards)
+            keeper = Checkpoint(checkpoint, every, own, rounds, watch, signals, away, ready.shards)
         follower = None if follow is None else Follower(request, ready, seed, follow, keeper)
         line = progress_line(progress, rounds)
-        outcome = drive(ready, settings, [seed], rounds, measured, None, line, keeper, away, follower)
-        return finished(request, ready, seed, outcome.state, outcome.table, outcome.seconds, away)
+        watched = watch if ready.spec.keeps else None
+        outcome = drive(ready, settings, [seed], rounds, measured, None, line, keeper, away, follower, watched)
+        run = finished(request, ready, seed, outcome.state, outcome.table, outcome.seconds, away)
+        return run if watch.found is None else run._replace(fault=watch.found)
 
 
 def _take(folder: Path, stack: ExitStack, ready: Ready) -> None:
@@ -235,7 +240,8 @@ def finished(
         state, mean = state._replace(c_i=None, heard_at=away.heard_at), away.mean(done)
     else:
         mean = _mean(request, ready, state)
-    c_i = None if state.c_i is None else faded(ready.spec, state, state.c_i)
+    clients = request.problem.num_clients
+    c_i = None if state.c_i is None else faded(ready.spec, state, state.c_i).astype(state.c_i.dtype, copy=False)
     return Run(
         ready.spec.layout.unflatten(state.x),
         state.x,
@@ -248,9 +254,10 @@ def finished(
         None if diverged is None else _advice(request, ready, diverged),
         residual_of(state, mean),
         float(state.scale),
+        level(state, clients),
         seconds,
         hashlib.sha256(np.ascontiguousarray(state.x).tobytes()).hexdigest()[:16],
-        fault(state, mean),
+        fault(state, mean, clients),
         describe(request.problem, ready.spec),
     )
 
@@ -270,9 +277,11 @@ def _here(ready: Ready) -> NDArray[Any] | None:
 
 
 def _fault(request: Request, ready: Ready, away: Away | None, state: State) -> str | None:
-    state = jax.tree.map(np.asarray, state)
-    # of clients who are away the mean kept up from round to round: all their rows are read once, at the end
-    return fault(state, _mean(request, ready, state) if away is None else state.mean)
+    """What is wrong with a state, from the c_i as they are stored."""
+    on_devices = ready.shards is not None and isinstance(state.x, jax.Array)
+    state = ready.shards.collected(state) if on_devices and ready.shards else jax.tree.map(np.asarray, state)
+    mean = _mean(request, ready, state) if away is None else away.mean(int(state.round))
+    return fault(state, mean, request.problem.num_clients)
 
 
 def _advice(request: Request, ready: Ready, at: int) -> str:

@@ -198,6 +198,7 @@ def _federation(request: Request, spec: Spec, steps: NDArray[np.int64]) -> Feder
         cast(record_weights),
         evaluation=_client_batches(problem, spec, cast(p)),
         test_evaluation=_test_batches(problem, spec, dtype),
+        shares=p if spec.keeps else None,
     )
 
 
@@ -243,13 +244,14 @@ def _cohort_federation(request: Request, spec: Spec, slots: int) -> Federation:
         None,
         numbers,
         test_evaluation=_test_batches(problem, spec, request.precision),
+        shares=np.zeros(slots) if spec.keeps else None,
     )
 
 
 def _start(request: Request, spec: Spec, rows: int) -> State:
     problem, dtype = request.problem, request.precision
     vector = _vector(problem, problem.params if request.x0 is None else request.x0, dtype)
-    zeros = np.zeros(problem.dim, dtype)
+    zeros = np.zeros(problem.dim, np.float64 if spec.keeps else dtype)
     shape = (rows, problem.dim)
     return State(
         vector,

@@ -91,8 +91,13 @@ class Spec(NamedTuple):
 
     @property
     def sends_move(self) -> bool:
-        """Whether clients send x - y: not where it is K lr d_i for all of them."""
-        return not (self.sends_direction and self.constant_step and not self.unequal and not self.algorithm.at_x)
+        """Whether clients send x - y: not where it is K_i lr d_i, as the server knows the steps of each."""
+        return not (self.sends_direction and self.constant_step and not self.algorithm.at_x)
+
+    @property
+    def sums_moves(self) -> bool:
+        """Whether the mean move is a sum of its own: not where it is K lr times that of the d_i."""
+        return self.sends_move or self.unequal
 
     @property
     def vectors_up(self) -> int:
@@ -118,7 +123,7 @@ class Federation(NamedTuple):
     steps: Array
     """(N,) how many local steps they take."""
     weights: Array
-    """(N,) the p_i."""
+    """(N,) the p_i, in the run's precision."""
     test: Any
     noise: Array
     optimum: Array
@@ -133,6 +138,8 @@ class Federation(NamedTuple):
     """By kind of function, the batches that it is measured on, where it is no mean over records."""
     test_evaluation: Any = None
     """Those of the test data."""
+    shares: Array = None
+    """(N,) the p_i in double precision, where clients remember something."""
 
 
 class Settings(NamedTuple):
@@ -151,12 +158,13 @@ class State(NamedTuple):
 
     x: Array
     c: Array
+    """In double precision where clients remember something; they are sent it in the run's."""
     c_i: Array
     """(N, d) the clients' control variates."""
     mean: Array
-    """sum p_i c_i, kept up from the changes stored in c_i: the gauge compares it with c."""
+    """sum p_i c_i in double precision, kept up from the changes stored in c_i: the gauge compares it with c."""
     scale: Array
-    """The largest root mean square of |c_i| in any round's cohort: what the gauge is to be compared with."""
+    """The largest root mean square of |c_i| in any round's cohort."""
     round: Array
     done: Array
     optimizer: Any = None
@@ -165,6 +173,11 @@ class State(NamedTuple):
     """(N,) the round in which each client was last heard; 0 for never."""
     errors: Array = None
     """(N, d) what compression left out of each client's moves so far, where moves are sent."""
+
+    @property
+    def told(self) -> Array:
+        """The c that clients receive."""
+        return None if self.c is None else self.c.astype(self.x.dtype)
 
 
 class Draws(NamedTuple):
