@@ -252,11 +252,13 @@ def test_the_golden_values_are_those_of_fractions():
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_diagnosis_names_every_mistake(name):
-    said = diagnose(judgement(name))
-    unseen = {"c and c_i start at random"}  # other numbers each time
-    features = {row for row in failing(verdicts(name)) if row.partition(":")[0] not in FEATURE_ROWS}
-    if features and name not in unseen and not name.startswith("an empty round"):
-        assert any(repr(name)[1:-1] in line for line in said), said
+    said = "\n".join(diagnose(judgement(name)))
+    if name == "an empty round is averaged":  # raises, in the only federation that has one
+        assert said == ""
+    elif name == "c and c_i start at random":  # other numbers each time
+        assert "c and the c_i do not begin at zero (everywhere)" in said
+    else:
+        assert f"the numbers are those of the mistake {name!r}" in said
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from fedscaffold.algorithms import ALGORITHMS
 from fedscaffold.conformance import IDENTITIES, conform, federation, select, simulator
 from fedscaffold.conformance import run as plain
 
-
 MISSING = {"buffers", "loss scaling", "private optimiser", "clipping"}  # of families; the correction comes before optax
 
 

@@ -29,6 +29,10 @@ __all__ = ["diagnose", "signatures"]
 EARLY = 12  # rounds that are looked at: the transient is where mistakes differ, and nothing is huge yet
 CLOSE = 1e-3  # of coefficients; mistakes are factors, signs and zeros
 NAMED = 3
+FEDERATIONS = {name: condition.case for name, condition in CONDITIONS.items()} | {
+    identity.name: identity.cases[-1] for identity in IDENTITIES if identity.cases[-1].asks
+}
+"""What the diagnosis looks at, by the name that it has in a sentence."""
 
 
 def diagnose(judgement: Judgement) -> list[str]:
@@ -44,18 +48,19 @@ def diagnose(judgement: Judgement) -> list[str]:
     runs = early_runs(judgement)
     said: dict[str, list[str]] = {}
     with np.errstate(all="ignore"):
-        for name, run in runs.items():
+        plain_runs = {name: run for name, run in runs.items() if "clipping" not in run.case.asks}
+        for name, run in plain_runs.items():
             for sentence in (*about_correction(run), *about_memory(run), *about_control(run), *about_model(run)):
                 said.setdefault(sentence, []).append(name)
         mistakes = nearest(judgement, runs)
     sentences = sorted(said.items(), key=lambda item: -len(item[1]))
-    return [f"{one} ({'everywhere' if len(w) == len(runs) else ', '.join(w)})" for one, w in sentences] + mistakes
+    return [f"{one} ({'everywhere' if len(w) == len(plain_runs) else ', '.join(w)})" for one, w in sentences] + mistakes
 
 
 def early_runs(judgement: Judgement) -> dict[str, Run]:
-    """The first rounds of every condition that was run, as far as numbers are finite."""
+    """The first rounds of every federation that was run, as far as numbers are finite."""
     found = {}
-    for name, (_, case) in CONDITIONS.items():
+    for name, case in FEDERATIONS.items():
         run = judgement.runs.get(id(case))
         run = run if run is None or isinstance(run, Run) else run.run
         if run is None:
@@ -63,7 +68,9 @@ def early_runs(judgement: Judgement) -> dict[str, Run]:
         finite = [np.isfinite(states.reshape(len(states), -1)).all(axis=1) for states in run.trace.vectors]
         rounds = min(EARLY, run.case.rounds, int(np.logical_and.accumulate(np.all(finite, axis=0)).sum()) - 1)
         if rounds >= 1:
-            trace = run.trace._replace(**{n: getattr(run.trace, n)[: rounds + 1] for n in ("x", "c", "c_i")})
+            x, c, c_i = (states[: rounds + 1] for states in run.trace.vectors)
+            buffers = None if run.trace.buffers is None else run.trace.buffers[: rounds + 1]
+            trace = Trace(x, c, c_i, buffers)
             found[name] = run._replace(case=brief(run.case, rounds), trace=trace, met=judgement.met)
     return found
 
@@ -204,7 +211,7 @@ def about_control(run: Run) -> Iterator[str]:
 
 def first_mismatch(run: Run, gauge: Array) -> str:
     """When c left the mean of the c_i, and what was special then."""
-    case, bound = run.case, 10 * oracles.rounding(run.case)
+    case, bound = run.case, explained(run)
     jumps = np.abs(np.diff(gauge, axis=0)).max(axis=1) > bound
     if not jumps.any():
         return "c and the c_i do not begin at zero"
@@ -222,7 +229,7 @@ def first_mismatch(run: Run, gauge: Array) -> str:
 def about_model(run: Run) -> Iterator[str]:
     """How far x moves, given the state before the round."""
     case, x = run.case, run.trace.x
-    if measures.moves(run).violation <= 10 * oracles.rounding(case):
+    if measures.moves(run).violation <= explained(run):
         return
     _, c, c_i = run.trace.vectors
     heard = measures.heard(case)[:, :, 0]
@@ -252,8 +259,17 @@ def proportion(run: Run, values: Array, of: Array) -> Array | None:
 
 def alike(run: Run, differences: Array) -> bool:
     """Whether the differences are what rounding explains."""
-    grown = measures.growth(run)[-len(differences) :, None]
-    return measures.largest(differences / grown) <= 10 * oracles.rounding(run.case)
+    return grown(run, differences) <= explained(run)
+
+
+def grown(run: Run, differences: Array) -> float:
+    """The largest difference, in units of what the numbers have grown to."""
+    return measures.largest(differences / measures.growth(run)[-len(differences) :, None])
+
+
+def explained(run: Run) -> float:
+    """What rounding explains; ten times over, as two implementations are compared."""
+    return 10 * oracles.rounding(run.case)
 
 
 class Likeness(NamedTuple):
@@ -267,6 +283,8 @@ class Likeness(NamedTuple):
     """Federations in which all is right, and would not be with the mistake."""
     rows: float
     """Of the rows that fail here or there, the share that fails in both."""
+    apart: float
+    """How far the numbers are from the mistake's, in the federations with a failing row."""
 
 
 def nearest(judgement: Judgement, runs: dict[str, Run]) -> list[str]:
@@ -274,47 +292,54 @@ def nearest(judgement: Judgement, runs: dict[str, Run]) -> list[str]:
     failed = {verdict.name for verdict in judgement.verdicts if verdict.outcome == "fails"}
     compared = {verdict.name for verdict in judgement.verdicts if verdict.violation is not None} | failed
     ill = {id(case) for identity in IDENTITIES if identity.name in failed for case in identity.cases}
-    failing = {name for name in runs if id(CONDITIONS[name].case) in ill}
+    failing = {name for name in runs if id(FEDERATIONS[name]) in ill}
     likenesses = []
     for name in MISTAKES:
-        same = {condition for condition, run in runs.items() if same_way(name, condition, run)}
+        gaps = {federation: gap(name, federation, run) for federation, run in runs.items()}
+        same = {federation for federation, run in runs.items() if gaps[federation] <= explained(run)}
         theirs = signatures()[name] & compared
         share = len(theirs & failed) / max(1, len(theirs | failed))
-        likenesses.append(Likeness(name, len(same & failing), len(failing), len(runs.keys() - failing - same), share))
-    best = sorted(likenesses, key=lambda one: (one.contradicted, -one.explained, -one.rows))
-    exact = [one for one in best if one.explained and not one.contradicted]
+        apart = float(np.median([gaps[federation] for federation in failing])) if failing else 0.0
+        contradicted = len(runs.keys() - failing - same)
+        likenesses.append(Likeness(name, len(same & failing), len(failing), contradicted, share, apart))
+    exact = [one for one in likenesses if one.explained and not one.contradicted]
     if exact:
-        top = [one for one in exact if one.explained == exact[0].explained][:NAMED]
-        return [f"the numbers are those of the mistake {one.name!r}, in {one.explained} of {one.failing} federations "
-                f"in which a row fails" for one in top]  # fmt: skip
-    best = [one for one in sorted(likenesses, key=lambda one: -one.rows) if one.rows > 0.2][:NAMED]
+        most = max(one.explained for one in exact)
+        words = f"in {most} of {len(failing)} federations in which a row fails"
+        best = sorted((one for one in exact if one.explained == most), key=lambda one: -one.rows)[:NAMED]
+        return [f"the numbers are those of the mistake {one.name!r}, {words}" for one in best]
+    least = max(0.5, 0.8 * max(one.rows for one in likenesses))
+    best = sorted((one for one in likenesses if one.rows >= least), key=lambda one: one.apart)[:NAMED]
     return [f"the rows that fail are most like those of the mistake {one.name!r} ({one.rows:.0%})" for one in best]
 
 
-def same_way(name: str, condition: str, run: Run) -> bool:
-    """Whether a mistake gives the numbers of a run, with c_i made of gradients or of the client's move."""
+def gap(name: str, federation: str, run: Run) -> float:
+    """How far a run is from a mistake's, with c_i made of gradients or of the client's move."""
     mistake, forms = MISTAKES[name], [False]
     if isinstance(mistake, Scaffold) and mistake.renew is right.renew and mistake.correct is not right.correct:
         forms.append(True)  # elsewhere both forms are the same
+    gaps = [np.inf]
     for moved in forms:
-        trace = mistaken(name, condition, run.case.rounds, run.case.precision, run.met, moved)
+        trace = mistaken(name, federation, run.case.rounds, run.case.precision, run.met, moved)
         if trace is not None:
             pairs = zip(trace.vectors, run.trace.vectors, strict=True)
-            if all(alike(run, (one - other).reshape(len(one), -1)) for one, other in pairs):
-                return True
-    return False
+            differences = [(one - other).reshape(len(one), -1) for one, other in pairs]
+            if run.trace.buffers is not None and trace.buffers is not None:
+                differences.append(trace.buffers - run.trace.buffers)
+            gaps.append(grown(run, np.concatenate(differences, axis=1)))
+    return min(gaps)
 
 
 @cache
-def mistaken(name: str, condition: str, rounds: int, precision: str, met: bool, moved: bool) -> Trace | None:
-    """The first rounds of a condition with a mistake; None where they do not come to an end."""
+def mistaken(name: str, federation: str, rounds: int, precision: str, met: bool, moved: bool) -> Trace | None:
+    """The first rounds of a federation with a mistake; None where they do not come to an end."""
     mistake = MISTAKES[name]
     if isinstance(mistake, Scaffold) and met and mistake.control is right.control:
         mistake = replace(mistake, control=over_met)
     if isinstance(mistake, Scaffold) and moved:
         mistake = replace(mistake, renew=travelling(lambda v: sum(v.lr)))
     try:
-        return mistake(brief(CONDITIONS[condition].case, rounds).computed_in(precision).copy())
+        return mistake(brief(FEDERATIONS[federation], rounds).computed_in(precision).copy())
     except ArithmeticError:
         return None
 

@@ -39,9 +39,9 @@ def largest(*differences: Any) -> float:
 def growth(*runs: Run) -> Array:
     """(rounds + 1,): how many times the size of a right run the numbers have had so far; at least 1."""
     sizes = [
-        np.abs(states).reshape(len(states), -1).max(axis=1) / oracles.size(run.case)
+        np.max([np.abs(states).reshape(len(states), -1).max(axis=1) for states in run.trace.vectors], axis=0)
+        / oracles.size(run.case)
         for run in runs
-        for states in run.trace.vectors
     ]
     return np.maximum.accumulate(np.max([np.ones_like(sizes[0]), *sizes], axis=0))
 
