@@ -253,8 +253,8 @@ def test_the_golden_values_are_those_of_fractions():
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_diagnosis_names_every_mistake(name):
     said = "\n".join(diagnose(judgement(name)))
-    if name == "an empty round is averaged":  # raises, in the only federation that has one
-        assert said == ""
+    if name == "an empty round is averaged":  # the only federation that has one is not compared
+        assert f"most like those of the mistake {name!r} (100%)" in said
     elif name == "c and c_i start at random":  # other numbers each time
         assert "c and the c_i do not begin at zero (everywhere)" in said
     else:

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import math
 import re
+import sys
 import tomllib
 from functools import cache
 from html import escape
@@ -52,6 +53,7 @@ def broken(table):
     """A table of broken implementations, fresh: its random numbers are then the same at every build."""
     spec = importlib.util.spec_from_file_location(f"{table}_on_show", TABLES[table])
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return getattr(module, table)
 

@@ -99,8 +99,9 @@ class Mail(NamedTuple):
         return sum(v.weight for v in self.sent)
 
     def mean(self, values: list[Any]) -> Any:
-        """The weighted mean over the clients heard."""
-        return sum(v.weight * value for v, value in zip(self.heard, values, strict=True)) / self.share
+        """The weighted mean over the clients heard; of nobody, not a number."""
+        total = sum(v.weight * value for v, value in zip(self.heard, values, strict=True))
+        return np.divide(total, self.share)
 
     @property
     def move(self) -> Any:
@@ -168,7 +169,7 @@ class Scaffold:
         if self.quorum(heard):
             state.x = self.model(mail)
             state.c = state.c if case.frozen else self.control(mail)
-            state.statistics = self.statistics(mail)
+            state.statistics = self.statistics(mail) if heard else state.statistics
         for v in () if case.frozen else sent if self.commit_lost else heard:
             self.keep(state, v, new[v.i])
 
