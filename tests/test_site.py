@@ -17,11 +17,12 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
-from mutants import MUTANTS, OUR_MUTANTS
+from mutants import OUR_MUTANTS
 
 import fedscaffold
 from fedscaffold.conformance import IDENTITIES, conform, ours
 from fedscaffold.conformance.federations import CONDITIONS
+from fedscaffold.conformance.mistakes import MISTAKES
 from fedscaffold.deploy.faults import SCENARIOS
 
 ROOT = Path(__file__).parent.parent
@@ -154,13 +155,13 @@ def test_a_scenario_that_is_taken_away_takes_its_tile_along(monkeypatch):
 
 def test_the_museum_is_complete_and_every_label_is_true(site):
     told = {name for room in museum.ROOMS.values() for name in room.mistakes}
-    assert told == set(MUTANTS)
+    assert told == set(MISTAKES)
     assert set(museum.OURS) == set(OUR_MUTANTS)
     text = (site / "museum.html").read_text(encoding="utf-8")
     exhibits = re.findall(r'<figure class="exhibit".*?</figure>', text, re.S)
-    assert len(exhibits) == len(MUTANTS) + len(OUR_MUTANTS)
+    assert len(exhibits) == len(MISTAKES) + len(OUR_MUTANTS)
     rows = {identity.name: identity for identity in IDENTITIES}
-    adapters = MUTANTS | OUR_MUTANTS
+    adapters = MISTAKES | OUR_MUTANTS
     named = set()
     for exhibit in exhibits:
         name = re.search(r"<figcaption><strong>(.*?)</strong>", exhibit)[1].replace("&#x27;", "'")
@@ -174,7 +175,7 @@ def test_the_museum_is_complete_and_every_label_is_true(site):
 
 def test_no_project_is_named_in_the_museum(site):
     text = (site / "museum.html").read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
-    source = (ROOT / "tests" / "mutants.py").read_text(encoding="utf-8")
+    source = (ROOT / "src" / "fedscaffold" / "conformance" / "mistakes.py").read_text(encoding="utf-8")
     sources = " ".join(re.findall(r"^    # (.*)$", source, re.M))
     shapes = r"\b(?:[A-Z][A-Za-z]*-?[A-Z_][\w-]*|Plato|Flower|fluke|flame|declearn|pfl-research|niid_bench|ki-ljl)\b"
     projects = set(re.findall(shapes, sources))
@@ -190,7 +191,7 @@ def test_curves_are_distances_to_the_optimum():
     assert len(values) == case.rounds + 1
     assert values[0] == pytest.approx(np.linalg.norm(case.x0 - best))
     assert values[-1] < 1e-10
-    wrong = museum.distances(MUTANTS["the correction never reaches the parameters"], case)[0]
+    wrong = museum.distances(MISTAKES["the correction never reaches the parameters"], case)[0]
     steps, lr = case.local_steps[0], case.lr[0]
     left = [np.linalg.matrix_power(np.eye(3) - lr * a, steps) for a in case.hessians]  # FedAvg's round is affine: F7
     pushed = [np.linalg.solve(a, (np.eye(3) - u) @ b) for a, u, b in zip(case.hessians, left, case.linear, strict=True)]

@@ -1,4 +1,4 @@
-"""The bug museum: every mutant of tests/mutants.py, run, drawn, and with the identity that catches it.
+"""The bug museum: every mistake of the suite's table, run, drawn, and with the identity that catches it.
 
 What catches a public mistake is read from the table of docs/conformance.md, which a test keeps true; our own mutants
 are judged here. Nothing is typed that can be computed: museum.toml has a sentence for each mistake, and no more.
@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import math
 import re
+import sys
 import tomllib
 from functools import cache
 from html import escape
@@ -23,6 +24,10 @@ from fedscaffold.conformance import IDENTITIES, conform, ours, run
 from fedscaffold.conformance.federations import CONDITIONS, brief
 
 ROOT = Path(__file__).parents[2]
+TABLES = {  # where broken implementations are written down: public mistakes, and our own algorithm broken on purpose
+    "MISTAKES": ROOT / "src" / "fedscaffold" / "conformance" / "mistakes.py",
+    "OUR_MUTANTS": ROOT / "tests" / "mutants.py",
+}
 BY_NAME = {identity.name: identity for identity in IDENTITIES}
 TELLING = ["optimum", "mean", "first round", "gradients seen"]  # the families whose conditions are pictures
 ENOUGH = [  # to judge our own mutants by: each fails one of them
@@ -44,21 +49,26 @@ OURS: dict[str, str] = WORDS["ours"]
 
 
 @cache
-def mutants():
-    """tests/mutants.py, fresh: its random numbers are then the same at every build."""
-    spec = importlib.util.spec_from_file_location("mutants_on_show", ROOT / "tests" / "mutants.py")
+def broken(table):
+    """A table of broken implementations, fresh: its random numbers are then the same at every build."""
+    spec = importlib.util.spec_from_file_location(f"{table}_on_show", TABLES[table])
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    return module
+    return getattr(module, table)
 
 
 @cache
 def in_code():
-    """The text of every mutant, by its name."""
-    source = (ROOT / "tests" / "mutants.py").read_text(encoding="utf-8")
-    tables = [node.value for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
-    pairs = [(key.value, value) for table in tables for key, value in zip(table.keys, table.values, strict=True)]
-    return {name: dedent(" " * 4 + ast.get_source_segment(source, value)) for name, value in pairs}
+    """The text of every broken implementation, by its name."""
+    texts = {}
+    for table, path in TABLES.items():
+        source = path.read_text(encoding="utf-8")
+        nodes = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
+        (value,) = [node.value for node in nodes if node.target.id == table]
+        for key, code in zip(value.keys, value.values, strict=True):
+            texts[key.value] = dedent(" " * 4 + ast.get_source_segment(source, code))
+    return texts
 
 
 def caught_in_public():
@@ -100,7 +110,7 @@ def distances(adapter, case):
     best = np.linalg.solve((weights[:, :, None] * case.hessians).sum(axis=0), (weights * case.linear).sum(axis=0))
     try:
         with np.errstate(all="ignore"):
-            x = adapter(case.private()).x
+            x = adapter(case.copy()).x
     except ArithmeticError as error:
         return [float(np.linalg.norm(case.x0 - best))], type(error).__name__
     return [float(np.linalg.norm(one - best)) for one in x], None
@@ -150,7 +160,7 @@ def public():
     caught, rooms = caught_in_public(), []
     for title, (seen, mistakes) in ROOMS.items():
         made = [
-            exhibit(name, text, mutants().MUTANTS[name], caught[name], others(caught[name]))
+            exhibit(name, text, broken("MISTAKES")[name], caught[name], others(caught[name]))
             for name, text in mistakes.items()
         ]
         rooms.append(f"## {title}\n\nSeen in {seen} public projects; {len(made)} exhibits.\n\n{gallery(made)}\n")
@@ -166,7 +176,7 @@ def private():
     """Our own algorithm, broken in each of its functions, and judged."""
     made = []
     for name, text in OURS.items():
-        adapter = mutants().OUR_MUTANTS[name]
+        adapter = broken("OUR_MUTANTS")[name]
         verdicts = conform(adapter, [BY_NAME[row] for row in ENOUGH])
         caught = [verdict.name for verdict in verdicts if verdict.outcome == "fails"]
         made.append(exhibit(name, text, adapter, caught))

@@ -162,6 +162,10 @@ def conform(
         str | None,
         typer.Option(help="module:name of an adapter, or of an algorithm; our own SCAFFOLD by default."),
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="ROW", help="A row, or a family of rows; may be repeated.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="The target's arithmetic: float64 or float32.")] = "float64",
     faults: Annotated[
         bool, typer.Option("--faults", help="Instead: the fault scorecard of the deployed code.")
     ] = False,
@@ -170,11 +174,11 @@ def conform(
     """Run the identities every SCAFFOLD must satisfy, on ours or on anybody's; or the faults of deployment."""
     from fedscaffold.cli.conform import judged, survived
 
-    if faults and target is not None:
-        raise InputError("--faults judges our own deployment: leave --target out")
-    answer, lines, failed = survived() if faults else judged(target)
+    if faults and (target is not None or only or precision != "float64"):
+        raise InputError("--faults judges our own deployment: leave --target, --only and --precision out")
+    answer, lines, code = survived() if faults else judged(target, only or (), precision)
     say(answer, lines, as_json)
-    return 1 if failed else 0
+    return code
 
 
 @app.command(epilog="Example: fedscaffold bench --only W1 --json")

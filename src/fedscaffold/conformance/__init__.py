@@ -4,9 +4,10 @@ Wrap yours as an adapter, a function from `Case` to `Trace`; then `conform(adapt
 `Algorithm`, or a function that makes one, needs no adapter.
 """
 
-from fedscaffold.conformance.case import Adapter, Case, Trace, Unsupported, federation
-from fedscaffold.conformance.identities import IDENTITIES, Identity
-from fedscaffold.conformance.judge import Verdict, conform, load_target, table
+from fedscaffold.conformance.case import Adapter, Case, Trace, Unsupported, federation, offers
+from fedscaffold.conformance.diagnosis import diagnose
+from fedscaffold.conformance.identities import IDENTITIES, Identity, select
+from fedscaffold.conformance.judge import Judgement, Verdict, conform, judge, load_target, table
 from fedscaffold.conformance.plain import ours, run
 from fedscaffold.conformance.targets import Target, adapter_of
 
@@ -15,15 +16,20 @@ __all__ = [
     "Adapter",
     "Case",
     "Identity",
+    "Judgement",
     "Target",
     "Trace",
     "Unsupported",
     "Verdict",
     "adapter_of",
     "conform",
+    "diagnose",
     "federation",
+    "judge",
     "load_target",
+    "offers",
     "ours",
     "run",
+    "select",
     "table",
 ]

@@ -8,17 +8,22 @@ of the cohort starts at y = x with an empty momentum buffer, m = 0, and takes lo
 
 Then c_i becomes the mean gradient it saw (option 2) or its gradient at x (option 1). Over the replies that
 arrive, x moves by server_lr times the weighted mean of y - x, c by the sum of weights[i] * (change of c_i).
+
+Some cases ask for more: a model in several tensors, clipping and so on. They are only run for an adapter that
+says that it `offers` it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Adapter", "Array", "Call", "Case", "Run", "Trace", "Unsupported", "federation"]
+from fedscaffold import checks
+
+__all__ = ["FEATURES", "Adapter", "Array", "Call", "Case", "Run", "Trace", "Unsupported", "federation", "offers"]
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -36,7 +41,7 @@ class Call(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One federation f_i(x) = x'A_i x / 2 - b_i'x, run exactly in float64 from control variates of zero."""
+    """One federation f_i(x) = x'A_i x / 2 - b_i'x, run with exact gradients from control variates of zero."""
 
     hessians: Array
     """(N, d, d): A_i."""
@@ -63,6 +68,20 @@ class Case(NamedTuple):
     """After so many rounds server and clients end, and go on from what they had saved."""
     frozen: bool = False
     """Control variates are never updated."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The tensors that the model consists of, in the order of x; () for one vector. See `split` and `join`."""
+    buffers: Array | None = None
+    """(B,): running statistics beside the parameters, as BatchNorm has them; see `forward`."""
+    clip: float | None = None
+    """Every gradient is scaled down to this norm before it is corrected; c_i is made of clipped gradients."""
+    clip_corrected: float | None = None
+    """Every direction, gradient - c_i + c, is scaled down to this norm."""
+    loss_scale: float = 1.0
+    """The loss is multiplied by this, as in mixed precision: so is what `gradient` returns."""
+    private: bool = False
+    """Take the differentially private optimiser, with no noise and a bound that is never met."""
+    precision: str = "float64"
+    """The arithmetic that is asked for; `x0` and gradients are of this type."""
     calls: list[Call] | None = None
     """Where `gradient` writes down what it was asked; the judge sets it."""
 
@@ -80,23 +99,60 @@ class Case(NamedTuple):
         """The clients whose reply reaches the server in round r (the first is 0)."""
         return tuple(i for i in self.cohorts[r] if i not in self.lost[r])
 
-    def gradient(self, i: int, y: Any) -> Array:
-        """The gradient of f_i at y. Ask once for every local step: the suite counts on it."""
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """What of `FEATURES` the case asks for."""
+        asked = {
+            "tensors": bool(self.shapes),
+            "buffers": self.buffers is not None,
+            "clipping": self.clip is not None or self.clip_corrected is not None,
+            "loss scaling": self.loss_scale != 1.0,
+            "private optimiser": self.private,
+        }
+        return tuple(name for name, yes in asked.items() if yes)
+
+    def gradient(self, i: int, y: Any) -> Any:
+        """The gradient of f_i at y, times `loss_scale`. Ask once for every local step: the suite counts on it."""
         point = np.array(np.asarray(y), np.float64)  # a tensor has to become an array first
         g: Array = self.hessians[i] @ point - self.linear[i]
         if self.calls is not None:
-            self.calls.append(Call(int(i), point, g.copy()))
-        return g
+            self.calls.append(Call(int(i), point, g))
+        return (self.loss_scale * g).astype(self.precision, copy=False)
 
-    def private(self) -> Case:
+    def forward(self, i: int, buffers: Any) -> Any:
+        """What one training step of client i makes of the running statistics; no gradient has a part in it."""
+        old = np.array(np.asarray(buffers), np.float64)
+        return (0.9 * old + 0.1 * self.linear[i, : len(old)]).astype(self.precision)
+
+    def split(self, vector: Any) -> list[Any]:
+        """A vector as the tensors of the model.
+
+        >>> case = federation([np.eye(3)], [[0.0] * 3], [1.0, 2.0, 3.0], rounds=1, steps=1, lr=0.1)
+        >>> case._replace(shapes=((1, 2), (1,))).split(case.x0)
+        [array([[1., 2.]]), array([3.])]
+        """
+        shapes = self.shapes or (self.x0.shape,)
+        ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+        return [part.reshape(s) for part, s in zip(np.split(vector, ends[:-1]), shapes, strict=True)]
+
+    def join(self, tensors: Any) -> Any:
+        """The tensors of the model as one vector."""
+        return np.concatenate([np.asarray(tensor).reshape(-1) for tensor in tensors])
+
+    def copy(self) -> Case:
         """A copy that an adapter may write into, with an empty list of calls."""
         return self._replace(
             hessians=self.hessians.copy(),
             linear=self.linear.copy(),
             x0=self.x0.copy(),
             weights=self.weights.copy(),
+            buffers=None if self.buffers is None else self.buffers.copy(),
             calls=[],
         )
+
+    def computed_in(self, precision: str) -> Case:
+        """The same case in other arithmetic."""
+        return self._replace(x0=self.x0.astype(precision), precision=precision)
 
 
 def federation(hessians: Any, linear: Any, x0: Any, rounds: int, steps: int, lr: float) -> Case:
@@ -131,9 +187,36 @@ class Trace(NamedTuple):
     """(rounds + 1, d); zeros where there is no such thing."""
     c_i: Array
     """(rounds + 1, N, d)"""
+    buffers: Array | None = None
+    """(rounds + 1, B): the server's running statistics; None where clients keep their own."""
+
+    @property
+    def vectors(self) -> tuple[Array, Array, Array]:
+        """What every SCAFFOLD has: x, c and c_i."""
+        return self.x, self.c, self.c_i
 
 
 Adapter: TypeAlias = Callable[[Case], Trace]
+AdapterType = TypeVar("AdapterType", bound=Adapter)
+
+FEATURES = ("tensors", "buffers", "clipping", "loss scaling", "private optimiser")
+
+
+def offers(*features: str) -> Callable[[AdapterType], AdapterType]:
+    """Mark an adapter as one that heeds these of `FEATURES`; without it their rows are not offered.
+
+    >>> @offers("tensors", "clipping")
+    ... def adapter(case):
+    ...     print(case.shapes, case.clip)
+    """
+    for feature in features:
+        checks.choice("feature", feature, FEATURES)
+
+    def mark(adapter: AdapterType) -> AdapterType:
+        adapter.offers = frozenset(features)  # type: ignore[attr-defined]
+        return adapter
+
+    return mark
 
 
 class Run(NamedTuple):
@@ -142,3 +225,5 @@ class Run(NamedTuple):
     case: Case
     trace: Trace
     calls: tuple[Call, ...] = ()
+    met: bool = False
+    """Whether c is the mean over the clients heard so far, instead of over all."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedscaffold.conformance.case import Array, Case, federation
 
-__all__ = ["CONDITIONS", "GOLDEN_CENTRED", "GOLDEN_SAMPLING", "Condition", "brief"]
+__all__ = ["CONDITIONS", "GOLDEN_CENTRED", "GOLDEN_SAMPLING", "Condition", "brief", "prolonged"]
 
 N = 4
 ROUNDS = 75  # a right SCAFFOLD is at 1e-12 by then; with sampling it takes half as many again
@@ -60,6 +60,11 @@ def brief(case: Case, rounds: int = 20) -> Case:
     2
     """
     return case._replace(cohorts=case.cohorts[:rounds], lost=case.lost[:rounds])
+
+
+def prolonged(case: Case, times: int) -> Case:
+    """The case with its cohorts met, and its replies lost, so many times over."""
+    return case._replace(cohorts=case.cohorts * times, lost=case.lost * times)
 
 
 def conditions() -> dict[str, Condition]:

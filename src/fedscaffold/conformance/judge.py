@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +15,19 @@ import numpy as np
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.conformance.case import Adapter, Case, Run, Trace, Unsupported
-from fedscaffold.conformance.identities import IDENTITIES, Identity
+from fedscaffold.conformance.case import Adapter, Call, Case, Run, Trace, Unsupported
+from fedscaffold.conformance.federations import prolonged
+from fedscaffold.conformance.identities import ABOUT_C, IDENTITIES, Identity
+from fedscaffold.conformance.measures import Measure
 from fedscaffold.conformance.targets import Target, adapter_of
 
-__all__ = ["Outcome", "Verdict", "conform", "load_target", "table"]
+__all__ = ["Judgement", "Outcome", "Verdict", "conform", "judge", "load_target", "table"]
 
-Outcome: TypeAlias = Literal["holds", "fails", "not offered"]
+Outcome: TypeAlias = Literal["holds", "fails", "not offered", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("holds", "fails", "not offered", "error")
+PRECISIONS = ("float64", "float32")
+PATIENCE = 16  # times the rounds of a case, for a model that is still on its way
+ENOUGH_ERRORS = 3
 
 
 class Verdict(NamedTuple):
@@ -39,68 +46,182 @@ class Failure(NamedTuple):
 
     outcome: Outcome
     note: str
+    run: Run | None = None
+    """The run, where numbers are not finite in the end."""
 
 
-def conform(target: Target, identities: Sequence[Identity] = IDENTITIES) -> list[Verdict]:
+class Judgement(NamedTuple):
+    """All verdicts on a target, and the runs behind them."""
+
+    verdicts: list[Verdict]
+    runs: dict[int, Run | Failure]
+    """By `id` of the case in the table."""
+    met: bool
+    """Whether the target's c was taken for the mean over the clients met so far."""
+
+
+def conform(target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64") -> list[Verdict]:
     """Try every identity on somebody's SCAFFOLD: an adapter, an algorithm, or a function that makes an algorithm.
 
     Nothing the target does stops the suite: an exception, a wrong shape, a divergence are verdicts.
 
-    >>> from fedscaffold.conformance import ours
-    >>> {verdict.outcome for verdict in conform(ours)}
+    >>> from fedscaffold.conformance import ours, select
+    >>> {verdict.outcome for verdict in conform(ours, select(["mean", "optimum"]))}
     {'holds'}
     """
+    return judge(target, identities, precision).verdicts
+
+
+def judge(target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64") -> Judgement:
+    """The verdicts, and the runs that `diagnose` reads.
+
+    Before all clients have been heard, c may be their mean with zeros for the others, or the mean over the clients
+    met: each is right if it is kept in all rows. The one that fails fewer rows is taken for the target's.
+    """
+    checks.choice("precision", precision, PRECISIONS)
     adapter = adapter_of(target)
-    runs: dict[int, Run | Failure] = {}  # by object: many rows look at the same federation, which is run once
     with np.errstate(all="ignore"):  # a target that diverges overflows; its verdict says so
-        for identity in identities:
-            for case in identity.cases:
-                if id(case) not in runs:
-                    runs[id(case)] = attempt(adapter, case)
-        return [judged(identity, [runs[id(case)] for case in identity.cases]) for identity in identities]
+        runs = attempted(adapter, identities, precision)
+        longer: dict[str, Run | Failure] = {}
+        verdicts = [judged(adapter, identity, runs, longer, met=False) for identity in identities]
+        if any(verdict.outcome == "fails" for verdict in verdicts):
+            others = [
+                judged(adapter, identity, runs, longer, met=True) if identity.check in ABOUT_C else verdict
+                for identity, verdict in zip(identities, verdicts, strict=True)
+            ]
+            if failures(others) < failures(verdicts):
+                return Judgement(others, runs, True)
+    return Judgement(verdicts, runs, False)
+
+
+def failures(verdicts: Sequence[Verdict]) -> int:
+    """How many rows fail."""
+    return sum(verdict.outcome == "fails" for verdict in verdicts)
+
+
+def attempted(adapter: Adapter, identities: Sequence[Identity], precision: str) -> dict[int, Run | Failure]:
+    """All federations of the table, each run once; none after the first few have all ended in an error."""
+    runs: dict[int, Run | Failure] = {}  # by object: many rows look at the same federation
+    for case in (case for identity in identities for case in identity.cases):
+        if id(case) in runs:
+            continue
+        tried = [run for run in runs.values() if not isinstance(run, Failure) or run.outcome != "not offered"]
+        if len(tried) >= ENOUGH_ERRORS and all(isinstance(run, Failure) and run.outcome == "error" for run in tried):
+            runs[id(case)] = Failure("error", f"not run: the first {ENOUGH_ERRORS} federations all ended in an error")
+        else:
+            runs[id(case)] = attempt(adapter, case.computed_in(precision))
+    return runs
 
 
 def attempt(adapter: Adapter, case: Case) -> Run | Failure:
     """Run one case. The adapter gets a copy, and may do with it what it likes."""
-    private = case.private()
+    missing = [name for name in case.asks if name not in getattr(adapter, "offers", ())]
+    if missing:
+        return Failure("not offered", f"{', '.join(missing)}: the adapter does not say that it offers it")
+    own = case.copy()
     try:
-        trace = measurable(case, adapter(private))
-    except Unsupported as missing:
-        return Failure("not offered", one_line(missing))
+        trace = adapter(own)
+    except Unsupported as unsupported:
+        return Failure("not offered", one_line(unsupported))
     except (Exception, SystemExit) as error:
-        return Failure("fails", f"{type(error).__name__}: {one_line(error)}")
-    return trace if isinstance(trace, Failure) else Run(case, trace, tuple(private.calls or ()))
+        return Failure("error", f"{type(error).__name__}: {one_line(error)} ({place(error, adapter)})")
+    return measurable(case, trace, tuple(own.calls or ()))
 
 
-def measurable(case: Case, trace: Any) -> Trace | Failure:
+def place(error: BaseException, adapter: Adapter) -> str:
+    """Where it was raised, and from which line of the adapter's file; frames of this room are left out."""
+    room = str(Path(__file__).parent)
+    everything = list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in everything if not frame.filename.startswith(room)] or everything
+    raised = frames[-1]
+    home = getattr(getattr(adapter, "__code__", None), "co_filename", frames[0].filename)
+    own = [frame for frame in frames if frame.filename == home and frame is not raised]
+    calling = f", from {own[-1].filename}:{own[-1].lineno}" if own and raised.filename != home else ""
+    return f"{raised.filename}:{raised.lineno}{calling}"
+
+
+def measurable(case: Case, trace: Any, calls: tuple[Call, ...]) -> Run | Failure:
     """The trace as arrays that can be compared, or why it is none."""
     if not isinstance(trace, Trace):
-        return Failure("fails", f"the adapter returned a {type(trace).__name__}, not a Trace")
-    arrays = Trace(*(np.asarray(states) for states in trace))
-    model = (case.rounds + 1, len(case.x0))
-    shapes = model, model, (case.rounds + 1, *case.linear.shape)
-    for name, array, shape in zip(Trace._fields, arrays, shapes, strict=True):
-        if array.shape != shape:
-            return Failure("fails", f"{name} has shape {array.shape}, not {shape}: rounds + 1 states")
-        if array.dtype != np.float64:
-            return Failure("fails", f"{name} is {array.dtype}; identities are exact and need float64")
+        return Failure("error", f"the adapter returned a {type(trace).__name__}, not a Trace")
+    if case.buffers is None:
+        trace = trace._replace(buffers=None)
+    arrays = {name: np.asarray(states) for name, states in trace._asdict().items() if states is not None}
+    model: tuple[int, ...] = (case.rounds + 1, len(case.x0))
+    shapes = {"x": model, "c": model, "c_i": (case.rounds + 1, *case.linear.shape)}
+    if case.buffers is not None:
+        shapes["buffers"] = (case.rounds + 1, len(case.buffers))
+    allowed = PRECISIONS[: PRECISIONS.index(case.precision) + 1]
+    for name, array in arrays.items():
+        if array.shape != shapes[name]:
+            return Failure("error", f"{name} has shape {array.shape}, not {shapes[name]}: rounds + 1 states")
+        if str(array.dtype) not in allowed:
+            hint = "; in float32, ask for --precision float32" if array.dtype == np.float32 else ""
+            return Failure("error", f"{name} is {array.dtype}, not {' or '.join(allowed)}{hint}")
+    run = Run(case, Trace(**{name: array.astype(np.float64) for name, array in arrays.items()}), calls)
+    for name, array in arrays.items():
         finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
         if not finite.all():
-            return Failure("fails", f"diverged: {name} is not finite after round {int(np.argmin(finite))}")
-    return arrays
+            first = int(np.argmin(finite))
+            return Failure("fails", f"diverged: {name} is not finite after round {first}", run)
+    return run
 
 
-def judged(identity: Identity, runs: Sequence[Run | Failure]) -> Verdict:
-    """The verdict on one identity; what is not offered goes before what fails: then nothing was compared."""
-    failures = [run for run in runs if isinstance(run, Failure)]
+def judged(
+    adapter: Adapter,
+    identity: Identity,
+    runs: dict[int, Run | Failure],
+    longer: dict[str, Run | Failure],
+    met: bool,
+) -> Verdict:
+    """The verdict on one identity; what is not offered goes first: then nothing was compared.
+
+    A model that is still on its way is given more rounds, so that slow is told from wrong; those runs are kept in
+    `longer`.
+    """
+    tried = [runs[id(case)] for case in identity.cases]
     name, statement = identity.name, identity.statement
-    if failures:
-        first = min(failures, key=lambda failure: failure.outcome != "not offered")
+    lost = [run for run in tried if isinstance(run, Failure)]
+    if lost:
+        first = max(lost, key=lambda failure: OUTCOMES.index(failure.outcome) % 3)
         return Verdict(name, statement, first.outcome, note=first.note)
-    violation, tolerance = identity.check(*runs)
+    found = [run for run in tried if isinstance(run, Run)]
+    measure = identity.check(*(run._replace(met=met) for run in found))
+    if measure.unfinished:
+        if name not in longer:
+            longer[name] = patient(adapter, identity, found[0])
+        measure = later(identity, measure, found[0], longer[name])
+    violation, tolerance, note = measure[:3]
     if not np.isfinite(violation):
         return Verdict(name, statement, "fails", None, tolerance, "diverged: numbers too large to compare")
-    return Verdict(name, statement, "holds" if violation <= tolerance else "fails", violation, tolerance)
+    return Verdict(name, statement, "holds" if violation <= tolerance else "fails", violation, tolerance, note)
+
+
+def patient(adapter: Adapter, identity: Identity, run: Run) -> Run | Failure:
+    """The same case with more and more rounds, until it is there, has come to rest, or patience is at an end."""
+    times, last = 1, run
+    while times < PATIENCE:
+        times *= 4
+        tried = attempt(adapter, prolonged(run.case, times))
+        if isinstance(tried, Failure):
+            return tried
+        last = tried
+        if not identity.check(last).unfinished:
+            break
+    return last
+
+
+def later(identity: Identity, measure: Measure, run: Run, longer: Run | Failure) -> Measure:
+    """What a longer run says of a row that was not finished."""
+    if isinstance(longer, Failure):
+        return measure
+    found = identity.check(longer)
+    if found.violation <= found.tolerance:
+        note = f"slow: {measure.violation:.0e} after {run.case.rounds} rounds, there after {longer.case.rounds}"
+        return found._replace(note=note)
+    if found.unfinished and found.violation > 0.9 * measure.violation:  # cohorts that never repeat look so
+        return found._replace(note=f"wrong: the distance rests at {found.violation:.2g}")
+    return found._replace(note=f"{found.note} after {longer.case.rounds} rounds")
 
 
 def one_line(error: BaseException) -> str:
@@ -164,12 +285,13 @@ def table(verdicts: Sequence[Verdict]) -> str:
     counts = Counter(verdict.outcome for verdict in verdicts)
     lines = [f"{one.outcome:12} {one.name:{width}}  {measured(one)}".rstrip() for one in verdicts]
     total = f"{counts['holds']} hold, {counts['fails']} fail, {counts['not offered']} not offered"
-    return "\n".join([*lines, total])
+    errors = f", {counts['error']} in error" if counts["error"] else ""
+    return "\n".join([*lines, total + errors])
 
 
 def measured(verdict: Verdict) -> str:
-    """The numbers behind a verdict, or its note."""
+    """The numbers behind a verdict, and its note."""
     if verdict.violation is None or verdict.tolerance is None:
         return verdict.note
     sign = "<=" if verdict.outcome == "holds" else "> "
-    return f"{verdict.violation:.0e} {sign} {verdict.tolerance:.0e}"
+    return f"{verdict.violation:.0e} {sign} {verdict.tolerance:.0e}  {verdict.note}".rstrip()

@@ -9,7 +9,9 @@ import numpy as np
 
 from fedscaffold.conformance.case import Array, Case, Trace
 
-__all__ = ["centred", "descent", "large_batch", "optimum", "rounding", "saga", "size"]
+__all__ = [
+    "centred", "clipped", "descent", "large_batch", "local_steps", "optimum", "rounding", "saga", "size", "statistics",
+]  # fmt: skip
 
 
 def gradients(case: Case, y: Array) -> Array:
@@ -49,19 +51,61 @@ def descent(case: Case) -> Array:
     return np.stack(xs)
 
 
-def saga(case: Case) -> Trace:
+def saga(case: Case, met: bool = False) -> Trace:
     """SAGA (Defazio et al. 2014): one client a round, and a table of the last gradient of each.
 
     x <- x - lr * (grad f_j(x) - table_j + mean of table),   then table_j <- grad f_j(x)
+
+    `met`: the mean is over the lines of the table that have been filled.
     """
-    x, table = case.x0, np.zeros_like(case.linear)
+    x, table, filled = case.x0, np.zeros_like(case.linear), set[int]()
     states = [(x, table.mean(0), table)]
     for (j,) in case.cohorts:
         new = case.hessians[j] @ x - case.linear[j]
-        x = x - case.lr[0] * (new - table[j] + table.mean(0))
+        x = x - case.lr[0] * (new - table[j] + states[-1][1])
         table = np.where(np.arange(case.num_clients)[:, None] == j, new, table)
-        states.append((x, table.mean(0), table))
+        filled.add(j)
+        states.append((x, table.sum(0) / (len(filled) if met else case.num_clients), table))
     return Trace(*(np.stack(column) for column in zip(*states, strict=True)))
+
+
+def local_steps(case: Case, i: int, x: Array, c: Array, c_i: Array) -> tuple[Array, Array]:
+    """Client i's round from given states, (..., d): where it ends, and the gradients it saw, (steps, ..., d).
+
+    m <- momentum * m + clipped(clipped(grad f_i(y)) + c - c_i),   y <- y - lr m
+    """
+    y, m, seen = x, np.zeros_like(x), []
+    for lr in case.lr[: case.local_steps[i]]:
+        g = clipped(y @ case.hessians[i] - case.linear[i], case.clip)  # a Hessian is symmetric
+        m = case.momentum * m + clipped(g + c - c_i, case.clip_corrected)
+        y = y - lr * m
+        seen.append(g)
+    return y, np.array(seen)
+
+
+def clipped(vectors: Array, bound: float | None) -> Array:
+    """The vectors, (..., d), each shortened to a norm of at most `bound`.
+
+    >>> clipped(np.array([[3.0, 4.0], [0.3, 0.4]]), 1.0)
+    array([[0.6, 0.8],
+           [0.3, 0.4]])
+    """
+    if bound is None:
+        return vectors
+    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    shortened: Array = vectors * (bound / np.maximum(norms, bound))
+    return shortened
+
+
+def statistics(case: Case) -> Array:
+    """Running statistics averaged over the clients heard. Returns those of every round."""
+    means = [np.asarray(case.buffers, np.float64)]
+    for r in range(case.rounds):
+        heard = np.array(case.heard(r), int)
+        kept = 0.9 ** np.array([case.local_steps[i] for i in heard])[:, None]
+        ends = kept * means[-1] + (1 - kept) * case.linear[heard, : len(means[0])]
+        means.append(case.weights[heard] @ ends / case.weights[heard].sum() if len(heard) else means[-1])
+    return np.stack(means)
 
 
 def centred(case: Case) -> tuple[Array, Array]:
@@ -94,11 +138,11 @@ def size(case: Case) -> float:
 
 
 def rounding(case: Case, rounds: int | None = None) -> float:
-    """The error that float64 may leave in x, c and c_i after so many rounds (default: all of the case's).
+    """The error that the case's arithmetic may leave in x, c and c_i after so many rounds (default: all).
 
     Unit roundoff, times the operations in a row (every local step and every reply adds one), times the size
     of the numbers.
     """
     rounds = case.rounds if rounds is None else rounds
     operations = rounds * (max(case.local_steps) + case.num_clients)
-    return float(np.finfo(np.float64).eps) * operations * size(case)
+    return float(np.finfo(case.precision).eps) * operations * size(case)

@@ -12,9 +12,13 @@ import numpy as np
 
 from fedscaffold.algorithms import Algorithm, scaffold, travelled
 from fedscaffold.algorithms.base import Vector
-from fedscaffold.conformance.case import Case, Trace
+from fedscaffold.conformance.case import Case, Trace, offers
+from fedscaffold.conformance.oracles import clipped
 
-__all__ = ["ours", "run"]
+__all__ = ["OFFERED", "ours", "run"]
+
+OFFERED = ("clipping", "loss scaling")
+"""What this engine does beyond the plainest case: its models are single vectors, without buffers."""
 
 
 class State(NamedTuple):
@@ -57,6 +61,7 @@ def run(algorithm: Algorithm, case: Case, asarray: Callable[[Any], Any] = np.asa
     return traced(case, states)
 
 
+@offers(*OFFERED)
 def ours(case: Case) -> Trace:
     """Our own SCAFFOLD as a target of the suite.
 
@@ -96,7 +101,8 @@ def advance(algorithm: Algorithm, case: Case, state: State, asarray: Callable[[A
 def mean_gradient(case: Case, x: Vector, cohort: tuple[int, ...], asarray: Callable[[Any], Any]) -> Vector:
     """The exchange before the local steps: the mean of the gradients at x of the clients heard."""
     p = case.weights.tolist()
-    return sum(p[i] * asarray(case.gradient(i, x)) for i in cohort) / sum(p[i] for i in cohort)
+    total = sum(p[i] * asarray(case.gradient(i, x)) for i in cohort)
+    return total / (case.loss_scale * sum(p[i] for i in cohort))
 
 
 def train(algorithm: Algorithm, case: Case, state: State, i: int, asarray: Callable[[Any], Any]) -> Reply:
@@ -105,10 +111,10 @@ def train(algorithm: Algorithm, case: Case, state: State, i: int, asarray: Calla
     shift = None if algorithm.shift is None else algorithm.shift(c, c_i)
 
     def direction(y: Vector) -> Vector:
-        g = asarray(case.gradient(i, y))
+        g = clipped(asarray(case.gradient(i, y)) / case.loss_scale, case.clip)
         if algorithm.anchor is not None:
-            g = g - asarray(case.gradient(i, x))
-        return algorithm.direction(g, y, x, shift)
+            g = g - asarray(case.gradient(i, x)) / case.loss_scale
+        return clipped(algorithm.direction(g, y, x, shift), case.clip_corrected)
 
     lrs = case.lr[: 1 if algorithm.one_step else case.local_steps[i]]
     y, m, total = x, 0.0, 0.0

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from fedscaffold.algorithms import Algorithm, fedavg, scaffold
-from fedscaffold.conformance.case import Case, Trace
+from fedscaffold.conformance.case import Case, Trace, Unsupported, offers
 from fedscaffold.problems import Problem
 from fedscaffold.simulation.engine import start
 from fedscaffold.simulation.run import noise_key
@@ -23,6 +23,7 @@ from fedscaffold.simulation.spec import Settings, State
 __all__ = ["run"]
 
 
+@offers("tensors", "clipping")
 def run(case: Case) -> Trace:
     """Run a case in the simulator.
 
@@ -31,6 +32,8 @@ def run(case: Case) -> Trace:
     >>> run(case).x.round(8).tolist()
     [[0.0], [0.10970625]]
     """
+    if case.clip is not None:
+        raise Unsupported("clipping before the correction: the gradient is the problem's")
     request = Request(
         _algorithm(case),
         _problem(case),
@@ -39,11 +42,11 @@ def run(case: Case) -> Trace:
         cohorts=[case.heard(r) for r in range(case.rounds)],
         weights=case.weights,
         metrics=(),
-        precision="float64",
+        precision=case.precision,
         block=1,
         **_optimizer(case),
     )
-    with jax.enable_x64(True):
+    with jax.enable_x64(case.precision == "float64"):
         ready = prepare(request)
         settings = Settings(ready.lr, noise_key(0), np.float64(np.nan))
         engine, state = start(ready, settings, [0], 1, None)
@@ -60,13 +63,16 @@ def _problem(case: Case) -> Problem:
     clients = [np.array([i]) for i in range(case.num_clients)]
 
     def ask(i: Any, y: Any) -> Any:
-        return case.gradient(int(i), y)
+        return case.split(case.gradient(int(i), case.join(y)))
 
     def gradient(y: Any, batch: Any) -> Any:
-        shape = jax.ShapeDtypeStruct(case.x0.shape, np.float64)
-        return jax.experimental.io_callback(ask, shape, batch[0], y)
+        shapes = [jax.ShapeDtypeStruct(tensor.shape, case.precision) for tensor in case.split(case.x0)]
+        return jax.experimental.io_callback(ask, shapes, batch[0], y)
 
-    return Problem(lambda y, batch: y @ y, case.x0, clients, gradient=gradient, coupled=False, name="case")
+    def loss(y: Any, batch: Any) -> Any:
+        return sum((tensor**2).sum() for tensor in y)
+
+    return Problem(loss, case.split(case.x0), clients, gradient=gradient, coupled=False, name="case")
 
 
 def _algorithm(case: Case) -> Algorithm:
@@ -78,9 +84,11 @@ def _algorithm(case: Case) -> Algorithm:
 
 def _optimizer(case: Case) -> dict[str, Any]:
     constant = len(set(case.lr)) == 1
-    if case.momentum:
+    if case.momentum or case.clip_corrected is not None:
         lr: Any = case.lr[0] if constant else lambda k: jax.numpy.asarray(case.lr)[k]
-        return {"local_optimizer": optax.sgd(lr, momentum=case.momentum)}
+        sgd = optax.sgd(lr, momentum=case.momentum or None)
+        clip = () if case.clip_corrected is None else (optax.clip_by_global_norm(case.clip_corrected),)
+        return {"local_optimizer": optax.chain(*clip, sgd)}
     return {"lr": case.lr[0] if constant else lambda k: case.lr[k]}
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.conformance.case import Adapter, Case, Trace, Unsupported
-from fedscaffold.conformance.plain import run
+from fedscaffold.conformance.case import Adapter, Case, Trace, Unsupported, offers
+from fedscaffold.conformance.plain import OFFERED, run
 
 __all__ = ["Target", "adapter_of"]
 
@@ -33,12 +33,12 @@ def adapter_of(target: Target) -> Adapter:
     [0.0, 0.25]
     """
     if isinstance(target, Algorithm):
-        return lambda case: tried(lambda: target, case)
+        return offers(*OFFERED)(lambda case: tried(lambda: target, case))
     try:
         inspect.signature(target).bind()
     except (TypeError, ValueError):  # it needs arguments, or nobody knows
         return cast(Adapter, target)
-    return lambda case: tried(target, case)
+    return offers(*OFFERED)(lambda case: tried(target, case))
 
 
 def tried(make: Callable[..., Any], case: Case) -> Trace:
