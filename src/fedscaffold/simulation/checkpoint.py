@@ -233,7 +233,7 @@ def last_round(folder: Path) -> tuple[int, bool] | None:
 
 def discard(folder: Path) -> None:
     """Remove all checkpoints of a folder, the newest first: what is left in between is an older state, whole."""
-    for _, path in generations(folder):
+    for _, path in generations(folder):  # which refuses a link
         path.unlink(missing_ok=True)
     for path in folder.glob("rows-*"):  # of clients whose state was in files: no commit speaks of them any more
         path.unlink(missing_ok=True)
