@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 
 from fedscaffold import InputError
+from fedscaffold.deploy.store import seen as server_state
 from fedscaffold.experiments.record import agreed
 from fedscaffold.report import study
 from fedscaffold.report.comparison import Source, comparison, sources
+from fedscaffold.report.deployed import Deployed
 from fedscaffold.report.live import Simulated, source_of
 from fedscaffold.report.page import page
 from fedscaffold.report.picture import state
 from fedscaffold.report.record import NAME, Record
+from fedscaffold.simulation.checkpoint import last_round
+from fedscaffold.simulation.identity import differences
 from fedscaffold.state import StateError, commit, latest
 from fedscaffold.state.commit import generations
 
@@ -194,3 +198,65 @@ def test_a_linked_folder_of_state_is_neither_read_nor_written_through(tmp_path):
         with pytest.raises(StateError, match="symbolic link"):
             ask()
     assert sorted(elsewhere.iterdir()) == before
+
+
+AUDIT = [
+    {"event": "started", "at": "2026-01-01T00:00:00+00:00", "run": "a", "algorithm": "scaffold", "round": 0},
+    {"event": "joined", "at": "2026-01-01T00:00:01+00:00", "site": "north", "records": 3},
+    {"event": "opened", "at": "2026-01-01T00:00:02+00:00", "round": 1, "attempt": 0},
+    {"event": "refused", "at": "2026-01-01T00:00:03+00:00", "site": "north", "reason": "r"},
+    {
+        "event": "committed",
+        "at": "2026-01-01T00:00:04+00:00",
+        "kind": "train",
+        "round": 1,
+        "heard": ["north"],
+        "missing": [],
+        "failed": {"south": "late"},
+    },
+    {"event": "left", "at": "2026-01-01T00:00:05+00:00", "site": "south"},
+]
+STATUS = {
+    "phase": "waiting", "round": 1, "rounds": 5, "waiting_for": ["north"], "absent": ["south"], "attempt": 0, "residual": 0.0, "scale": 1.0,
+    "precision": "float32", "at": 1763260000.0, "pid": 4711, "sites": {"north": {"records": 3, "counted_in_round": 1, "last_seen": None}},
+    "missed": {"south": {"sentence": "south never counted", "cause": "late"}}, "unmeasured": {"auc": ["north"]},
+}  # fmt: skip
+
+
+def served(
+    folder, audit=AUDIT, status=STATUS, metrics=({"round": 0, "loss": 0.5, "heard": ["north"], "residual": 0.0},)
+):
+    for name, lines in (("audit.jsonl", audit), ("metrics.jsonl", metrics), ("status.json", [status])):
+        (folder / name).write_text(
+            "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+        )
+    return json.loads(json.dumps(state(Deployed(folder).picture()), allow_nan=False))
+
+
+def test_every_value_of_a_servers_files_may_be_anything(tmp_path):
+    whole = served(tmp_path)
+    assert (whole["round"], whole["columns"]["loss"], "south never counted." in whole["notes"]) == (1, [0.5], True)
+    for k, event in enumerate(AUDIT):
+        for key in event:
+            for value in ODD:
+                served(tmp_path, audit=[*AUDIT[:k], event | {key: value}, *AUDIT[k + 1 :], AUDIT[0]])
+    for path in places(STATUS):
+        for value in ODD:
+            served(tmp_path, status=replaced(STATUS, path, value))
+    for key in ("round", "loss", "heard", "residual"):
+        for value in ODD:
+            served(tmp_path, metrics=[{"round": 0, "loss": 0.5, key: value}])
+    for text in ("[" * 100_000, "9" * 5000, "\0"):
+        served(tmp_path, audit=[text], status=text, metrics=[text])
+
+
+def test_checkpoints_whose_facts_are_something_else(tmp_path):
+    """Their checksum is right: somebody made them so."""
+    for k, value in enumerate([None, "x", -1, 2.5, [], {}, True]):
+        folder = tmp_path / str(k)
+        commit(folder, {"x": np.zeros(2)}, {"round": value, "roster": value, "run": value, "resync": False})
+        with pytest.raises(InputError):
+            last_round(folder)
+        with pytest.raises(StateError):
+            server_state(folder)
+        assert differences(value, {"lr": 0.1}) is not None

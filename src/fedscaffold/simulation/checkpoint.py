@@ -228,7 +228,11 @@ def last_round(folder: Path) -> tuple[int, bool] | None:
     True
     """
     snapshot = latest(folder)
-    return None if snapshot is None else (int(snapshot.facts.get("round", 0)), bool(snapshot.facts.get("ended")))
+    if snapshot is None:
+        return None
+    return checks.whole("round of the checkpoint", snapshot.facts.get("round"), at_least=0), bool(
+        snapshot.facts.get("ended")
+    )
 
 
 def discard(folder: Path) -> None:
