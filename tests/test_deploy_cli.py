@@ -1,10 +1,13 @@
 """`fedscaffold deploy ...` as a user meets it: examples that work, one line for a mistake, --json everywhere."""
 
+import hashlib
 import json
 import sys
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fedscaffold.cli import main
 
@@ -67,12 +70,27 @@ def test_ctrl_c_within_a_round_keeps_what_was_committed_and_says_how_to_go_on(fe
     assert done["metrics"] == quiet["metrics"]
 
 
-def test_a_new_jax_app_runs_in_the_simulator_too(fedscaffold):
+def test_a_new_jax_app_runs_in_the_simulator_too_and_leaves_its_model(fedscaffold, tmp_path):
     fedscaffold("deploy", "new", "app", "--jax")
     mine = fedscaffold("deploy", "simulate", "app", "--rounds", 2, "--json")
-    theirs = fedscaffold("deploy", "simulate", "app", "--engine", "simulator", "--rounds", 2, "--json")
+    ask = ("deploy", "simulate", "app", "--engine", "simulator", "--out", "o2", "--rounds", 2, "--json")
+    theirs = fedscaffold(*ask)
     assert json.loads(mine.stdout)["metrics"]["accuracy"] > 0.3, mine.stderr
-    assert json.loads(theirs.stdout)["rounds"] == 2, theirs.stderr
+    answer = json.loads(theirs.stdout)
+    assert answer["rounds"] == 2, theirs.stderr
+    deployed, simulated = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "runs/deploy", tmp_path / "o2")
+    )
+    assert deployed.keys() == simulated.keys()
+    assert all(simulated[name].shape == array.shape for name, array in deployed.items())
+    flat = np.concatenate([simulated[name].ravel() for name in sorted(simulated)])  # as JAX orders a dict
+    assert hashlib.sha256(flat.tobytes()).hexdigest().startswith(answer["digest"])
+    lines = [json.loads(line) for line in (tmp_path / "o2" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2]
+    assert lines[-1]["loss"] == answer["last"]["loss"]
+    for words in (ask, ("deploy", "resume", "o2")):
+        refused = fedscaffold(*words)
+        assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ ARROWS = {
         "algorithms",
     },
 }
-SHARED = {"checks", "metrics", "parsing"}
+SHARED = {"brief", "checks", "metrics", "parsing"}
 
 
 def imported(path):

@@ -72,7 +72,7 @@ COMMANDS = {
     "a picture for a file": (["run", "binary.toml"], "can't decode", "give the path of a TOML"),
     "broken TOML": (["run", "broken.toml"], "not valid TOML", "line 1"),
     "a file for a folder": ([*RUN, "output.dir=file"], "file: ", "choose another folder"),
-    "a file on the way": (["compare", "--local-steps", "1", "--rounds", "1", "--out", "file/x"], "file/x: Not a dir", "choose"),
+    "a file on the way": (["compare", "--local-steps", "1", "--rounds", "1", "--out", "file/x"], "file: File exists", "choose"),
     "too few clients": ([*RUN, "cohort.size=11"], "got 11", "at most 10"),
     "too many clients": ([*RUN, "problem.clients=5000"], "5000", "clients"),
     "a model for two classes": ([*RUN, "problem.model=logistic"], "needs two classes, and digits has 10", "use model 'softmax'"),
@@ -80,7 +80,7 @@ COMMANDS = {
     "a trace of others": ([*RUN, "cohort.availability=trace.csv"], "(2, 2)", "rows of 10 zeros and ones"),
     "data that is elsewhere": ([*RUN, "problem.dataset=a9a", "--data", "nowhere"], "a9a not found in nowhere", "pass --data DIR"),
     "a damaged run": (["report", "cut"], "cut holds a damaged run", "run it again"),
-    "an emptied run": (["report", "bare"], "bare holds a damaged run: KeyError: 'curves'", "run it again"),
+    "an emptied run": (["report", "bare"], "bare holds a damaged run: 'title' of a study is missing", "run it again"),
     "another kind of file": (["report", "odd"], "odd holds a damaged run", "run it again"),
     "resume of nothing": (["resume", "nowhere"], "nowhere holds no run", "`fedscaffold run CONFIG.toml` starts one"),
     "a status of nothing": (["deploy", "status", "nowhere"], "no status.json", "nothing was started there"),
@@ -118,11 +118,13 @@ def test_a_port_in_use(monkeypatch, capsys):
     assert "end it or give another port" in line
 
 
-def test_other_failures_of_the_system_are_not_the_users(monkeypatch):
+def test_other_failures_of_the_system_are_one_line_too_and_a_traceback_for_those_who_ask(monkeypatch, capsys):
     def refused():
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(errno.EIO, "Input/output error", "disk")
 
     monkeypatch.setattr(cli, "_run", refused)
+    assert told(["run"], monkeypatch, capsys) == (2, "", "fedscaffold: disk: Input/output error\n")
+    monkeypatch.setenv("FEDSCAFFOLD_DEBUG", "1")
     with pytest.raises(OSError, match="Input/output"):
         cli.main()
 

@@ -11,8 +11,9 @@ Nothing heavy is imported until it is used: JAX loads with the first problem.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
 from fedscaffold.algorithms import (
     ALGORITHMS,
@@ -75,12 +76,19 @@ _LATER |= dict.fromkeys(("Run", "Sweep", "compression", "richardson", "simulate"
 _LATER |= dict.fromkeys(("FederatedClassifier", "FederatedRegressor"), "estimators")
 
 
-def __getattr__(name: str) -> Any:
+_ROOMS = ("conformance", "data", "deploy", "estimators", "problems", "report", "simulation", "theory")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_ROOMS, *(name for name in globals() if name.startswith("__"))})
+
+
+def __getattr__(name: str) -> _Any:
     room = _LATER.get(name, name)
-    if room not in ("conformance", "data", "deploy", "estimators", "problems", "report", "simulation", "theory"):
+    if room not in _ROOMS:
         raise AttributeError(f"module 'fedscaffold' has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"fedscaffold.{room}")
+        module = _importlib.import_module(f"fedscaffold.{room}")
     except ModuleNotFoundError as error:
         extra = {"conformance": "all", "data": "all", "deploy": "deploy", "report": "report"}.get(room, "sim")
         missing = str(error.name).partition(".")[0]

@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+from fedscaffold.brief import brief
+
 __all__ = ["Algorithm", "ServerStep", "Vector", "travelled"]
 
 Vector: TypeAlias = Any  # numpy.ndarray, jax.Array or torch.Tensor; None where an algorithm keeps no memory
@@ -37,6 +39,9 @@ ServerStep: TypeAlias = Callable[[Vector, Vector, Vector, Vector, float], tuple[
 
 class Algorithm(NamedTuple):
     """A federated method: what is computed. How clients are run is an engine's business."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     name: str
     direction: Callable[[Vector, Vector, Vector, Vector], Vector]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -12,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.cli.interrupts import code_of, raising, saying
-from fedscaffold.cli.verbs import Json, app, say
+from fedscaffold.cli.verbs import Json, app, plain, say
+from fedscaffold.parsing import record
 
 if TYPE_CHECKING:
     from fedscaffold.deploy.drive import Stopped
     from fedscaffold.deploy.server import Outcome
+    from fedscaffold.deploy.settings import Settings
 
 __all__ = ["deploy_app"]
 
@@ -66,10 +68,8 @@ def simulate(
     as_json: Json = False,
 ) -> int:
     """Run exactly this app on this machine, without processes or network."""
-    from fedscaffold import checks
-
     if checks.choice("engine", engine, ("in-process", "simulator")) == "simulator":
-        return _simulator(folder, rounds, as_json)
+        return _simulator(folder, out, rounds, as_json)
     with _fresh(out, folder, "in-process"):
         return _in_process(folder, out, rounds, allow_missing, as_json)
 
@@ -103,10 +103,12 @@ def resume(
     path = out / "deployment.json"
     if not path.is_file():
         raise InputError(f"{out} is not the folder of a deployment: it has no deployment.json")
-    facts = json.loads(path.read_text(encoding="utf-8"))
+    facts = record(path, app=str, engine=str)
     with owned(out):
         if facts["engine"] == "in-process":
             return _in_process(Path(facts["app"]), out, rounds, allow_missing, as_json)
+        if facts["engine"] == "simulator":
+            raise InputError(f"{out} was run in the simulator, which keeps no state: run `deploy simulate` again")
         if rounds is not None:
             raise InputError("for a federation of processes, set rounds in its federation.toml")
         return _local(Path(facts["app"]), out, timeout, allow_missing, as_json)
@@ -156,7 +158,8 @@ def status(
     home = next((folder for folder in (out, out / "server") if (folder / "status.json").is_file()), None)
     if home is None:
         raise InputError(f"{out} has no status.json: nothing was started there")
-    now = json.loads((home / "status.json").read_text(encoding="utf-8"))
+    kinds = {"phase": str, "round": int, "rounds": int, "at": float, "sites": dict, "waiting_for": list, "absent": list}
+    now = record(home / "status.json", **kinds)
     kept = seen(home / "state")
     events = verified(home / "audit.jsonl", None if kept is None else kept.audit)
     refused = [event for event in events if event["event"] == "refused"]
@@ -183,6 +186,10 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
     lines += [f"  refused {event['at']} {event['site']}: {event['reason']}" for event in refused[-5:]]
     lines += [f"  warning: {said}" for said in now.get("warnings", [])]
     return [*lines, f"audit log: {events} events, chain whole"]
+
+
+def _rounds(settings: Settings, given: int | None) -> int:
+    return settings.rounds if given is None else checks.whole("--rounds", given)
 
 
 @contextmanager
@@ -214,7 +221,7 @@ def _in_process(folder: Path, out: Path, rounds: int | None, allow_missing: bool
             done = drive(
                 server,
                 InProcess(learner, settings, out),
-                settings.rounds if rounds is None else rounds,
+                _rounds(settings, rounds),
                 tell=lambda outcome: _tell(outcome, as_json),
                 sleep=lambda seconds: None,  # nobody is waited for: all sites are here
             )
@@ -250,9 +257,10 @@ def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json
     return _say_summary(answer, out, allow_missing, as_json)
 
 
-def _simulator(folder: Path, rounds: int | None, as_json: bool) -> int:
-    """A JAX app in the simulator: the same loss, start, data, algorithm and settings."""
+def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> int:
+    """A JAX app in the simulator: the same loss, start, data, algorithm and settings; metrics and model go to `out`."""
     from fedscaffold.deploy.apps import open_app
+    from fedscaffold.deploy.drive import save_simulated
     from fedscaffold.deploy.settings import algorithm_of
 
     settings, learner = open_app(folder)
@@ -266,23 +274,28 @@ def _simulator(folder: Path, rounds: int | None, as_json: bool) -> int:
     local, momentum = settings.local, settings.local.optimizer
     if momentum != "sgd":
         raise InputError(f"--engine simulator takes local.optimizer = 'sgd', got {momentum!r}")
-    done = run(
-        algorithm_of(settings),
-        problem,
-        rounds=settings.rounds if rounds is None else rounds,
-        local_steps=local.steps,
-        local_epochs=local.epochs,
-        lr=local.lr,
-        cohort=settings.cohort,
-        batch_size=local.batch_size,
-        draw=local.draw,
-        weights=settings.weights,
-        seed=settings.seed,
-        precision=settings.precision,
-    )
+    with _fresh(out, folder, "simulator"):
+        done = run(
+            algorithm_of(settings),
+            problem,
+            rounds=_rounds(settings, rounds),
+            local_steps=local.steps,
+            local_epochs=local.epochs,
+            lr=local.lr,
+            cohort=settings.cohort,
+            batch_size=local.batch_size,
+            draw=local.draw,
+            weights=settings.weights,
+            seed=settings.seed,
+            precision=settings.precision,
+        )
+        values = zip(*(column.tolist() for column in done.history.values()), strict=True)
+        rows = [plain(dict(zip(done.history, row, strict=True))) for row in values]
+        model = save_simulated(out, learner.schema, done.vector, rows, done.digest)
     last = {name: column[-1].item() for name, column in done.history.items()}
-    lines = [f"{done.rounds} rounds in the simulator", *(f"  {name} = {value:.6g}" for name, value in last.items())]
-    say({"rounds": done.rounds, "residual": done.residual, "last": last, "digest": done.digest}, lines, as_json)
+    answer = {"rounds": done.rounds, "residual": done.residual, "last": last, "digest": done.digest}
+    said = [f"{done.rounds} rounds in the simulator", *(f"  {name} = {value:.6g}" for name, value in last.items())]
+    say(answer | {"folder": str(out), "model": str(model)}, [*said, f"model: {model}"], as_json)
     return 0
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["carry_out", "resume"]
 
 CHECKPOINT = "checkpoint"
+NEW = ".new"  # where results are written before they are moved to their places
 
 
 @app.command(epilog="Example: fedscaffold resume runs/first")
@@ -120,9 +121,15 @@ def carry_out(
 
 def opened(stack: ExitStack, folder: Path, config: str, fresh: bool | None) -> None:
     """Make the folder ready for a run of this configuration, and its own as long as `stack` lasts."""
+    from fedscaffold.report.record import NAME
     from fedscaffold.state.files import owned
 
     stack.enter_context(owned(folder))
+    for name in (CHECKPOINT, NAME, "config.toml", NEW):
+        if (folder / name).is_symlink():
+            raise InputError(
+                f"{folder / name} is a symbolic link, and a run writes into its own folder only: remove it"
+            )
     if fresh is not None:
         make_way(folder, fresh)
     _settled(folder / "config.toml", config)
@@ -145,7 +152,9 @@ def _settled(path: Path, text: str) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(".config.toml.new")
-    new.write_text(text, encoding="utf-8", newline="")
+    new.unlink(missing_ok=True)  # or it would be written through, if somebody made it a link
+    with new.open("x", encoding="utf-8", newline="") as file:
+        file.write(text)
     new.replace(path)
 
 

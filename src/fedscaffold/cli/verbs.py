@@ -18,7 +18,20 @@ if TYPE_CHECKING:
     from fedscaffold.experiments.config import Config
     from fedscaffold.experiments.federation import Built
 
-__all__ = ["DataDir", "Fresh", "Json", "Log", "Watch", "app", "command_typed", "only", "prepared", "progress", "say"]
+__all__ = [
+    "DataDir",
+    "Fresh",
+    "Json",
+    "Log",
+    "Watch",
+    "app",
+    "command_typed",
+    "only",
+    "plain",
+    "prepared",
+    "progress",
+    "say",
+]
 
 app = typer.Typer(
     name="fedscaffold",
@@ -253,16 +266,16 @@ def progress(line: str, as_json: bool) -> None:
         typer.echo(line, err=True)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no NaN, no infinity and no NumPy numbers: the first two become null."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     number = value.item() if hasattr(value, "item") else value
     return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
 def say(answer: dict[str, Any], lines: list[str], as_json: bool) -> None:
     """Print the answer: for programs as one JSON object, for people as lines."""
-    typer.echo(json.dumps(_plain(answer), allow_nan=False) if as_json else "\n".join(lines))
+    typer.echo(json.dumps(plain(answer), allow_nan=False) if as_json else "\n".join(lines))

@@ -64,10 +64,14 @@ def followed(config: Config, built: Built, folder: Path, shown: Shown, speaks: b
             from fedscaffold.report.live import simulated
             from fedscaffold.report.serve import Server
 
-            server = stack.enter_context(Server(folder, simulated(folder)))
-            stack.callback(server.wait_for_last_look)
-            typer.echo(f"live page: {server.address}", err=True)
-            _open(server.address)
+            try:
+                server = stack.enter_context(Server(folder, simulated(folder)))
+            except (OSError, RuntimeError) as error:  # the run is worth more than its page
+                typer.echo(f"fedscaffold: no live page: {error}; `fedscaffold watch {folder}` shows the run", err=True)
+            else:
+                stack.callback(server.wait_for_last_look)
+                typer.echo(f"live page: {server.address}", err=True)
+                _open(server.address)
         facts = {**facts_of(config, built), "stoppable": True}
         yield stack.enter_context(Record(folder, facts, tracked(shown.trackers, folder)))
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 
 __all__ = ["Array", "Dataset", "Floats", "Indices", "Labels", "checked", "finite"]
@@ -19,6 +20,9 @@ Indices: TypeAlias = npt.NDArray[np.intp]
 
 class Dataset(NamedTuple):
     """Records of one learning task; a picture is one flat row with values from 0 to 1."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     name: str
     x: Floats

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fedscaffold.brief import brief
 from fedscaffold.data.dataset import Array, Dataset, checked
 from fedscaffold.data.splits import split
 
@@ -15,6 +16,9 @@ __all__ = ["FederatedData", "describe", "federate"]
 
 class FederatedData(NamedTuple):
     """The training records of every client, and one test set for all."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     clients: list[tuple[Array, Array]]
     """(x, y) of every client."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from fedscaffold.deploy.attendance import IN_VAIN, LATE, listed
 from fedscaffold.deploy.client import Learner, answer
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.rounds import rounding, shares
-from fedscaffold.deploy.schema import Packet
+from fedscaffold.deploy.schema import Array, Packet, Schema
 from fedscaffold.deploy.server import Outcome, Server
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.state import tensors
@@ -169,12 +169,25 @@ def _without(outcome: Outcome) -> dict[str, Any]:
 
 
 def save_model(server: Server, path: Path) -> None:
-    """Write the model as named arrays in a safetensors file; whole or not at all."""
+    """Write the server's model as named arrays in a safetensors file."""
     arrays = server.schema.filed(server.state.x, {**server.untrained, **server.state.buffers})
+    write_model(path, arrays, {"round": str(server.state.round), "run": server.run})
+
+
+def save_simulated(folder: Path, schema: Schema, x: Array, rows: Sequence[Mapping[str, Any]], run: str) -> Path:
+    """Write what a run in the simulator leaves: its metrics and its model, whose path is returned."""
+    write_private(folder / "metrics.jsonl", "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows))
+    model = folder / "model.safetensors"
+    write_model(model, schema.filed(x, {}), {"round": str(len(rows)), "run": run})
+    return model
+
+
+def write_model(path: Path, arrays: Mapping[str, Array], facts: Mapping[str, str]) -> None:
+    """Write named arrays in a safetensors file for its owner; whole or not at all."""
     temporary = path.with_name(path.name + ".part")
     fd = create(temporary, private=True)
     try:
-        tensors.write(fd, tensors.encode(arrays, {"round": str(server.state.round), "run": server.run}))
+        tensors.write(fd, tensors.encode(arrays, facts))
     finally:
         os.close(fd)
     temporary.replace(path)

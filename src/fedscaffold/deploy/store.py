@@ -10,7 +10,7 @@ from fedscaffold.deploy.audit import Head
 from fedscaffold.deploy.rounds import Member, State
 from fedscaffold.deploy.schema import Schema
 from fedscaffold.deploy.settings import Settings
-from fedscaffold.state import Snapshot, commit, latest
+from fedscaffold.state import Snapshot, StateError, commit, latest
 
 __all__ = ["Kept", "keep", "recall", "seen"]
 
@@ -66,6 +66,14 @@ def seen(folder: Path) -> Kept | None:
 
 
 def _kept(snapshot: Snapshot) -> Kept:
+    try:
+        return _as_kept(snapshot)
+    except (KeyError, TypeError, AttributeError) as error:
+        said = f"generation {snapshot.generation} is not the state of a server: {type(error).__name__}: {error}"
+        raise StateError(said) from None
+
+
+def _as_kept(snapshot: Snapshot) -> Kept:
     facts, arrays = snapshot.facts, snapshot.arrays
     state = State(
         facts["round"],

@@ -226,6 +226,8 @@ def keep(study: Study, folder: Path) -> Path:
     from fedscaffold.report import page
 
     new = folder / ".new"
+    if new.is_symlink():
+        new.unlink()  # or its target would be written to
     shutil.rmtree(new, ignore_errors=True)
     write(study, new)
     (new / "table.csv").write_text(tables.csv(study.rows), encoding="utf-8")

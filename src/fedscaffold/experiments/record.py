@@ -10,7 +10,7 @@ import platform
 import secrets
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from fedscaffold.simulation.asked import Request, cohort_size
 
 __all__ = ["Listener", "Record", "facts_of"]
 
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 MOST_NAMED = 1000  # clients of a round that are named; of more only the number
 
 
@@ -128,11 +129,11 @@ class Record:
         done = len(stretch.columns["round"])
         before = Reader(self.path.parent)
         kept = before.update() and done > 0
-        known = min(before.round, done) if kept else 0
+        known = agreed(before.columns, stretch.columns) if kept else 0
         if not kept:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # readers see that it is another file
-        self.file = self.path.open("ab")
+        self.file = os.fdopen(os.open(self.path, APPEND, 0o666), "ab")
         if self.file.tell() and not _ends_well(self.path):
             self.file.write(b"\n")
         run = before.facts.get("run") if kept else None
@@ -206,6 +207,20 @@ def texts(column: NDArray[Any]) -> list[str]:
         for k in np.flatnonzero(~np.isfinite(column)):
             written[k] = "null"
     return written
+
+
+def agreed(recorded: Mapping[str, Sequence[Any]], columns: Mapping[str, NDArray[Any]]) -> int:
+    """The rounds at the beginning of which a record says what the run's own columns say; the others are written anew.
+
+    >>> agreed({"round": [1, 2], "loss": [0.5, 7.0]}, {"round": np.arange(1, 4), "loss": np.array([0.5, 0.4, 0.3])})
+    1
+    """
+    known = min(len(recorded["round"]), len(columns["round"]))
+    for name, column in columns.items():
+        own = [None if text == "null" else json.loads(text) for text in texts(column[:known])]
+        there = recorded.get(name, [])[:known]
+        known = next((k for k, (a, b) in enumerate(zip(own, there, strict=False)) if a != b), min(known, len(there)))
+    return known
 
 
 def _ends_well(path: Path) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold import checks
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats
 
@@ -22,6 +23,9 @@ TRIES = 100  # Garnets drawn before giving up on one whose states all lead to th
 
 class DecisionProcess(NamedTuple):
     """A Markov decision process and the policy to be evaluated on it."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     kernel: Floats
     """(S, A, S) probability of the next state, for every state and action."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss
 from fedscaffold.problems.inspection import Inspection, inspect_functions
@@ -30,6 +31,9 @@ Floats: TypeAlias = NDArray[Any]  # of float64
 
 class Facts(NamedTuple):
     """What is known of a problem in closed form; None where it is not."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     mu: float | None = None
     """Strong convexity: the smallest eigenvalue of any client's Hessian."""

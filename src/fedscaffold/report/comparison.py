@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -20,10 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedscaffold.checks import InputError
 from fedscaffold.metrics import METRICS, rises
+from fedscaffold.parsing import toml
 from fedscaffold.report import figures
 from fedscaffold.report.page import gauges
-from fedscaffold.report.record import NAME, Tail
+from fedscaffold.report.record import NAME, Tail, sound
 from fedscaffold.report.study import Curve, Study, read
 from fedscaffold.report.tables import named
 
@@ -138,8 +139,8 @@ def _telling(metric: str) -> tuple[bool, int, str]:
 def _settings(config: str) -> dict[str, Any]:
     """A configuration's keys under dotted names; nothing where it is no TOML."""
     try:
-        table = tomllib.loads(config)
-    except tomllib.TOMLDecodeError:
+        table = toml(config, "config.toml")
+    except InputError:
         return {}
     return _flat({key: value for key, value in table.items() if key not in ASIDE})
 
@@ -239,11 +240,11 @@ def _clock(folder: Path) -> NDArray[Any] | None:
     """Rounds and seconds as `rounds.jsonl` has them, all sessions of the run one after the other."""
     points: list[tuple[float, float]] = [(0.0, 0.0)]
     begun = 0.0
-    for line in Tail(folder / NAME).new()[1]:
+    for line in filter(sound, Tail(folder / NAME).new()[1]):
         if line.get("event") == "begin":
             points = [point for point in points if point[0] <= line.get("after", 0)]
             begun = points[-1][1]
-        elif isinstance(line.get("seconds"), dict) and isinstance(line.get("round"), int):
+        elif "seconds" in line and line["round"] > points[-1][0]:
             points.append((line["round"], begun + sum(line["seconds"].get(phase, 0.0) for phase in TIMED)))
     return np.array(points) if len(points) > 1 else None
 

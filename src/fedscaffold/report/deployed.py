@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedscaffold.report.picture import Picture
-from fedscaffold.report.record import RECENT, Tail, alive
+from fedscaffold.report.record import RECENT, Tail, alive, is_count, is_number
 
 __all__ = ["Deployed", "home"]
 
@@ -66,13 +66,11 @@ class Deployed:
             self.metrics.rewind()
             events, lines = self.audit.new()[1], self.metrics.new()[1]
             self._empty()
-        for event in events:
+        for event in filter(sound_event, events):
             self._take(event)
-        for line in lines:
-            number = line.get("round")
-            if isinstance(number, int):
-                self.version += number in self.rows  # measured again: what was shown no longer counts
-                self.rows[number] = line
+        for line in filter(sound_metrics, lines):
+            self.version += line["round"] in self.rows  # measured again: what was shown no longer counts
+            self.rows[line["round"]] = line
         status = _status(self.folder)
         sites = sorted({*self.members, *status.get("sites", {}), *status.get("absent", [])})
         return Picture(
@@ -102,10 +100,12 @@ class Deployed:
         if what == "started":
             self.run, self.algorithm = event.get("run", ""), event.get("algorithm", "")
             self.opened = self.closed = None
-            while self.round > event.get("round", self.round):  # a crash came before its commit, or it was put back
-                self.round -= 1
-                if self.marks:
-                    self.marks.pop()
+            back = max(
+                0, self.round - event.get("round", self.round)
+            )  # a crash came before its commit, or it was put back
+            self.round -= back
+            for _ in range(min(back, len(self.marks))):
+                self.marks.pop()
             self.stamps.clear()
             self.stamps.append((self.round, at))
         elif what in ("joined", "changed") and site is not None:
@@ -169,16 +169,70 @@ class Deployed:
         return (*said, *(f"Refused {line}" + (f" ({times} times)" if times > 1 else "") for line, times in often))
 
 
+def sound_event(event: dict[str, Any]) -> bool:
+    """Whether an event of the audit log has values of the right types; others are passed over, as torn lines are.
+
+    >>> sound_event({"event": "joined", "site": "north", "records": 3}), sound_event({"event": "joined", "site": []})
+    (True, False)
+    """
+    words = all(_is_text(event.get(name, "")) for name in ("event", "run", "algorithm", "kind", "reason"))
+    counts = all(is_count(event.get(name, 0)) for name in ("round", "attempt", "records"))
+    lists = all(_are_texts(event.get(name, [])) for name in ("heard", "missing"))
+    failed = event.get("failed", {})
+    site = event.get("site")
+    return words and counts and lists and isinstance(failed, dict) and (site is None or _is_text(site))
+
+
+def sound_metrics(line: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl has a round and numbers.
+
+    >>> sound_metrics({"round": 3, "loss": 0.5, "heard": ["north"]}), sound_metrics({"round": 3, "loss": "low"})
+    (True, False)
+    """
+    numbers = (value for name, value in line.items() if name not in LINKED)
+    return is_count(line.get("round")) and all(value is None or is_number(value) for value in numbers)
+
+
+def sound_status(status: Any) -> bool:
+    """Whether status.json has values of the right types.
+
+    >>> sound_status({"phase": "waiting", "absent": ["north"]}), sound_status({"absent": 3}), sound_status([])
+    (True, False, False)
+    """
+    if not isinstance(status, dict):
+        return False
+    missed, unmeasured, sites = (status.get(name, {}) for name in ("missed", "unmeasured", "sites"))
+    tables = all(isinstance(table, dict) for table in (missed, unmeasured, sites))
+    return (
+        tables
+        and _is_text(status.get("phase", ""))
+        and all(_are_texts(status.get(name, [])) for name in ("waiting_for", "absent"))
+        and all(status.get(name) is None or is_count(status[name]) for name in ("round", "rounds", "attempt"))
+        and all(status.get(name) is None or is_number(status[name]) for name in ("explained", "residual", "at"))
+        and status.get("precision", "float32") in ("float32", "float64")
+        and all(map(_are_texts, unmeasured.values()))
+        and all(isinstance(one, dict) and {"sentence", "cause"} <= one.keys() for one in missed.values())
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_text, values))
+
+
 def _status(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if sound_status(found) else {}
 
 
 def _clock(text: Any) -> float:
     try:
         return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0

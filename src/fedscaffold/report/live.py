@@ -116,7 +116,7 @@ class Finished:
             seconds={name: spent for name, spent in self.study.seconds.items() if name != "cpu"},
             precision=self.study.precision,
             explained=_finite(curve.explained),
-            worst=max((r for r in columns["residual"] if r is not None), default=None),
+            worst=max((r for r in columns.get("residual", []) if r is not None), default=None),
             sums={name: sum(columns[name]) for name in SUMMED & columns.keys()},
             target=self.study.target,
             notes=("It left no record of its rounds: who was heard is not known.",),

@@ -23,13 +23,14 @@ A line may be torn by a crash: whoever reads skips what is not JSON, and a last 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENDS", "FORMAT", "NAME", "STOP", "Record", "Tail", "alive"]
+__all__ = ["ENDS", "FORMAT", "NAME", "STOP", "Record", "Tail", "alive", "is_count", "is_number", "sound"]
 
 NAME = "rounds.jsonl"
 STOP = "stop"
@@ -38,6 +39,7 @@ ENDS = ("finished", "target", "diverged", "stopped", "failed")
 HEAD = 400  # bytes by which a file is known
 RECENT = 240  # rounds of which is kept who was heard
 MOST_STAMPS = 4096
+LARGEST = 2**62  # of whole numbers that are taken from a file
 SUMMED = {"bytes_up", "bytes_down"}
 OWN = {"heard", "at", "explained", "seconds"}  # of a round's line, what is no column
 
@@ -70,7 +72,7 @@ class Tail:
                     self.head, self.offset = b"", 0
                 file.seek(self.offset)
                 data = file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False, []
         whole = data[: data.rfind(b"\n") + 1]
         if self.offset == 0:
@@ -84,13 +86,63 @@ class Tail:
 
 
 def _parsed(data: bytes) -> Iterator[Line]:
-    for text in data.splitlines():
+    for text in data.split(b"\n"):
         try:
-            line = json.loads(text)
-        except ValueError:
+            line = json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict):
             yield line
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def sound(line: Line) -> bool:
+    """Whether a line of a record is what the record says lines are; others are passed over, as torn ones are.
+
+    >>> sound({"round": 3, "loss": 0.5, "heard": [0, 2]}), sound({"round": "3"}), sound({"round": 3, "loss": [1]})
+    (True, False, False)
+    """
+    event = line.get("event")
+    if event == "begin":
+        target = line.get("target")
+        named = isinstance(target, list) and len(target) == 2 and isinstance(target[0], str) and is_number(target[1])
+        counts = all(is_count(line.get(name, 0)) for name in ("after", "clients"))
+        words = all(isinstance(line[name], (str, int, float, type(None))) for name in line if name != "target")
+        precision = line.get("precision", "float32") in ("float32", "float64")
+        planned = line.get("rounds") is None or is_count(line["rounds"])
+        return counts and words and precision and planned and (named or target is None) and is_number(line.get("at", 0))
+    if event == "end":
+        return isinstance(line.get("how", ""), str)
+    if event is not None or not is_count(line.get("round")):
+        return False
+    heard, seconds = line.get("heard"), line.get("seconds", {})
+    known = heard is None or is_count(heard) or (isinstance(heard, list) and all(map(is_count, heard)))
+    clock = isinstance(seconds, dict) and all(map(is_number, seconds.values())) and is_number(line.get("at", 0))
+    rest = (value for name, value in line.items() if name not in ("heard", "seconds"))
+    return known and clock and all(value is None or is_number(value) for value in rest)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value from a file is a finite number that any arithmetic can take.
+
+    >>> is_number(0.5), is_number(True), is_number("1"), is_number(10**400)
+    (True, False, False, False)
+    """
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value from a file is a whole number of at least 0.
+
+    >>> is_count(3), is_count(3.0), is_count(-1)
+    (True, False, False)
+    """
+    return isinstance(value, int) and is_number(value) and value >= 0
 
 
 class Record:
@@ -146,17 +198,21 @@ class Record:
 
     def update(self) -> bool:
         """Read what was added; returns whether there is a record at all."""
-        fresh, lines = self.tail.new()
+        fresh, lines = self._new()
         again = any(line.get("event") == "begin" and line.get("after", 0) < self.round for line in lines)
         if again and not fresh:  # a crash lost rounds that had been recorded: read all anew, without them
             self.tail.rewind()
-            fresh, lines = self.tail.new()
+            fresh, lines = self._new()
         if fresh:
             self.version += 1
             self._empty()
         for line in valid(lines):
             self._take(line)
         return bool(self.facts)
+
+    def _new(self) -> tuple[bool, list[Line]]:
+        fresh, lines = self.tail.new()
+        return fresh, list(filter(sound, lines))
 
     def _take(self, line: Line) -> None:
         event = line.get("event")
@@ -225,7 +281,7 @@ def alive(pid: Any) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         return True

@@ -14,9 +14,11 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -42,6 +44,8 @@ HEADERS = {
 }
 LOOPBACK = "127.0.0.1"
 LAST_LOOK = 3.0  # seconds that a page which is open gets to see the end
+MOST_OPEN = 32  # connections at once: a new one closes the oldest, so that the run keeps its files
+PAUSE = 0.1  # seconds before the next try where no connection can be taken
 
 
 def live_page() -> str:
@@ -113,16 +117,61 @@ class Server:
 
 
 class _Quiet(ThreadingHTTPServer):
+    """A server that takes a bounded number of connections, and no error of which reaches the run."""
+
     daemon_threads = True
 
     def __init__(self, port: int, live: Server) -> None:
         super().__init__((LOOPBACK, port), _Handler)
         self.live = live
+        self.open: dict[socket.socket, None] = {}
+        """The connections there are, the oldest first."""
+        self.guard = threading.Lock()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Take the next connection; where the system has no more files for it, wait a little."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(PAUSE)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection from a thread of its own, in place of the oldest one where there are too many."""
+        with self.guard:
+            self.open[request] = None
+            oldest = next(iter(self.open)) if len(self.open) > MOST_OPEN else None
+            if oldest is not None:
+                del self.open[oldest]
+        if oldest is not None:
+            _hang_up(oldest)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self.guard:
+            self.open.pop(request, None)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Close the server and the connections that are left."""
+        super().server_close()
+        with self.guard:
+            left = list(self.open)
+        for connection in left:
+            _hang_up(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of pages that were closed: the terminal is the run's."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
+        """Say nothing of pages that were closed, and of other errors one line: the terminal is the run's."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            sys.stderr.write(f"fedscaffold: the live page failed to answer: {type(error).__name__}: {error}\n")
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Wake the thread that waits for a connection: it closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -132,26 +181,31 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page and the state."""
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError:
+            self._refuse(HTTPStatus.BAD_REQUEST, "this is no address")
+            return
         place = self._place(asked.path)
         if place == "":
             self._send(HTTPStatus.OK, self.server.live.page, "text/html; charset=utf-8")
         elif place == "state":
             given = parse_qs(asked.query)
             held = given.get("held", ["0"])[0]
+            rows = int(held) if held.isdecimal() and len(held) < 19 else 0
             try:
-                told = self.server.live.state(int(held) if held.isdecimal() else 0, given.get("version", [""])[0])
-            except (OSError, ValueError) as error:  # of the folder, while the run goes on: it may be mended
+                told = json.dumps(self.server.live.state(rows, given.get("version", [""])[0]), allow_nan=False)
+            except Exception as error:  # of the folder, while the run goes on: it may be mended
                 self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
             else:
-                self._send(HTTPStatus.OK, json.dumps(told, allow_nan=False), "application/json")
+                self._send(HTTPStatus.OK, told, "application/json")
         elif place is not None:
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     def do_POST(self) -> None:
         """The wish to stop."""
         self.close_connection = True  # a body, if there is one, is not read
-        place = self._place(urlsplit(self.path).path)
+        place = self._place(self.path.partition("?")[0])
         origin = self.headers.get("Origin")
         if place is None:
             return

@@ -230,12 +230,16 @@ def last_round(folder: Path) -> tuple[int, bool] | None:
     True
     """
     snapshot = latest(folder)
-    return None if snapshot is None else (int(snapshot.facts.get("round", 0)), bool(snapshot.facts.get("ended")))
+    if snapshot is None:
+        return None
+    return checks.whole("round of the checkpoint", snapshot.facts.get("round"), at_least=0), bool(
+        snapshot.facts.get("ended")
+    )
 
 
 def discard(folder: Path) -> None:
     """Remove all checkpoints of a folder, the newest first: what is left in between is an older state, whole."""
-    for _, path in generations(folder):
+    for _, path in generations(folder):  # which refuses a link
         path.unlink(missing_ok=True)
     for path in folder.glob("rows-*"):  # of clients whose state was in files: no commit speaks of them any more
         path.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.brief import brief
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.run import Run, simulate
 
@@ -23,6 +24,9 @@ __all__ = ["Richardson", "extrapolated", "richardson"]
 
 class Richardson(NamedTuple):
     """The combination and the two runs it is made of."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     x: Any
     """The model, in the user's own structure."""

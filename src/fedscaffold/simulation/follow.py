@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedscaffold.brief import brief
 from fedscaffold.metrics import met
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress
 from fedscaffold.simulation.draws import Streams
@@ -27,6 +28,9 @@ __all__ = ["Follow", "Follower", "Stretch"]
 
 class Stretch(NamedTuple):
     """What is known after some rounds in a row."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     start: int
     """Rounds before these."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fedscaffold.checks import shown
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.setup import Ready, Request
 
@@ -50,12 +51,14 @@ def facts(request: Request, ready: Ready, evaluate_every: int) -> dict[str, Any]
     return flat(known)
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def differences(was: Any, now: Mapping[str, Any]) -> str | None:
     """What is not the same, in words; None where all is.
 
     >>> differences({"lr": 0.1, "seed": 0}, {"lr": 0.2, "seed": 0})
     'lr: was 0.1, is 0.2'
     """
+    if not isinstance(was, Mapping):
+        return f"was {shown(was)}"
     nothing = "not there"
     changed = [key for key in sorted({*was, *now}) if was.get(key, nothing) != now.get(key, nothing)]
     said = [f"{key}: was {was.get(key, nothing)}, is {now.get(key, nothing)}" for key in changed[:SHOWN]]

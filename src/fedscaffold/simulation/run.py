@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.metrics import met
 from fedscaffold.problems.problem import Problem, weights_of
@@ -42,6 +43,9 @@ __all__ = ["Clients", "Run", "Server", "simulate"]
 class Server(NamedTuple):
     """What the server keeps between rounds."""
 
+    def __repr__(self) -> str:
+        return brief(self)
+
     x: NDArray[Any]
     c: NDArray[Any] | None
     """In double precision where it is the mean of the c_i; clients are sent it in the run's."""
@@ -49,6 +53,9 @@ class Server(NamedTuple):
 
 class Clients(NamedTuple):
     """What the clients keep between rounds, one row each."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     c_i: NDArray[Any] | None
     age: NDArray[Any] | None
@@ -59,6 +66,15 @@ class Clients(NamedTuple):
 
 class Run(NamedTuple):
     """What came out of a run; all fields are always there."""
+
+    def __repr__(self) -> str:
+        last = {name: column[-1] for name, column in self.history.items() if name != "round"} if self.rounds else {}
+        said = [f"{self.rounds} rounds", f"d = {self.vector.size}"]
+        said += [f"{name} {value:.4g}" for name, value in last.items() if not name.startswith("bytes")]
+        said += [] if self.reached_at is None else [f"target reached in round {self.reached_at}"]
+        said += [] if self.diverged_at is None else [f"diverged in round {self.diverged_at}"]
+        said += [] if self.fault is None else ["FAULT"]
+        return f"Run({', '.join(said)})"
 
     x: Any
     """The model, in the user's own structure."""

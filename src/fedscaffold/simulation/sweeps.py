@@ -36,6 +36,10 @@ class Sweep(NamedTuple):
     seconds: Seconds
     """Of the sweep as a whole."""
 
+    def __repr__(self) -> str:
+        steps = ", ".join(f"{lr:g}" for lr in self.lr[:8]) + (", ..." if len(self.lr) > 8 else "")
+        return f"Sweep(lr {steps}; {len(self.seeds)} seeds; {sum(map(len, self.runs))} runs)"
+
 
 def sweep(
     algorithm: Algorithm,

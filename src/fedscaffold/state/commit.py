@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fedscaffold import checks
 from fedscaffold.state import tensors
-from fedscaffold.state.files import StateError, create, locked, make_folder, reported, sync_folder
+from fedscaffold.state.files import StateError, create, locked, make_folder, refuse_link, reported, sync_folder
 from fedscaffold.state.tensors import Array
 
 __all__ = ["JSON", "Snapshot", "commit", "latest", "load"]
@@ -92,6 +92,7 @@ def commit(
     keep = checks.whole("keep", keep, at_least=2)
     text = plain(facts)
     with reported(f"committing to {folder}"):
+        refuse_link(folder)
         make_folder(folder, private)
         with locked(folder / LOCK):
             before = generations(folder)
@@ -154,6 +155,7 @@ def load(path: Path | str) -> Snapshot:
 
 def generations(folder: Path) -> list[tuple[int, Path]]:
     """(generation, file) of all that have the name of a state, newest first."""
+    refuse_link(folder)
     if not folder.is_dir():
         return []
     matches = ((NAME.fullmatch(path.name), path) for path in folder.iterdir())

@@ -20,8 +20,8 @@ from typing import Any
 from fedscaffold.checks import InputError
 
 __all__ = [
-    "StateError", "create", "locked", "make_folder", "open_file", "owned", "reported", "sync_folder", "write_all",
-    "write_private",
+    "StateError", "create", "locked", "make_folder", "open_file", "owned", "refuse_link", "reported", "sync_folder",
+    "write_all", "write_private",
 ]  # fmt: skip
 
 CHUNK = 8 << 20
@@ -104,6 +104,15 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
     return fd
 
 
+def refuse_link(folder: Path) -> None:
+    """Refuse a folder that is a symbolic link: state is written where it was asked for, and nowhere else.
+
+    >>> refuse_link(Path("nowhere"))
+    """
+    if folder.is_symlink():
+        raise StateError(f"{folder} is a symbolic link, and state is not written through links; give the folder itself")
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable: a file created or renamed is there after a power cut only after this."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -154,9 +163,9 @@ def owned(folder: Path) -> Iterator[None]:
     fedscaffold.state.files.StateError: ... is in use by process ...: wait until it ends, or take another folder
     """
     path = folder / OWNER
+    make_folder(folder)
     with ExitStack() as stack:
         with reported(f"making {folder} the folder of one run"):
-            make_folder(folder)
             try:
                 fd = stack.enter_context(locked(path))
             except StateError:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedscaffold import checks
-from fedscaffold.state.files import StateError, locked, make_folder, reported, sync_folder
+from fedscaffold.state.files import StateError, locked, make_folder, refuse_link, reported, sync_folder
 from fedscaffold.state.rowfile import RowFile, Segment
 from fedscaffold.state.stores import Clients, known, members, part, vectors
 from fedscaffold.state.tensors import Array
@@ -76,6 +76,7 @@ class FileStore:
         self.read_only, self.held = read_only, ExitStack()
         if not read_only:
             with reported(f"opening {folder}", intact=INTACT):
+                refuse_link(self.folder)
                 make_folder(self.folder)
                 self.held.enter_context(locked(self.folder / ".rows.lock"))
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedscaffold import checks
+from fedscaffold.brief import brief
 from fedscaffold.problems.problem import Floats
 from fedscaffold.problems.quadratic import quadratic
 from fedscaffold.theory.law import chain, walked
@@ -99,6 +100,9 @@ class Stiff(NamedTuple):
 
 class Conjectures(NamedTuple):
     """The evidence, and in words what it says."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     flat: tuple[Flat, ...]
     searched: tuple[Searched, ...]

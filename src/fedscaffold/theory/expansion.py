@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedscaffold import checks
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem, weights_of
 from fedscaffold.theory.derivatives import (
@@ -51,6 +52,9 @@ __all__ = ["Expansion", "drift", "expand", "lanczos", "lanczos_chain", "lyapunov
 
 class Expansion(NamedTuple):
     """Law of SCAFFOLD and FedAvg at rest, to first order in the step size; formulas in the module's head."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     optimum: Floats
     hessian: Floats

@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import nnls
 
 from fedscaffold import checks
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem, weights_of
 from fedscaffold.theory.derivatives import (
@@ -67,6 +68,9 @@ Numbers: TypeAlias = dict[str, float]
 
 class Heterogeneity(NamedTuple):
     """How unlike the clients are; formulas in the module's head."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     where: str
     x: Floats

@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, make
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.simulation import sweep
@@ -58,6 +59,9 @@ FOLLOWED = 64  # rounds after which a curve is first asked whether it will reach
 class Proposal(NamedTuple):
     """What one algorithm should do; the numbers are None where it cannot reach the target within the budget."""
 
+    def __repr__(self) -> str:
+        return brief(self)
+
     algorithm: str
     lr: float | None
     local_steps: int | None
@@ -76,6 +80,9 @@ class Proposal(NamedTuple):
 
 class Plan(NamedTuple):
     """Proposals for the same target side by side; `best` is the cheapest."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     target: float
     distance: float

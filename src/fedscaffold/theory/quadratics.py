@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.round_map import SCAFFOLD, Form, client_quadratics, form_of
@@ -54,6 +55,9 @@ SERIES = 24  # terms of the power series of `lag` where |w| H <= 1: the last is 
 
 class Spectra(NamedTuple):
     """Eigenvalues and eigenvectors of every client's Hessian, and the linear terms."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     values: Floats
     """(N, d) eigenvalues a of A_c, rising."""
@@ -242,6 +246,9 @@ def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -
 
 class XiMap(NamedTuple):
     """X+ = matrix X + offset for X = (theta, xi_1 .. xi_N), or X = (theta) where clients have no memory."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     matrix: Floats
     offset: Floats

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm, scaffold
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.problems.quadratic import loss as quadratic_loss
@@ -43,6 +44,9 @@ PROBE = (0.7, -1.3, 0.4, 1.9)  # arguments at which a function that is linear mu
 
 class AffineMap(NamedTuple):
     """X+ = matrix X + offset, for X = (x), (x, c), or (x, c, c_1 .. c_N) where clients have a memory."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     matrix: Floats
     offset: Floats

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.bounds_quadratic import factor_sharp
@@ -46,6 +47,9 @@ AGREE = 1e-6  # two step sizes agree to this: the error of the smaller one is ab
 
 class Stationary(NamedTuple):
     """Mean and covariance in the long run."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     x_mean: Floats
     """(d,) the optimum for SCAFFOLD, the biased fixed point for FedAvg."""
