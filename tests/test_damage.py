@@ -31,7 +31,7 @@ BEGIN = {
     "problem": "p", "config": "8a", "stoppable": True,
 }  # fmt: skip
 ROUNDS = [{"round": r, "loss": 1.0 / r, "residual": 0.0, "bytes_up": 8, "heard": [0, 2]} for r in range(1, 6)]
-CLOCK = {"at": 1763260001.5, "scale": 0.8, "seconds": {"rounds": 0.4}}
+CLOCK = {"at": 1763260001.5, "explained": 0.8, "seconds": {"rounds": 0.4}}
 END = {"event": "end", "at": 1763260009.0, "after": 5, "how": "finished"}
 LINES = [BEGIN, *ROUNDS[:4], ROUNDS[4] | CLOCK, END]
 
@@ -217,7 +217,7 @@ AUDIT = [
     {"event": "left", "at": "2026-01-01T00:00:05+00:00", "site": "south"},
 ]
 STATUS = {
-    "phase": "waiting", "round": 1, "rounds": 5, "waiting_for": ["north"], "absent": ["south"], "attempt": 0, "residual": 0.0, "scale": 1.0,
+    "phase": "waiting", "round": 1, "rounds": 5, "waiting_for": ["north"], "absent": ["south"], "attempt": 0, "residual": 0.0, "explained": 1.0,
     "precision": "float32", "at": 1763260000.0, "pid": 4711, "sites": {"north": {"records": 3, "counted_in_round": 1, "last_seen": None}},
     "missed": {"south": {"sentence": "south never counted", "cause": "late"}}, "unmeasured": {"auc": ["north"]},
 }  # fmt: skip
