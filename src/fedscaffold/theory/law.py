@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
@@ -33,13 +33,13 @@ from fedscaffold.simulation import asked
 from fedscaffold.simulation.asked import Request
 from fedscaffold.simulation.guards import refuse
 from fedscaffold.simulation.stale import Policy
-from fedscaffold.theory.cohorts import cohort_moments
+from fedscaffold.theory.cohorts import Cohorts, cohort_moments
 from fedscaffold.theory.quadratics import LinearRound, Spectra, geometric, linear_round, spectra
 from fedscaffold.theory.rates import bias_of
 from fedscaffold.theory.round_map import SCAFFOLD, Form, a_problem, form_of
 from fedscaffold.theory.second_moments import Federation, Noise, error_curve, root
 
-__all__ = ["Chain", "Source", "chain", "expected_gap", "mean_squared_error", "sample_rounds", "walked"]
+__all__ = ["Chain", "Run", "Source", "chain", "errors", "expected_gap", "mean_squared_error", "sample_rounds", "walked"]
 
 
 class Source(NamedTuple):
@@ -60,11 +60,10 @@ class Chain(NamedTuple):
     fixed: Floats
     """The mean of x in the long run."""
 
-    def start(self, x0: ArrayLike | None, problem: Problem) -> tuple[Floats, Floats]:
-        """(u, r) of a run that starts at x0 (the problem's own unless given) with all control variates at zero."""
-        given = started(x0, problem)
+    def start(self, x0: Floats) -> tuple[Floats, Floats]:
+        """(u, r) of a run that starts at x0 with all control variates at zero."""
         remembered = self.one.travel * self.spectra.xi if self.one.form.memory else np.zeros_like(self.spectra.xi)
-        return (given - self.fixed)[:, None], -remembered[:, None]
+        return (x0 - self.fixed)[:, None], -remembered[:, None]
 
 
 def started(x0: ArrayLike | None, problem: Problem) -> Floats:
@@ -93,18 +92,23 @@ def chain(
     >>> chain(pair, lr=0.1, local_steps=2, noise=1.0, algorithm=fs.scaffold()).sources[0].covariance.ravel()
     array([0.0164, 0.02  ])
     """
-    form = _form(algorithm)
     given = spectra(problem)
+    still = noise if noise_at_x is None else noise_at_x
+    covariances = Noise(*(_covariances(one, given) for one in (noise, still)))
+    return _chain(given, _form(algorithm), lr, local_steps, covariances)
+
+
+def _chain(given: Spectra, form: Form, lr: float, local_steps: int, noise: Noise | None) -> Chain:
     one = linear_round(given, form, lr=lr, local_steps=local_steps)
-
-    def turned(noise: ArrayLike) -> Floats:
-        covariances: Floats = np.swapaxes(given.vectors, 1, 2) @ _covariances(noise, given) @ given.vectors
-        return covariances
-
-    walk = Source(turned(noise) * walked(one), form.server_lr, float(form.memory and not form.at_x))
-    still = turned(noise if noise_at_x is None else noise_at_x)
-    at_x = (Source(one.travel**2 * still, 0.0, 1.0),) if form.memory and form.at_x else ()
-    return Chain(given, one, (walk, *at_x), given.optimum + bias_of(given, one))
+    fixed = given.optimum + bias_of(given, one)
+    if noise is None:
+        return Chain(given, one, (), fixed)
+    turned = np.swapaxes(given.vectors, 1, 2) @ noise.step @ given.vectors
+    sources = [Source(turned * walked(one), form.server_lr, float(form.memory and not form.at_x))]
+    if form.memory and form.at_x:
+        still = np.swapaxes(given.vectors, 1, 2) @ noise.at_x @ given.vectors
+        sources.append(Source(one.travel**2 * still, 0.0, 1.0))
+    return Chain(given, one, tuple(sources), fixed)
 
 
 def walked(one: LinearRound) -> Floats:
@@ -146,8 +150,8 @@ def mean_squared_error(
     >>> mean_squared_error(problem, lr=0.2, local_steps=4, noise=noise, rounds=200)[[0, 1, 200]].round(6)
     array([0.16    , 0.124648, 0.064902])
     """
-    run = _Run(problem, lr, local_steps, noise, noise_at_x, checks.whole("rounds", rounds), x0, algorithm)
-    return _followed(run, cohort, weights, gap=False)
+    run, heard = _checked(problem, algorithm, lr, local_steps, rounds, x0, cohort, weights)
+    return errors(run._replace(noise=_noise(run.spectra, noise, noise_at_x)), heard, gap=False)
 
 
 def expected_gap(
@@ -170,66 +174,73 @@ def expected_gap(
     >>> expected_gap(problem, lr=0.2, local_steps=4, noise=0.0, rounds=2, cohort=1).round(6)
     array([0.05    , 0.098543, 0.067807])
     """
-    run = _Run(problem, lr, local_steps, noise, noise_at_x, checks.whole("rounds", rounds), x0, algorithm)
-    return _followed(run, cohort, weights, gap=True)
+    run, heard = _checked(problem, algorithm, lr, local_steps, rounds, x0, cohort, weights)
+    return errors(run._replace(noise=_noise(run.spectra, noise, noise_at_x)), heard, gap=True)
 
 
-class _Run(NamedTuple):
-    """What `mean_squared_error` and `expected_gap` are asked about."""
+class Run(NamedTuple):
+    """A run on quadratics, checked."""
 
-    problem: Problem
+    spectra: Spectra
+    start: Floats
+    form: Form
     lr: float
-    local_steps: int | ArrayLike
-    noise: ArrayLike
-    noise_at_x: ArrayLike | None
+    steps: NDArray[np.int64]
+    """(N,) local steps of each client."""
     rounds: int
-    x0: ArrayLike | None
-    algorithm: Algorithm
+    noise: Noise | None = None
 
 
-def _followed(run: _Run, cohort: float | int, weights: str | ArrayLike, gap: bool) -> Floats:
-    """E u' W u after every round, W = H / 2 for the gap and I for the squared distance."""
-    form = _form(run.algorithm)
-    problem, p = a_problem(run.problem), weights_of(run.problem, weights)
-    request = Request(run.algorithm, problem, 1, run.local_steps, lr=run.lr, cohort=cohort)  # type: ignore[arg-type]
+def _checked(
+    problem: Problem,
+    algorithm: Algorithm,
+    lr: float,
+    local_steps: int | ArrayLike,
+    rounds: int,
+    x0: ArrayLike | None,
+    cohort: float | int,
+    weights: str | ArrayLike,
+) -> tuple[Run, Cohorts]:
+    """What was asked for, as `simulate` would take it."""
+    form, p = _form(algorithm), weights_of(a_problem(problem), weights)
+    request = Request(algorithm, problem, 1, local_steps, lr=lr, cohort=cohort)  # type: ignore[arg-type]
     steps, size = asked.steps(request, None), asked.cohort_size(request)
     refuse(request, steps, size, Policy())
-    alike = bool((steps == steps[0]).all())
-    if run.algorithm.normalised and not alike:
-        raise InputError(f"{run.algorithm.name} with unequal local steps has no closed form here: simulate it")
-    heard = cohort_moments(p, size)
-    if heard.plain and alike:
-        return _of_chain(run._replace(local_steps=int(steps[0])), gap)
-    given = spectra(problem)
-    still = run.noise if run.noise_at_x is None else run.noise_at_x
+    if algorithm.normalised and (steps != steps[0]).any():
+        raise InputError(f"{algorithm.name} with unequal local steps has no closed form here: simulate it")
+    lr, rounds = checks.number("lr", lr, above=0), checks.whole("rounds", rounds)
+    return Run(spectra(problem), started(x0, problem), form, lr, steps, rounds), cohort_moments(p, size)
+
+
+def _noise(given: Spectra, noise: ArrayLike, noise_at_x: ArrayLike | None) -> Noise:
     shape = (given.num_clients, given.dim, given.dim)
-    noise = Noise(*(np.broadcast_to(_covariances(one, given), shape) for one in (run.noise, still)))
-    federation = Federation(given, heard, started(run.x0, problem))
-    measure = federation.mean_hessian / 2 if gap else np.eye(given.dim)
-    lr = checks.number("lr", run.lr, above=0)
-    return error_curve(federation, form, lr=lr, steps=steps, noise=noise, rounds=run.rounds, measure=measure)
+    step = np.broadcast_to(_covariances(noise, given), shape)
+    return Noise(step, step if noise_at_x is None else np.broadcast_to(_covariances(noise_at_x, given), shape))
 
 
-def _of_chain(run: _Run, gap: bool) -> Floats:
+def errors(run: Run, heard: Cohorts, gap: bool) -> Floats:
+    """E u' W u after 0 .. rounds rounds, W = H / 2 for the gap and I for the squared distance, exactly."""
+    if heard.plain and (run.steps == run.steps[0]).all():
+        return _of_chain(run, gap)
+    given = Federation(run.spectra, heard, run.start)
+    noise = run.noise or Noise(*(np.zeros((*run.spectra.values.shape, run.spectra.dim)),) * 2)
+    measure = given.mean_hessian / 2 if gap else np.eye(run.spectra.dim)
+    return error_curve(given, run.form, lr=run.lr, steps=run.steps, noise=noise, rounds=run.rounds, measure=measure)
+
+
+def _of_chain(run: Run, gap: bool) -> Floats:
     """All clients with equal weight: the covariance of u after t rounds is the sum over k < t of W_k' B W_k.
 
     W_k is the transposed round applied k times to (root of the measure, 0), B the covariance of what a round adds.
     """
-    assert isinstance(run.local_steps, int)
-    law = chain(
-        run.problem,
-        lr=run.lr,
-        local_steps=run.local_steps,
-        noise=run.noise,
-        algorithm=run.algorithm,
-        noise_at_x=run.noise_at_x,
-    )
-    off = (law.fixed - law.spectra.optimum)[:, None]
-    u, r = law.start(run.x0, run.problem)
-    half = root(law.spectra.mean(law.spectra.values)[None] / 2)[0] if gap else np.eye(len(off))
+    given = run.spectra
+    law = _chain(given, run.form, run.lr, int(run.steps[0]), run.noise)
+    off = (law.fixed - given.optimum)[:, None]
+    u, r = law.start(run.start)
+    half = root(given.mean(given.values)[None] / 2)[0] if gap else np.eye(len(off))
     back_u, back_r = half, np.zeros((r.size, len(off)))
-    errors, spread = np.empty(run.rounds + 1), 0.0
-    errors[0] = np.sum((half.T @ (u + off)) ** 2)
+    curve, spread = np.empty(run.rounds + 1), 0.0
+    curve[0] = np.sum((half.T @ (u + off)) ** 2)
     noisy = any(source.covariance.any() for source in law.sources)
     with np.errstate(over="ignore", invalid="ignore"):
         for t in range(1, run.rounds + 1):
@@ -237,8 +248,8 @@ def _of_chain(run: _Run, gap: bool) -> Floats:
             if noisy:
                 spread += sum(_trace(law.one, source, back_u, back_r) for source in law.sources)
                 back_u, back_r = law.one.backward(back_u, back_r)
-            errors[t] = np.sum((half.T @ (u + off)) ** 2) + spread
-    return np.where(np.isfinite(errors), errors, np.inf)
+            curve[t] = np.sum((half.T @ (u + off)) ** 2) + spread
+    return np.where(np.isfinite(curve), curve, np.inf)
 
 
 def sample_rounds(
@@ -266,7 +277,7 @@ def sample_rounds(
     law = chain(problem, lr=lr, local_steps=local_steps, noise=noise, algorithm=algorithm)
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     roots = [root(source.covariance) for source in law.sources]
-    u, r = (np.tile(a, runs) for a in law.start(x0, problem))
+    u, r = (np.tile(a, runs) for a in law.start(started(x0, problem)))
     path = np.empty((runs, rounds + 1, len(law.fixed)))
     path[:, 0] = u.T
     for t in range(1, rounds + 1):

@@ -41,7 +41,7 @@ from fedscaffold.theory.quadratic_model import (
     model_of,
     search,
 )
-from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round, spectra
+from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round
 from fedscaffold.theory.rates import DENSE, bias_of, spectral_radius
 from fedscaffold.theory.round_map import a_problem, form_of
 
@@ -291,7 +291,7 @@ def _candidates(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> l
     near, floor, target = model.problem, _floor(model), asked.target
     assert near.mu is not None
     start = float(np.sum((near.params - near.optimum()) ** 2))
-    form, given, large = form_of(algorithm), spectra(near), _large(model)
+    form, given, large = form_of(algorithm), model.spectra, _large(model)
     assert form is not None
     stride = 2 if large else 1
     out = []

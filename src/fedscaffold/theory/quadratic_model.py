@@ -24,14 +24,14 @@ from fedscaffold.simulation import asked
 from fedscaffold.simulation.asked import Request
 from fedscaffold.simulation.guards import refuse
 from fedscaffold.simulation.stale import Policy
+from fedscaffold.theory import law
 from fedscaffold.theory.cohorts import Cohorts, cohort_moments
 from fedscaffold.theory.derivatives import client_gradients, client_hessians, noise_covariance
-from fedscaffold.theory.law import expected_gap, mean_squared_error
-from fedscaffold.theory.quadratics import spectra
+from fedscaffold.theory.quadratics import Spectra, spectra
 from fedscaffold.theory.reduced import EXACT, Reduced, reduce, spread
 from fedscaffold.theory.round_map import Form, client_quadratics, form_of, is_quadratic
 from fedscaffold.theory.samples import Look, client_ends
-from fedscaffold.theory.second_moments import Federation, Noise, drawn_curve, error_curve
+from fedscaffold.theory.second_moments import Federation, Noise, drawn_curve
 
 __all__ = ["HALVINGS", "LOCAL_STEPS", "QuadraticModel", "cohorts_of", "model_of", "search"]
 
@@ -47,6 +47,8 @@ class QuadraticModel(NamedTuple):
     """The quadratics, who is heard, and the noise."""
 
     problem: Problem
+    spectra: Spectra
+    """Of `problem`."""
     heard: Cohorts
     noise: Noise | None
     """None where it is in `reduced`."""
@@ -73,26 +75,19 @@ class QuadraticModel(NamedTuple):
 
     def errors(self, algorithm: Algorithm, *, lr: float, steps: int, rounds: int, gap: bool) -> tuple[Floats, float]:
         """E|x - x*|^2, or E f(x) - f(x*), after 0 .. rounds rounds; and the standard error of the last, 0 if exact."""
-        near, unsure = self.problem, 0.0
-        form = form_of(algorithm)
+        near, form, unsure = self.problem, form_of(algorithm), 0.0
         assert form is not None
-        none = np.zeros((near.num_clients, near.dim, near.dim))
-        noise = Noise(none, none) if self.noise is None else self.noise
-        if self.heard.plain:
-            law = expected_gap if gap else mean_squared_error
-            errors = law(
-                near, lr=lr, local_steps=steps, noise=noise.step, noise_at_x=noise.at_x, rounds=rounds,
-                algorithm=algorithm,
-            )  # fmt: skip
-        else:
-            given = Federation(spectra(near), self.heard, near.layout.flatten(near.params))
+        start = near.layout.flatten(near.params)
+        run = law.Run(self.spectra, start, form, lr, np.full(near.num_clients, steps), rounds, self.noise)
+        if self.drawn(form):
+            given = Federation(self.spectra, self.heard, start)
             measure = given.mean_hessian / 2 if gap else np.eye(near.dim)
-            each = np.full(near.num_clients, steps)
-            options = {"lr": lr, "steps": each, "noise": noise, "rounds": rounds, "measure": measure}
-            if self.drawn(form):
-                errors, unsure = drawn_curve(given, form, runs=RUNS, **options)  # type: ignore[arg-type]
-            else:
-                errors = error_curve(given, form, **options)  # type: ignore[arg-type]
+            noise = self.noise or Noise(*(np.zeros((near.num_clients, near.dim, near.dim)),) * 2)
+            errors, unsure = drawn_curve(
+                given, form, lr=lr, steps=run.steps, noise=noise, rounds=rounds, measure=measure, runs=RUNS
+            )
+        else:
+            errors = law.errors(run, self.heard, gap)
         if self.reduced is not None:
             errors = errors + spread(self.reduced, lr=lr, local_steps=steps, rounds=rounds, gap=gap)
         return errors, unsure
@@ -122,7 +117,8 @@ def model_of(problem: Problem, best: Floats, batch_size: int | float | None, hea
         small, steepest = reduce(problem, best, batch_size, heard), max(steepest, _steepest(problem, best))
         left = f"too large to be exact, followed in {small.problem.dim} of {problem.dim} directions"
         why = left if is_quadratic(problem) else f"{why}; {left}"
-        return QuadraticModel(small.problem, heard, None, False, why, steepest, small, problem.dim)
+        near = small.problem
+        return QuadraticModel(near, spectra(near), heard, None, False, why, steepest, small, problem.dim)
     noise, exact = Noise(*(noise_covariance(problem, best, size) for size in (batch_size, None))), False
     if is_quadratic(problem):
         hessians, linear = client_quadratics(problem)
@@ -136,7 +132,8 @@ def model_of(problem: Problem, best: Floats, batch_size: int | float | None, hea
         hessians = client_hessians(problem, best)
         linear = hessians @ best - client_gradients(problem, best)
     near = quadratic(hessians=hessians, linear=linear, x0=start)
-    return QuadraticModel(near, heard, noise, exact, why, max(steepest, near.smoothness or 0.0), None, problem.dim)
+    steepest = max(steepest, near.smoothness or 0.0)
+    return QuadraticModel(near, spectra(near), heard, noise, exact, why, steepest, None, problem.dim)
 
 
 def search(
