@@ -38,6 +38,7 @@ ASKED = {
     "text as lr": (lambda: theory.best_local_steps(problem(), lr="large"), "lr must be a number above 0"),
     "a negative lr of expansions": (lambda: theory.expand(problem(), lr=-0.1, local_steps=3), "lr must be"),
     "a negative lr of drifts": (lambda: fs.heterogeneity(problem(), lr=-0.1, local_steps=3), "lr must be"),
+    "a drift without steps": (lambda: fs.heterogeneity(problem(), lr=0.1), "lr and local_steps go together"),
     "half a step": (lambda: theory.contraction_rate(problem(), lr=0.1, local_steps=2.5), "local_steps must be"),
     "a name to plan for": (lambda: fs.plan("digits", target=1.0), "must be a Problem, got str"),
     "a matrix to measure": (lambda: fs.heterogeneity(np.eye(2)), "must be a Problem, got ndarray"),

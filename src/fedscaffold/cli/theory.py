@@ -121,7 +121,8 @@ def diagnose(
     from fedscaffold.theory.heterogeneity import heterogeneity
 
     kept = _kept(config)
-    found = heterogeneity(built.problem, weights=config.weights, batch_size=config.local.batch_size, **kept)
+    drift = kept if None not in kept.values() else {}
+    found = heterogeneity(built.problem, weights=config.weights, batch_size=config.local.batch_size, **drift)
     advice = advise(found, built.problem, rounds=config.rounds, cohort=config.cohort.size, **kept)
     numbers = {key: value for key, value in found._asdict().items() if isinstance(value, (int, float, str, bool))}
     answer = {"problem": built.sentence, "heterogeneity": numbers, "errors": found.errors}

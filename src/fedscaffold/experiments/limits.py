@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms import Algorithm, fedavg
 from fedscaffold.experiments.config import Config
 from fedscaffold.problems import Problem
 from fedscaffold.report import Curve
+from fedscaffold.simulation.asked import Request, cohort_size
 from fedscaffold.theory import bias, is_quadratic
 
-__all__ = ["limit", "words"]
+__all__ = ["everyone", "limit", "words"]
 
 SETTLED = 0.01  # of the limit's distance: nearer than that is there
 EXACT = 1e-6  # of the distance to begin with, and rounding of the precision allows less
@@ -54,12 +55,23 @@ def words(ends: float, bias: float | None, begun: float) -> str:
     return f"at its bias, {bias:.3g}" if abs(ends - bias) <= SETTLED * bias else f"on the way (bias {bias:.3g})"
 
 
+def everyone(config: Config, problem: Problem) -> bool:
+    """Whether all clients take part in every round.
+
+    >>> from fedscaffold import problems
+    >>> three = problems.quadratic(num_clients=3, dim=2)
+    >>> [everyone(Config(cohort={"size": size}), three) for size in (1, 1.0, 3)]  # one client; all; all
+    [False, True, True]
+    """
+    request = Request(fedavg(), problem, 1, cohort=config.cohort.size)
+    return config.cohort.availability is None and cohort_size(request) == problem.num_clients
+
+
 def _predicted(config: Config, problem: Problem, algorithm: Algorithm, lr: float) -> float | None:
     """|bias| by theory, where the run is one that theory covers."""
     local = config.local
     covered = (
-        config.cohort.size in (1.0, problem.num_clients)
-        and config.cohort.availability is None
+        everyone(config, problem)
         and config.weights == "equal"
         and config.compression == "none"
         and local.optimizer == "sgd"

@@ -154,6 +154,8 @@ def heterogeneity(
     """
     checks.number("lr", 1.0 if lr is None else lr, above=0)
     checks.whole("local_steps", 1 if local_steps is None else local_steps)
+    if (lr is None) != (local_steps is None):
+        raise InputError("lr and local_steps go together, for average_drift: give both or neither")
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     p = weights_of(a_problem(problem), weights)
     batch_sizes(problem, batch_size)  # refuses a wrong one before the work begins
