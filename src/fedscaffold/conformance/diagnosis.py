@@ -276,15 +276,12 @@ class Likeness(NamedTuple):
     """How like a mistake the target is."""
 
     name: str
-    explained: int
-    """Federations with a failing row in which all numbers are those of the mistake."""
-    failing: int
-    contradicted: int
-    """Federations in which all is right, and would not be with the mistake."""
+    same: frozenset[str]
+    """The federations in which all numbers are those of the mistake."""
     rows: float
     """Of the rows that fail here or there, the share that fails in both."""
     apart: float
-    """How far the numbers are from the mistake's, in the federations with a failing row."""
+    """How far the numbers are from the mistake's, in the federations that are not right."""
 
 
 def nearest(judgement: Judgement, runs: dict[str, Run]) -> list[str]:
@@ -292,30 +289,41 @@ def nearest(judgement: Judgement, runs: dict[str, Run]) -> list[str]:
     failed = {verdict.name for verdict in judgement.verdicts if verdict.outcome == "fails"}
     compared = {verdict.name for verdict in judgement.verdicts if verdict.violation is not None} | failed
     ill = {id(case) for identity in IDENTITIES if identity.name in failed for case in identity.cases}
-    failing = {name for name in runs if id(FEDERATIONS[name]) in ill}
+    wrong = {
+        name for name, run in runs.items() if id(FEDERATIONS[name]) in ill and gap(None, name, run) > explained(run)
+    }
     likenesses = []
     for name in MISTAKES:
         gaps = {federation: gap(name, federation, run) for federation, run in runs.items()}
-        same = {federation for federation, run in runs.items() if gaps[federation] <= explained(run)}
+        same = frozenset(federation for federation, run in runs.items() if gaps[federation] <= explained(run))
         theirs = signatures()[name] & compared
         share = len(theirs & failed) / max(1, len(theirs | failed))
-        apart = float(np.median([gaps[federation] for federation in failing])) if failing else 0.0
-        contradicted = len(runs.keys() - failing - same)
-        likenesses.append(Likeness(name, len(same & failing), len(failing), contradicted, share, apart))
-    exact = [one for one in likenesses if one.explained and not one.contradicted]
-    if exact:
-        most = max(one.explained for one in exact)
-        words = f"in {most} of {len(failing)} federations in which a row fails"
-        best = sorted((one for one in exact if one.explained == most), key=lambda one: -one.rows)[:NAMED]
-        return [f"the numbers are those of the mistake {one.name!r}, {words}" for one in best]
+        apart = float(np.median([gaps[federation] for federation in wrong])) if wrong else 0.0
+        likenesses.append(Likeness(name, same, share, apart))
+    found = covering(likenesses, wrong, others=runs.keys() - wrong)
+    if found:
+        return found
     least = max(0.5, 0.8 * max(one.rows for one in likenesses))
     best = sorted((one for one in likenesses if one.rows >= least), key=lambda one: one.apart)[:NAMED]
     return [f"the rows that fail are most like those of the mistake {one.name!r} ({one.rows:.0%})" for one in best]
 
 
-def gap(name: str, federation: str, run: Run) -> float:
-    """How far a run is from a mistake's, with c_i made of gradients or of the client's move."""
-    mistake, forms = MISTAKES[name], [False]
+def covering(likenesses: list[Likeness], wrong: set[str], others: set[str]) -> list[str]:
+    """The mistakes that give the very numbers of what is wrong, and contradict nothing that is not; few if they can."""
+    exact = [one for one in likenesses if one.same & wrong and others <= one.same]
+    left, said = set(wrong), []
+    while most := max((len(one.same & left) for one in exact), default=0):
+        best = sorted((one for one in exact if len(one.same & left) == most), key=lambda one: -one.rows)[:NAMED]
+        for one in best:
+            where = f"in {len(one.same & wrong)} of {len(wrong)} federations that go wrong"
+            said.append(f"the numbers are those of the mistake {one.name!r}, {where}")
+        left -= best[0].same
+    return said
+
+
+def gap(name: str | None, federation: str, run: Run) -> float:
+    """How far a run is from a mistake's (None: a right one's), with c_i made of gradients or of the client's move."""
+    mistake, forms = right if name is None else MISTAKES[name], [False]
     if isinstance(mistake, Scaffold) and mistake.renew is right.renew and mistake.correct is not right.correct:
         forms.append(True)  # elsewhere both forms are the same
     gaps = [np.inf]
@@ -331,9 +339,9 @@ def gap(name: str, federation: str, run: Run) -> float:
 
 
 @cache
-def mistaken(name: str, federation: str, rounds: int, precision: str, met: bool, moved: bool) -> Trace | None:
+def mistaken(name: str | None, federation: str, rounds: int, precision: str, met: bool, moved: bool) -> Trace | None:
     """The first rounds of a federation with a mistake; None where they do not come to an end."""
-    mistake = MISTAKES[name]
+    mistake = right if name is None else MISTAKES[name]
     if isinstance(mistake, Scaffold) and met and mistake.control is right.control:
         mistake = replace(mistake, control=over_met)
     if isinstance(mistake, Scaffold) and moved:
