@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.audit import Head
 from fedscaffold.deploy.rounds import Member, State
@@ -68,7 +69,7 @@ def seen(folder: Path) -> Kept | None:
 def _kept(snapshot: Snapshot) -> Kept:
     try:
         return _as_kept(snapshot)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, InputError) as error:
         said = f"generation {snapshot.generation} is not the state of a server: {type(error).__name__}: {error}"
         raise StateError(said) from None
 
@@ -76,7 +77,7 @@ def _kept(snapshot: Snapshot) -> Kept:
 def _as_kept(snapshot: Snapshot) -> Kept:
     facts, arrays = snapshot.facts, snapshot.arrays
     state = State(
-        facts["round"],
+        checks.whole("round", facts["round"], at_least=0),
         arrays["x"],
         arrays.get("c"),
         {name.removeprefix("c_i."): value for name, value in arrays.items() if name.startswith("c_i.")},

@@ -100,9 +100,8 @@ class Deployed:
         if what == "started":
             self.run, self.algorithm = event.get("run", ""), event.get("algorithm", "")
             self.opened = self.closed = None
-            back = max(
-                0, self.round - event.get("round", self.round)
-            )  # a crash came before its commit, or it was put back
+            # a crash came before its commit, or the state was put back
+            back = max(0, self.round - event.get("round", self.round))
             self.round -= back
             for _ in range(min(back, len(self.marks))):
                 self.marks.pop()

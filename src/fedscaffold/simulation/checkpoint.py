@@ -232,9 +232,8 @@ def last_round(folder: Path) -> tuple[int, bool] | None:
     snapshot = latest(folder)
     if snapshot is None:
         return None
-    return checks.whole("round of the checkpoint", snapshot.facts.get("round"), at_least=0), bool(
-        snapshot.facts.get("ended")
-    )
+    round = checks.whole("the round of a checkpoint", snapshot.facts.get("round"), at_least=0)
+    return round, bool(snapshot.facts.get("ended"))
 
 
 def discard(folder: Path) -> None:
