@@ -243,7 +243,7 @@ class Federation:
         started: list[subprocess.Popen[bytes]] = []
         try:
             for site in sites:
-                words = ["flwr", "supernode", "register", self.secrets / f"{site}.pub", "local", "--name", site]
+                words = ["flwr", "supernode", "register", str(self.secrets / f"{site}.pub"), "local", "--name", site]
                 quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
                 started.append(subprocess.Popen(words, env=self.environment, stdout=quiet, stderr=pipe, umask=PRIVATE))
             for site, process in zip(sites, started, strict=True):
