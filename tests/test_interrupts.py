@@ -120,6 +120,16 @@ def test_a_second_interrupt_ends_a_long_round_at_once(tmp_path):
     assert said == []
 
 
+def test_ctrl_c_ends_a_live_page_in_peace(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/rounds.jsonl").write_text('{"event": "begin", "after": 0, "clients": 3, "rounds": 9}\n')
+    page = begun(tmp_path, "watch", "run", "--no-open")
+    assert page.stdout.readline().startswith("live page: ")
+    assert page.stdout.readline() == "Ctrl-C ends it; the run goes on.\n"
+    time.sleep(0.2)
+    assert signalled(page, signal.SIGINT) == (0, [])
+
+
 def test_ignored_signals_stay_ignored(tmp_path):
     start = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + START
     work = begun(tmp_path, "data", "list", start=start)

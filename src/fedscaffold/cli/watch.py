@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -14,6 +14,7 @@ import typer
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
+from fedscaffold.cli.interrupts import raising
 from fedscaffold.cli.verbs import app, say
 
 if TYPE_CHECKING:
@@ -94,10 +95,8 @@ def watch(
         typer.echo(f"live page: {server.address}\nCtrl-C ends it; the run goes on.")
         if not no_open:
             _open(server.address)
-        try:
+        with suppress(KeyboardInterrupt), raising():
             threading.Event().wait()
-        except KeyboardInterrupt:
-            return
 
 
 def _open(address: str) -> None:

@@ -240,20 +240,20 @@ class Federation:
     def _register(self) -> None:
         """Tell the link which keys may join, and by what name."""
         sites = self.settings.deploy.sites
-        started = [
-            subprocess.Popen(
-                ["flwr", "supernode", "register", self.secrets / f"{site}.pub", "local", "--name", site],
-                env=self.environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                umask=PRIVATE,
-            )
-            for site in sites
-        ]
-        for site, process in zip(sites, started, strict=True):
-            _, said = process.communicate(timeout=120)
-            if process.returncode:
-                raise Stopped(f"{site} could not be registered: {said.decode(errors='replace')[-300:].strip()}")
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for site in sites:
+                words = ["flwr", "supernode", "register", str(self.secrets / f"{site}.pub"), "local", "--name", site]
+                quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+                started.append(subprocess.Popen(words, env=self.environment, stdout=quiet, stderr=pipe, umask=PRIVATE))
+            for site, process in zip(sites, started, strict=True):
+                _, said = process.communicate(timeout=120)
+                if process.returncode:
+                    raise Stopped(f"{site} could not be registered: {said.decode(errors='replace')[-300:].strip()}")
+        finally:  # where all went well they have ended
+            for process in started:
+                process.kill()
+                process.wait()
 
     def _start(self, name: str, command: list[Any]) -> None:
         log = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
