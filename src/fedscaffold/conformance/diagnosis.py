@@ -311,13 +311,13 @@ def nearest(judgement: Judgement, runs: dict[str, Run]) -> list[str]:
 def covering(likenesses: list[Likeness], wrong: set[str], others: set[str]) -> list[str]:
     """The mistakes that give the very numbers of what is wrong, and contradict nothing that is not; few if they can."""
     exact = [one for one in likenesses if one.same & wrong and others <= one.same]
-    left, said = set(wrong), []
-    while most := max((len(one.same & left) for one in exact), default=0):
-        best = sorted((one for one in exact if len(one.same & left) == most), key=lambda one: -one.rows)[:NAMED]
-        for one in best:
+    left, said = set(wrong), list[str]()
+    while exact and (explains := max((one.same & left for one in exact), key=len)):
+        alternatives = sorted((one for one in exact if one.same & left == explains), key=lambda one: -one.rows)
+        for one in alternatives[:NAMED]:
             where = f"in {len(one.same & wrong)} of {len(wrong)} federations that go wrong"
             said.append(f"the numbers are those of the mistake {one.name!r}, {where}")
-        left -= best[0].same
+        left -= explains
     return said
 
 
