@@ -219,7 +219,7 @@ def test_one_trace_for_any_number_of_calls():
         traces.append(1)
         return least_squares(w, batch)
 
-    problem = fs.Problem(loss, np.ones(3), records())
+    problem = fs.Problem(loss, np.ones(3), records(), coupled=False)  # no comparison beforehand
     ask = {"local_steps": 3, "batch_size": 2, "metrics": ("loss",)}
     fs.simulate(fs.scaffold(), problem, rounds=3, lr=0.1, **ask)
     once = len(traces)
@@ -322,7 +322,7 @@ def test_metrics_are_what_they_say():
 def test_evaluation_covers_all_records_once_in_many_stretches(monkeypatch):
     from fedscaffold.simulation import evaluation
 
-    monkeypatch.setattr(evaluation, "_SWEEP_BYTES", 100)
+    monkeypatch.setattr(evaluation, "EVALUATION_BYTES", 100)
     clients = records(3, sizes=(5, 9, 3, 12, 1))
     test = (np.concatenate([x for x, _ in clients])[:7], np.arange(7) % 2)
     problem = fs.Problem(

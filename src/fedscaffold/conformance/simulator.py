@@ -15,6 +15,7 @@ import optax
 from fedscaffold.algorithms import Algorithm, fedavg, scaffold
 from fedscaffold.conformance.case import Case, Trace, Unsupported, offers
 from fedscaffold.problems import Problem
+from fedscaffold.simulation.double import doubles
 from fedscaffold.simulation.engine import start
 from fedscaffold.simulation.run import noise_key
 from fedscaffold.simulation.setup import Request, prepare
@@ -48,12 +49,13 @@ def run(case: Case) -> Trace:
     )
     with jax.enable_x64(case.precision == "float64"):
         ready = prepare(request)
-        settings = Settings(ready.lr, noise_key(0), np.float64(np.nan))
+        settings = Settings(ready.lr, noise_key(0), np.array(np.nan, case.precision))
         engine, state = start(ready, settings, [0], 1, None)
         states = [jax.tree.map(np.array, state)]
         for done in range(case.rounds):
             if done == case.restart:
-                state = jax.device_put(_restored(states[-1]))
+                with doubles():  # c is kept in double precision in every run
+                    state = jax.device_put(_restored(states[-1]))
             state, _ = engine.advance(state, done, 1)
             states.append(jax.tree.map(np.array, state))
     return Trace(*(np.stack([getattr(s, name) for s in states]) for name in ("x", "c", "c_i")))
