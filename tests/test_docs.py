@@ -32,6 +32,8 @@ for words in json.load(sys.stdin):
 """
 
 
+JUDGE = "python -m fedscaffold.conformance "
+
 # commands that take long and are run by tests of their own
 ELSEWHERE = {"fedscaffold exercise stale", "fedscaffold exercise momentum"}
 
@@ -61,11 +63,23 @@ def test_commands_run(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_judge_runs_without_the_command_line(tmp_path):
+    howto = ROOT / "docs" / "howto-judge.md"
+    [adapter] = [text for text in blocks(howto, "python") if text.startswith("# theirs.py")]
+    (tmp_path / "theirs.py").write_text(adapter, encoding="utf-8")
+    typed = {command for page in PAGES for command in commands(page) if command.startswith(JUDGE)}
+    assert len(typed) >= 3
+    for command in typed:
+        words = [sys.executable, *shlex.split(command)[1:]]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr)
+
+
 def test_other_commands_are_make_targets():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in PAGES:
         for command in commands(page):
-            if not command.startswith("fedscaffold"):
+            if not command.startswith(("fedscaffold", JUDGE)):
                 name, *targets = command.split()
                 assert name == "make", (page.name, command)
                 assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets), command

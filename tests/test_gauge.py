@@ -157,3 +157,15 @@ def test_looking_takes_a_hundredth_of_the_time(monkeypatch):
     assert not watch.due()
     now[0] += 2
     assert watch.due()
+
+
+def test_runs_of_a_sweep_side_by_side_keep_c_in_double_precision():
+    problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, noise=0.01, seed=0)
+    ask = {"rounds": 20, "local_steps": 3, "cohort": 2, "weights": [1, 2, 3, 4, 5]}
+    found = fs.sweep(fs.scaffold(), problem, lr=[0.1, 0.3], seeds=8, **ask)
+    one = fs.simulate(fs.scaffold(), problem, lr=0.3, seed=5, **ask)
+    run = found.runs[1][5]
+    assert run.server.c.dtype == np.float64
+    assert run.fault is None
+    assert run.residual <= run.explained
+    np.testing.assert_allclose(run.vector, one.vector, rtol=1e-4, atol=1e-6)

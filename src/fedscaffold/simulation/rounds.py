@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from fedscaffold.simulation.aging import begun, faded, heard_now, returning, stored
 from fedscaffold.simulation.double import computed_once, double, doubles, in_double
@@ -48,8 +49,12 @@ def rounds(
     spec: Spec, federation: Federation, settings: Settings, state: State, draws: Draws, number: Array, every: Array
 ) -> tuple[State, Array]:
     """Run the first `number` rounds of `draws`; returns the new state and one row of metrics for each."""
+    given = (federation, settings, state, draws, number, every)
     with jax.enable_x64(state.x.dtype == jnp.float64):
-        return _rounds(spec, federation, settings, state, draws, number, every)
+        traced, shape = jax.make_jaxpr(partial(_rounds, spec), return_shape=True)(*given)
+    # What is mapped over runs must be so with x64 on: off, the rules of vmap would make the doubles single.
+    results = jaxpr_as_fun(traced)(*jax.tree.leaves(given))
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
 def _rounds(
