@@ -54,7 +54,8 @@ def rounds(
         traced, shape = jax.make_jaxpr(partial(_rounds, spec), return_shape=True)(*given)
     # What is mapped over runs must be so with x64 on: off, the rules of vmap would make the doubles single.
     results = jaxpr_as_fun(traced)(*jax.tree.leaves(given))
-    return jax.tree.unflatten(jax.tree.structure(shape), results)
+    outcome: tuple[State, Array] = jax.tree.unflatten(jax.tree.structure(shape), results)
+    return outcome
 
 
 def _rounds(
