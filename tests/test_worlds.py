@@ -21,7 +21,8 @@ TRIED = {
 def assert_same(algorithm, case):
     """Both worlds agree to 1e-12 of the size of the numbers."""
     numpy, tensors = run(algorithm, case), run(algorithm, case, asarray=torch.asarray)
-    for one, other in zip(numpy, tensors, strict=True):
+    assert numpy.buffers is None is tensors.buffers
+    for one, other in zip(numpy[:3], tensors[:3], strict=True):
         assert other.dtype == np.float64
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-12 * max(1.0, np.abs(one).max()))
 

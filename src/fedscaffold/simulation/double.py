@@ -34,8 +34,8 @@ def double(a: Array) -> Array:
 def in_double(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, given all of its arrays in double precision.
 
-    >>> in_double(lambda a, b: a + b)(jnp.float32(1), jnp.float32(2**-40)) == 1 + 2**-40
-    Array(True, dtype=bool)
+    >>> float(in_double(lambda a, b: a + b)(jnp.float32(1), jnp.float32(2**-40))) == 1 + 2**-40
+    True
     """
 
     def widened(*arguments: Any) -> Any:
