@@ -60,7 +60,7 @@ def cut(
     turn = np.arange(len(client)) - np.repeat(np.cumsum(parts) - parts, parts)
     first = offsets[client] + turn * sizes[client]
     count = np.minimum(sizes[client], offsets[client + 1] - first)
-    share = shares[client] * count / counts[client]
+    share = (shares[client] * (count / counts[client])).astype(shares.dtype)
     if kind == "weighted":
         return [_table(first, count, share, int(count.max()), width_of)]
     tables = []
