@@ -11,7 +11,7 @@ import os
 import sys
 
 from fedscaffold.checks import InputError, shown
-from fedscaffold.cli.interrupts import code_of, interruptible
+from fedscaffold.cli.interrupts import code_of, interruptible, line_of
 
 __all__ = ["main"]
 
@@ -61,7 +61,7 @@ def _outcome() -> int:
             raise
         return _refused(f"this needs {name}: pip install 'fedscaffold[{EXTRAS[name]}]'", 2)
     except KeyboardInterrupt as stop:
-        return _refused("interrupted", code_of(stop))
+        return _refused(line_of(stop), code_of(stop))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

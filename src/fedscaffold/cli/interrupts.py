@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = ["Interrupt", "Says", "code_of", "deaf", "interruptible", "only_once", "raising", "saying"]
+__all__ = ["Interrupt", "Says", "code_of", "deaf", "interruptible", "line_of", "only_once", "raising", "saying"]
 
 SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
 
@@ -41,6 +41,15 @@ def code_of(stop: KeyboardInterrupt) -> int:
     (143, 130)
     """
     return 128 + int(getattr(stop, "signal", signal.SIGINT))
+
+
+def line_of(stop: KeyboardInterrupt) -> str:
+    """What to say of a command that was interrupted: the line of the innermost `saying`.
+
+    >>> line_of(KeyboardInterrupt())
+    'interrupted'
+    """
+    return str(getattr(stop, "__notes__", ["interrupted"])[0])
 
 
 class Says:
@@ -83,12 +92,20 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def saying(line: str | Callable[[], str], last: Callable[[], object] | None = None) -> Iterator[None]:
-    """End the process with this line if a signal comes meanwhile; `last`, or what was to be done last, before."""
+    """End the process with this line if a signal comes meanwhile; `last`, or what was to be done last, before.
+
+    A KeyboardInterrupt that the work itself raises takes the line along, for `line_of`.
+    """
     outer = signal.getsignal(signal.SIGINT)
     if last is None:
         last = outer.last if isinstance(outer, Says) else lambda: None
-    with _handled(Says(line if callable(line) else lambda: line, last)):
-        yield
+    says = Says(line if callable(line) else lambda: line, last)
+    with _handled(says):
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            stop.add_note(says.line())
+            raise
 
 
 @contextmanager
