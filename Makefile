@@ -2,15 +2,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
-CODE := src tests tools examples benchmarks
+FOR_DEMO := .venv/ready-for-demo
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+CODE := src papers tests tools examples benchmarks
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test quick soak lint papers bench tables architecture arguments docs clean
 
-demo: $(READY)
+demo: $(FOR_DEMO)
 	$(BIN)/fedscaffold demo --out runs/demo
 
 test: lint
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	$(PYTEST)
+
+quick: lint
+	$(PYTEST) -m "not slow and not process and not browser and not soak"
+
+soak: $(READY)
+	FEDSCAFFOLD_DEFAULT_XLA=1 $(PYTEST) -m "soak or not soak"
 
 lint: $(READY)
 	$(BIN)/ruff check $(CODE)
@@ -18,14 +27,30 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/fedscaffold bench
+	$(BIN)/python -m benchmarks
 
-docs: $(READY)
+papers: $(READY)
+	$(BIN)/python -m papers --all --quick
+
+tables: $(READY)
+	PYTHONPATH=tests/support $(BIN)/python tests/conformance/test_conformance.py
+
+architecture: $(READY)
+	$(BIN)/python tools/architecture.py
+
+arguments: $(READY)
+	$(BIN)/python tools/arguments.py
+
+docs: architecture arguments
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-$(READY): pyproject.toml constraints.txt
+$(FOR_DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[sim,cli]'
+	touch $(FOR_DEMO)
+
+$(READY): $(FOR_DEMO)
+	$(INSTALL) -e '.[dev]'
 	touch $(READY)
 
 clean:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedscaffold.deploy import InProcess, Server, drive
 from fedscaffold.deploy.apps import open_app
-from fedscaffold.deploy.local import Federation
+from fedscaffold.deploy.local_cluster import Federation
 
 APP = """
 from functools import cache

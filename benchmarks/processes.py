@@ -39,7 +39,7 @@ def problem(load):
 def member(load, processes, number, at):
     """One process: five tries of some rounds; the first one prints."""
     import fedscaffold as fs
-    from fedscaffold.simulation.hosts import exchanged, join, leave
+    from fedscaffold.simulation.distributed import allgather, join, leave
 
     join(at, processes, number)
     given, rounds = problem(load), ROUNDS[load]
@@ -48,7 +48,7 @@ def member(load, processes, number, at):
         run = fs.simulate(
             fs.scaffold(), given[0], rounds=rounds, metrics=(), devices=processes if processes > 1 else None, **given[1]
         )
-        every = [json.loads(other) for other in exchanged(json.dumps(run.seconds.cpu))]
+        every = [json.loads(other) for other in allgather(json.dumps(run.seconds.cpu))]
         tries.append((1e3 * run.seconds.wall / rounds, 1e3 * sum(every) / rounds))
     if number == 0:
         clock, cpu = zip(*sorted(tries[1:]), strict=True)
@@ -65,7 +65,7 @@ def psums(processes, number, at):
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from fedscaffold.simulation.hosts import join, leave
+    from fedscaffold.simulation.distributed import join, leave
 
     join(at, processes, number)
     mesh = Mesh(np.array(jax.devices()), ("processes",))

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 import fedscaffold as fs
-from fedscaffold.experiments.config import parse
-from fedscaffold.experiments.federation import build
-from fedscaffold.experiments.record import Record
+from fedscaffold.experiments.build_problem import build
+from fedscaffold.experiments.config_file import parse
+from fedscaffold.runs.log_writer import LogWriter
 
 DIGITS = parse("problem.dataset = 'digits'\nproblem.clients = 20").problem
 CASES = {
@@ -35,8 +35,8 @@ def main() -> None:
         rounds, own = [], []
         for _ in range(8):  # the first one compiles
             rounds.append(fs.simulate(fs.scaffold(), problem, **asked).seconds.cpu)
-            with Record(Path(tempfile.mkdtemp()), {"clients": problem.num_clients}) as record:
-                fs.simulate(fs.scaffold(), problem, follow=record, **asked)
+            with LogWriter(Path(tempfile.mkdtemp()), {"clients": problem.num_clients}) as record:
+                fs.simulate(fs.scaffold(), problem, callbacks=[record], **asked)
             own.append(record.spent)
         a, b = (min(seconds[1:]) / asked["rounds"] * 1e6 for seconds in (rounds, own))
         sys.stdout.write(f"{name}: a round takes {a:.0f} us of the processor, its line {b:.1f} us\n")

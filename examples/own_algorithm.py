@@ -4,38 +4,42 @@
     cd examples; fedscaffold conform --target own_algorithm:damped
 
 `damped` is SCAFFOLD whose control variates go only part of the way to the gradients just seen: c_i is a running mean of
-them. `slipped` is what becomes of it when one letter is lost.
+them. `slipped` is what becomes of it when a few letters are lost.
 """
 
 from collections import Counter
 
 import fedscaffold as fs
+from fedscaffold.algorithms.scaffold import Memory, Message, Server, init, memory
 from fedscaffold.conformance import conform
 
 
 def damped(damping=0.8, server_lr=1.0):
     """d = g - c_i + c;   c_i+ = c_i + damping (d_i - c);   damping = 1 is SCAFFOLD."""
 
-    def shift(c, c_i):
-        return c - c_i
+    def shift(server, memory):
+        return server.c - memory.c_i
 
-    def direction(g, y, x, shift):
-        return g + shift
+    def direction(gradient, y, x, shift):
+        return gradient(y) + shift
 
-    def remember(c, c_i, d):
-        return c_i + damping * (d - c)
+    def message(walk, shift):
+        return Message(walk.d, walk.move)
 
-    def server(x, c, move, d, heard):
-        return x - server_lr * move, c + damping * heard * (d - c)
+    def remember(memory, shift, message):
+        return Memory(memory.c_i + damping * (message.d - shift - memory.c_i))
 
-    return fs.Algorithm("damped", direction, server, shift, remember)
+    def update(server, sent, mean, heard):
+        return Server(server.x - server_lr * mean.move, server.c + damping * heard * (mean.d - sent.c))
+
+    return fs.Algorithm("damped", direction, message, update, init, memory, shift, remember, means=(("c", "c_i"),))
 
 
 def slipped(damping=0.8, server_lr=1.0):
-    """`damped` with one letter lost: the new c_i is made of d, not of d - c."""
+    """`damped` with a few letters lost: the new c_i is made of d, not of d - c."""
 
-    def remember(c, c_i, d):
-        return c_i + damping * d
+    def remember(memory, shift, message):
+        return Memory(memory.c_i + damping * message.d)
 
     return damped(damping, server_lr)._replace(name="slipped", remember=remember)
 

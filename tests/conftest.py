@@ -1,12 +1,81 @@
-"""Settings of all tests: one thread for each of two workers, as the work is small."""
+"""Settings of all tests: one thread a worker, and programs that are compiled once in a run.
+
+Most of the suite's time is XLA compiling small programs. All workers and the processes that they
+start share a cache of compiled programs, made for this run and removed after it. Outside `EXACT`,
+the rooms whose subject is what the compiler makes of the arithmetic, programs are compiled without
+most optimisations, which takes a quarter less time. Files go to memory where there is room: much of
+what is tested commits its state, and would wait for a disk.
+
+XLA's older emitters of fused loops compile small programs in half the time. `make soak` runs the whole
+suite with those that users have by default: set FEDSCAFFOLD_DEFAULT_XLA.
+"""
 
 import os
 import shutil
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
+EXACT = {"simulation", "conformance"}
+OPTIMISE_LESS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+
 for variable in ("PJRT_NPROC", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
+
+if not os.environ.get("FEDSCAFFOLD_DEFAULT_XLA"):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+
+# processes that tests start find papers, benchmarks and tests.faults too, whatever folder they run in
+ROOT = str(Path(__file__).parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_configure(config):
+    if CACHE not in os.environ:  # workers inherit it
+        os.environ[CACHE] = config.own_cache = tempfile.mkdtemp(prefix="fedscaffold-programs-")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, "own_cache"):
+        shutil.rmtree(config.own_cache, ignore_errors=True)
+        del os.environ[CACHE]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.suffix == ".md":  # pages run whole
+            item.add_marker("slow")
+
+
+def forget():
+    """Empty the package's own caches, which keep compiled programs."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fedscaffold."):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Choose how programs are compiled, here and in processes that the test starts."""
+    value = "0" if item.path.parent.name in EXACT else "1"
+    if os.environ.get(OPTIMISE_LESS) != value:
+        os.environ[OPTIMISE_LESS] = value
+        if jax := sys.modules.get("jax"):
+            jax.config.update(OPTIMISE_LESS.lower(), value == "1")
+            jax.clear_caches()
+            forget()
 
 
 @pytest.fixture

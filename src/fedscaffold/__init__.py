@@ -18,51 +18,83 @@ from typing import Any as _Any
 from fedscaffold.algorithms import (
     ALGORITHMS,
     Algorithm,
+    amplified_scaffold,
     dane,
+    ditto,
     fedavg,
+    fedavg_m,
+    fedbn,
     feddyn,
     fednova,
     fedprox,
+    local_layers,
     mime,
+    scafcom,
     scaffnew,
     scaffold,
+    scaffold_m,
     scaffold_xi,
     sgd,
 )
 from fedscaffold.checks import InputError
+from fedscaffold.metrics import metric
+from fedscaffold.run_config import RunConfig
 
 if TYPE_CHECKING:
     from fedscaffold import data, problems, theory
     from fedscaffold.estimators import FederatedClassifier, FederatedRegressor
     from fedscaffold.problems import Problem
-    from fedscaffold.simulation import Run, Sweep, compression, richardson, simulate, stale, sweep
+    from fedscaffold.simulation import (
+        Callback,
+        Look,
+        Run,
+        Simulator,
+        Sweep,
+        compression,
+        richardson,
+        simulate,
+        stale,
+        sweep,
+    )
     from fedscaffold.theory.heterogeneity import heterogeneity
     from fedscaffold.theory.planning import plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "Callback",
     "FederatedClassifier",
     "FederatedRegressor",
     "InputError",
+    "Look",
     "Problem",
     "Run",
+    "RunConfig",
+    "Simulator",
     "Sweep",
+    "amplified_scaffold",
     "compression",
     "dane",
     "data",
+    "ditto",
     "fedavg",
+    "fedavg_m",
+    "fedbn",
     "feddyn",
     "fednova",
     "fedprox",
     "heterogeneity",
+    "local_layers",
+    "metric",
     "mime",
     "plan",
     "problems",
     "richardson",
+    "scafcom",
     "scaffnew",
     "scaffold",
+    "scaffold_m",
     "scaffold_xi",
     "sgd",
     "simulate",
@@ -72,11 +104,14 @@ __all__ = [
 ]
 
 _LATER = {"Problem": "problems", "heterogeneity": "theory", "plan": "theory"}
-_LATER |= dict.fromkeys(("Run", "Sweep", "compression", "richardson", "simulate", "stale", "sweep"), "simulation")
+_LATER |= dict.fromkeys(
+    ("Callback", "Look", "Run", "Simulator", "Sweep", "compression", "richardson", "simulate", "stale", "sweep"),
+    "simulation",
+)
 _LATER |= dict.fromkeys(("FederatedClassifier", "FederatedRegressor"), "estimators")
 
 
-_ROOMS = ("conformance", "data", "deploy", "estimators", "problems", "report", "simulation", "theory")
+_ROOMS = ("conformance", "data", "deploy", "estimators", "problems", "runs", "simulation", "theory")
 
 
 def __dir__() -> list[str]:
@@ -90,7 +125,7 @@ def __getattr__(name: str) -> _Any:
     try:
         module = _importlib.import_module(f"fedscaffold.{room}")
     except ModuleNotFoundError as error:
-        extra = {"conformance": "all", "data": "all", "deploy": "deploy", "report": "report"}.get(room, "sim")
+        extra = {"conformance": "all", "data": "all", "deploy": "deploy", "runs": "report"}.get(room, "sim")
         missing = str(error.name).partition(".")[0]
         raise ImportError(f"fs.{name} needs {missing}: pip install 'fedscaffold[{extra}]'") from error
     return getattr(module, name) if name in _LATER else module

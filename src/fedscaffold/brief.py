@@ -10,6 +10,7 @@ __all__ = ["brief"]
 MOST_TEXT = 60
 MOST_ITEMS = 4
 MOST_KEYS = 12
+MOST_FIELDS = 2
 
 
 def brief(held: Any) -> str:
@@ -33,8 +34,8 @@ def short(value: Any) -> str:
     >>> short(np.zeros((3, 4))), short(0.1 + 0.2), short({"loss": np.zeros(5)})
     ('float64 (3, 4)', '0.3', '{loss: float64 (5,)}')
     """
-    if hasattr(value, "_fields"):
-        return f"{type(value).__name__}(...)"
+    if hasattr(value, "_fields") and not isinstance(value, type):
+        return brief(value) if len(value) <= MOST_FIELDS else f"{type(value).__name__}(...)"
     if getattr(value, "shape", ()) != ():
         return f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, float):

@@ -27,6 +27,7 @@ __all__ = [
     "path",
     "share",
     "shown",
+    "takes_key",
     "takes_weights",
     "text",
     "whole",
@@ -38,6 +39,7 @@ R = TypeVar("R")
 LARGEST = 2**63 - 1
 """Whole numbers go into 64 bits."""
 MOST_SHOWN = 120
+BY_NAME = ("weights", "key")  # what a function of (params, batch) may take besides
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -249,20 +251,33 @@ def takes_weights(name: str, function: Callable[..., Any]) -> bool:
     True
     >>> takes_weights("loss", lambda params, x, y: 0.0)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: loss must take (params, batch), and may take weights by name, got (params, x, y);
-    unpack the batch inside it: x, y = batch
+    fedscaffold.checks.InputError: loss must take (params, batch), and may take weights and key by name, got
+    (params, x, y); unpack the batch inside it: x, y = batch
     """
+    return "weights" in _taken_by_name(name, function)
+
+
+def takes_key(function: Callable[..., Any]) -> bool:
+    """Whether a function of (params, batch) takes `key` by name, a random key.
+
+    >>> takes_key(lambda params, batch, key=None: 0.0), takes_key(lambda params, batch: 0.0)
+    (True, False)
+    """
+    return "key" in _taken_by_name("the function", function)
+
+
+def _taken_by_name(name: str, function: Callable[..., Any]) -> set[str]:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in callables have none
-        return False
+        return set()
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     more = [p for p in parameters if p not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     several = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if not several or any(p.default is p.empty and p.name != "weights" for p in more):
+    if not several or any(p.default is p.empty and p.name not in BY_NAME for p in more):
         raise InputError(
-            f"{name} must take (params, batch), and may take weights by name, got {signature}; unpack the batch "
-            "inside it: x, y = batch"
+            f"{name} must take (params, batch), and may take weights and key by name, got {signature}; unpack the "
+            "batch inside it: x, y = batch"
         )
-    return any(p.name == "weights" and p.kind is not p.POSITIONAL_ONLY for p in more)
+    return {p.name for p in more if p.name in BY_NAME and p.kind is not p.POSITIONAL_ONLY}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json as standard_json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from fedscaffold.checks import InputError, shown
+from fedscaffold.checks import InputError, shown, whole
 
-__all__ = ["NotToml", "json", "record", "text_of", "toml"]
+__all__ = ["NotToml", "format_of", "json", "plain", "record", "text_of", "toml"]
 
 
 class NotToml(InputError):
@@ -19,6 +20,8 @@ class NotToml(InputError):
 def toml(text: str, source: str) -> dict[str, Any]:
     """The tables of a TOML text; `source` is what the text is called where it is refused.
 
+    >>> toml(chr(0xFEFF) + "rounds = 3", "config.toml")
+    {'rounds': 3}
     >>> toml("rounds = = 3", "config.toml")
     Traceback (most recent call last):
     fedscaffold.parsing.NotToml: config.toml is not valid TOML: Invalid value (at line 1, column 10)
@@ -27,7 +30,7 @@ def toml(text: str, source: str) -> dict[str, Any]:
     fedscaffold.checks.InputError: config.toml cannot be read: it is nested too deep
     """
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))  # the mark that some editors put before UTF-8
     except tomllib.TOMLDecodeError as error:
         raise NotToml(f"{source} is not valid TOML: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -45,6 +48,47 @@ def json(text: str | bytes, source: str) -> Any:
         return standard_json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source} is not valid JSON: {_reason(error)}") from None
+
+
+def format_of(value: Any, newest: int, source: str) -> int:
+    """Return the format version that a file says it has; one that does not say is of version 0.1.0 and has format 1.
+
+    Args:
+        value: What the file says, or None.
+        newest: The newest format that this version reads.
+        source: What the file is called where it is refused.
+
+    Raises:
+        InputError: The format is not a whole number, or newer than this version.
+
+    >>> format_of(None, 2, "config.toml")
+    1
+    >>> format_of(3, 2, "config.toml")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: config.toml has format 3, and this version reads formats up to 2: update fedscaffold
+    """
+    if value is None:
+        return 1
+    found = whole(f"the format of {source}", value, at_least=1)
+    if found > newest:
+        raise InputError(
+            f"{source} has format {found}, and this version reads formats up to {newest}: update fedscaffold"
+        )
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: NumPy's numbers become Python's, NaN and the infinities become null.
+
+    >>> plain({"loss": float("nan"), "rounds": (1, 2)})
+    {'loss': None, 'rounds': [1, 2]}
+    """
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    number = value.item() if hasattr(value, "item") else value
+    return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
 def text_of(path: Path) -> str:

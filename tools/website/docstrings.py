@@ -1,10 +1,19 @@
-"""Docstrings as Markdown: an example that begins with `>>>` becomes a block of code, not a quotation."""
+"""Docstrings as the reference shows them.
 
+Examples that begin with `>>>` become blocks of code. The docstrings of `simulate`, `sweep` and the estimators hold a
+line ARGUMENTS or PARAMETERS, which the package replaces at run time by a line for each argument. Griffe reads the
+source and does not run it, so these objects are imported here for their docstring and signature.
+"""
+
+import importlib
+import inspect
 import re
 
 import griffe
 
 EXAMPLE = re.compile(r"^([ ]*)>>> .*(?:\n(?:\1[ ]*\S.*))*", re.M)
+FILLED = re.compile(r"^ *(?:ARGUMENTS|PARAMETERS)$", re.M)
+DESCRIPTION = "fedscaffold.run_config.RunConfig"  # a dataclass whose defaults are made by a function
 
 
 def fenced(text):
@@ -21,10 +30,49 @@ def fenced(text):
     return EXAMPLE.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", text)
 
 
-class Examples(griffe.Extension):
-    """Rewrites every docstring once it is read."""
+def imported(path):
+    """The object at a dotted path, which is a module's attribute.
+
+    >>> imported("fedscaffold.run_config.RunConfig").__name__
+    'RunConfig'
+    """
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def parameters(live):
+    """The parameters of an object's run-time signature, as griffe has them."""
+    return griffe.Parameters(
+        *(
+            griffe.Parameter(
+                one.name,
+                annotation=None if one.annotation is one.empty else inspect.formatannotation(one.annotation).strip("'"),
+                kind=griffe.ParameterKind[one.kind.name.lower()],
+                default=None if one.default is one.empty else repr(one.default),
+            )
+            for one in inspect.signature(live).parameters.values()
+        )
+    )
+
+
+def complete(obj, live):
+    """Give a function or class the docstring and the signature that it has at run time."""
+    obj.docstring.value = inspect.getdoc(live)
+    if obj.is_function:
+        obj.parameters = parameters(live)
+    else:
+        this = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
+        init = griffe.Function("__init__", parameters=griffe.Parameters(this, *parameters(live)))
+        obj.set_member("__init__", init)
+
+
+class Docstrings(griffe.Extension):
+    """Completes and rewrites every docstring once it is read."""
 
     def on_object(self, *, obj, **_):
         """Griffe calls this for every module, class, function and attribute."""
-        if not obj.is_alias and obj.docstring:
-            obj.docstring.value = fenced(obj.docstring.value)
+        if obj.is_alias or not obj.docstring:
+            return
+        if FILLED.search(obj.docstring.value) or obj.path == DESCRIPTION:
+            complete(obj, imported(obj.path))
+        obj.docstring.value = fenced(obj.docstring.value)

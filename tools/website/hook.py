@@ -14,11 +14,11 @@ import museum
 import wall
 from mkdocs.structure.files import File
 
-from fedscaffold.report.theatre import theatre
+from fedscaffold.runs.theatre import theatre
 
 ROOT = Path(__file__).parents[2]
 log = getLogger("mkdocs.hooks.website")
-TABLES = ("errata.md", "notation.md", "reproduction.md", "theory-formulas.md")
+TABLES = ("configuration.md", "errata.md", "extend.md", "notation.md", "reproduction.md", "theory-formulas.md")
 MADE = re.compile(r"^<!-- made: ([\w /.-]+?) -->$", re.M)
 
 

@@ -26,7 +26,7 @@ from fedscaffold.conformance.federations import CONDITIONS, brief
 ROOT = Path(__file__).parents[2]
 TABLES = {  # where broken implementations are written down: public mistakes, and our own algorithm broken on purpose
     "MISTAKES": ROOT / "src" / "fedscaffold" / "conformance" / "mistakes.py",
-    "OUR_MUTANTS": ROOT / "tests" / "mutants.py",
+    "OUR_MUTANTS": ROOT / "tests" / "support" / "mutants.py",
 }
 BY_NAME = {identity.name: identity for identity in IDENTITIES}
 TELLING = ["optimum", "mean", "first round", "gradients seen"]  # the families whose conditions are pictures

@@ -1,17 +1,20 @@
 """The reliability wall: one tile for each fault. Names and what is tried are those of the scenarios of deployment.
 
-A tile is covered because `fedscaffold.deploy.faults` has a scenario of its number, not because a file says so. Only the
+A tile is covered because `tests.faults` has a scenario of its number, not because a file says so. Only the
 faults that no scenario has are told in full, in wall.toml.
 """
 
 import re
+import sys
 import tomllib
 from collections import Counter
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from fedscaffold.deploy.faults import SCENARIOS
+sys.path.append(str(Path(__file__).parents[2]))  # tests.faults is a package of the checkout
+
+from tests.faults import SCENARIOS
 
 MUSEUM = "museum.html"
 

@@ -1,27 +1,29 @@
-"""What a federated algorithm is: a few pure functions on vectors.
+"""The `Algorithm` interface: pure functions on vectors, and the records they pass around.
 
-One round, in plain text. The server sends the model x (and its control variate c); every client i of the cohort
+The server's record has the model x as its first field; a client may keep a memory between rounds. In one round every
+client i of the cohort
 
+    receives       x and shift_i = shift(server, memory_i)
     starts at      y = x
-    repeats        y <- y - step of its local optimiser along d,   d = direction(g_i(y), y, x, shift(c, c_i))
-    forms          d_i = the mean of its d                          travelled() when the steps are plain SGD
-    remembers      c_i <- remember(c, c_i, d_i)
-    sends          d_i, and its move x - y where that is not (K lr) d_i
+    repeats        y <- y - step of its local optimiser along d,    d = direction(gradient, y, x, shift_i)
+    sends          message_i = message(walk_i, shift_i),            walk_i: its local training
+    remembers      memory_i <- remember(memory_i, shift_i, message_i)
 
-and the server, having heard clients of total weight `heard` = sum of their p_i (S/N when all weigh the same),
+and the server, with messages received from clients of total weight `heard` = sum of their p_i (S/N for equal weights),
 
-    averages       D = sum p_i d_i / heard,   move = sum p_i (x - y_i) / heard
-    steps          x, c <- server(x, c, move, D, heard)
+    averages       mean = sum p_i message_i / heard                 field by field
+    steps          server <- update(server, sent, mean, heard)      sent: the server's record that the clients received
 
-Three methods need a little more, said by a field each. `anchor`: before the local steps the clients heard exchange
-their gradients at x, and g is then the difference of the same batch's gradients at y and at x. `normalised`: moves
-are divided by the distance each client was to travel before they are averaged, and multiplied by the mean one
-after. `coin`: the number of local steps of a round is drawn, geometric with mean K and the same for all; d_i = (x -
-y) / (K lr) all the same, whatever was drawn.
+The memory is computed from the message as the server decoded it. It can therefore be stored at the client or at the
+server, and whatever compression, clipping or a lost reply removed from the message is not in the memory either.
 
-The functions use only + - * / and import no array library: the same text runs under jit in the simulator, on NumPy in
-a server and on torch tensors in a client. They return new values and change none of their arguments. All but `server`
-are elementwise, so an engine may call them on flat vectors or layer by layer.
+Fields of a record are vectors or numbers (a counter, for example). The shift is a vector, or a record of vectors and
+numbers; it is constant during a round.
+
+The functions use only + - * / and comparisons and import no array library: the same code runs under jit in the
+simulator, on NumPy in the server and on torch tensors in the client. They return new values and never modify their
+arguments. `direction` must be elementwise, as engines may call it layer by layer; the other functions are given flat
+vectors. Engines use nothing but these functions, and never the algorithm's name.
 """
 
 from __future__ import annotations
@@ -31,43 +33,143 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fedscaffold.brief import brief
 
-__all__ = ["Algorithm", "ServerStep", "Vector", "travelled"]
+__all__ = [
+    "Algorithm", "Form", "Gradient", "LocalWork", "Model", "Move", "Vector", "Walk", "one_full_step", "travelled",
+]  # fmt: skip
 
-Vector: TypeAlias = Any  # numpy.ndarray, jax.Array or torch.Tensor; None where an algorithm keeps no memory
-ServerStep: TypeAlias = Callable[[Vector, Vector, Vector, Vector, float], tuple[Vector, Vector]]
+Vector: TypeAlias = Any  # numpy.ndarray, jax.Array or torch.Tensor
+Gradient: TypeAlias = Callable[[Vector], Vector]
+Record: TypeAlias = Any  # a NamedTuple of vectors and numbers that the algorithm defines
+
+
+class Model(NamedTuple):
+    """Server record of a method that keeps only the model."""
+
+    x: Vector
+
+
+class Move(NamedTuple):
+    """Message of a method that averages models."""
+
+    move: Vector
+
+
+class Walk:
+    """Result of a client's local training. Fields are computed on first access.
+
+    x          the model that the client received
+    y          the end of its local steps; `y`, `move` and `d` have the structure that `start` returned
+    move       start - y
+    travel     the sum of its step sizes
+    d          its mean direction: the sum of directions divided by the planned number of steps
+    gradient   its gradient at x over all of its data
+    own        its private record, after the round
+
+    >>> walk = Walk(x=lambda: 3.0, y=lambda: 1.0, move=lambda: walk.x - walk.y)
+    >>> walk.move
+    2.0
+    """
+
+    own: Any
+
+    def __init__(self, **fields: Callable[[], Any]) -> None:
+        self._compute = fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._compute:
+            raise AttributeError(f"a walk has no {name!r}; it has {', '.join(sorted(self._compute))}")
+        value = self._compute[name]()
+        setattr(self, name, value)
+        return value
+
+
+class LocalWork(NamedTuple):
+    """Local work of one round."""
+
+    steps: Any
+    """Number of local steps."""
+    batch_size: Any
+    """Records per step; None for all records of the client."""
+    geometric: bool = False
+    """Whether the number of steps is drawn each round, geometric with mean `steps`, the same for all clients."""
+
+
+def one_full_step(work: LocalWork) -> LocalWork:
+    """Return one step on all local data, whatever the requested work."""
+    return LocalWork(1, None)
+
+
+class Form(NamedTuple):
+    """Affine structure of a round on quadratics, from which the theory computes closed forms."""
+
+    memory: bool
+    """Whether clients keep a control variate c_i, as in SCAFFOLD."""
+    at_x: bool
+    """Whether c_i is the gradient at x (option I)."""
+    drag: float
+    """Proximal coefficient: d = g + drag (y - x), as in FedProx."""
+    server_lr: float
+    one_step: bool
+    """Whether a round is one local step, whatever number is requested."""
 
 
 class Algorithm(NamedTuple):
-    """A federated method: what is computed. How clients are run is an engine's business."""
+    """A federated method as a set of pure functions; engines decide how clients are run.
+
+    `direction`, `message` and `update` suffice for a method without memory. Control variates also need `init`,
+    `memory`, `shift`, `remember` and `means`; the other fields serve particular methods.
+    """
 
     def __repr__(self) -> str:
         return brief(self)
 
     name: str
-    direction: Callable[[Vector, Vector, Vector, Vector], Vector]
-    """(g, y, x, shift) -> d, at every local step; g is the client's gradient at y."""
-    server: ServerStep
-    """(x, c, move, d, heard) -> x, c, once a round; move and d are averages over the clients heard."""
-    shift: Callable[[Vector, Vector], Vector] | None = None
-    """(c, c_i) -> shift, once a round; None where clients keep no memory."""
-    remember: Callable[[Vector, Vector, Vector], Vector] | None = None
-    """(c, c_i, d) -> c_i, once a round; d is the client's mean direction."""
-    at_x: bool = False
-    """The direction to remember is the one at x, over all local data, instead of the mean one."""
-    one_step: bool = False
-    """A round is one step on all local data, whatever the number of local steps asked for."""
-    by_move: bool = False
-    """What the client remembers is made from its move x - y, given as d: (c, c_i, move) -> c_i."""
-    anchor: Callable[[Vector, Vector], Vector] | None = None
-    """(c, a) -> c, before the local steps; a is the mean over the clients heard of their gradients at x."""
-    normalised: bool = False
-    """Moves are averaged per unit of travel, so that clients with more local steps do not pull harder."""
-    coin: bool = False
-    """The number of local steps is drawn each round, geometric with mean `local_steps`, one for all clients."""
-    everyone: bool = False
-    """Right only if all clients take part in every round; they find c from two models in a row, and are not sent it."""
+    direction: Callable[[Gradient, Vector, Vector, Vector], Vector]
+    """(gradient, y, x, shift) -> d, at every local step; gradient(z) evaluates the step's batch at z."""
+    message: Callable[[Walk, Vector], Record]
+    """(walk, shift) -> message, at the client."""
+    update: Callable[[Record, Record, Record, Any], Record]
+    """(server, sent, mean, heard) -> server, once a round."""
+    init: Callable[[Vector], Record] = Model
+    """(x) -> server, before the first round."""
+    memory: Callable[[Vector], Record] | None = None
+    """(x) -> memory, before a client's first round; None if clients keep none."""
+    shift: Callable[[Record, Record], Vector] | None = None
+    """(server, memory) -> shift, once a round: everything a client needs besides x; None for nothing."""
+    remember: Callable[[Record, Vector, Record], Record] | None = None
+    """(memory, shift, message) -> memory, once a round, wherever the memory is stored."""
+    means: tuple[tuple[str, str], ...] = ()
+    """Pairs (server field, memory field): the first always equals the p_i-weighted sum of the second."""
+    renew: Callable[[Record, Vector], Record] | None = None
+    """(memory, gradient) -> memory of a client that was absent for long, from its gradient at x."""
+    prepare: Callable[[Record, Vector], Record] | None = None
+    """(server, mean gradient at x of the responding clients) -> server, in an extra exchange before local steps."""
+    own: Callable[[Vector], Record] | None = None
+    """(x) -> own: the record that a client never sends, before its first round."""
+    start: Callable[[Vector, Record], Any] | None = None
+    """(x, own) -> start of the local steps; None for x. A record of vectors is stepped field by field."""
+    keep: Callable[[Record, Walk, Vector], Record] | None = None
+    """(own, walk, shift) -> own, after the local steps; `message` can read it as `walk.own`."""
+    personal: Callable[[Vector, Record], Vector] | None = None
+    """(x, own) -> the model that a client uses; None for x."""
+    fit: Callable[[Any], Algorithm] | None = None
+    """(layout) -> the algorithm for a model with these layers; engines call it once. `layout.split(names)` locates
+    layers; a layout of None stands for a model without layers."""
+    private: tuple[tuple[int, int], ...] = ()
+    """Ranges (begin, end) of coordinates that never leave a client: messages are 0 there and omit them."""
+    references: tuple[tuple[str, Callable[[Record], Vector]], ...] = ()
+    """Pairs (message field, (server) -> reference known to both sides): compression applies to the difference."""
+    finds: tuple[str, ...] = ()
+    """Fields of the server's record that clients derive from the models they receive, and are never sent."""
+    work: Callable[[LocalWork], LocalWork] | None = None
+    """(requested work) -> local work that the method does; None for the requested work."""
+    needs: tuple[tuple[str, str], ...] = ()
+    """Pairs (condition, reason) that a configuration must meet or be refused. Conditions: `everyone`, `plain sgd`,
+    `sgd`, `equal steps`, `exact messages`. The reason completes a sentence that begins with the algorithm's name."""
+    form: Form | None = None
+    """Affine structure for the closed forms of `fs.theory`; None if the method has none of that kind."""
 
 
-def travelled(x: Vector, y: Vector, steps: float, lr: float) -> Vector:
-    """Mean direction of `steps` plain SGD steps of size `lr` that led from x to y."""
+def travelled(x: Vector, y: Vector, steps: Any, lr: Any) -> Vector:
+    """Return the mean direction of `steps` plain SGD steps of size `lr` from x to y."""
     return (x - y) / (steps * lr)

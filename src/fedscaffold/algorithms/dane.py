@@ -1,6 +1,6 @@
 """DANE (Shamir et al. 2014), its local problems solved by K gradient steps.
 
-    all heard     a = mean of grad f_i(x)                                   anchor: one exchange more
+    all heard     a = mean of grad f_i(x)                                   prepare: one exchange more
     client i      min over y of f_i(y) - <grad f_i(x) - a, y> + mu/2 |y - x|^2,      by steps along
                   d = g_i(y) - g_i(x) + a + mu (y - x)                      direction
     server        x+ = mean y_i
@@ -11,32 +11,60 @@ quadratics, at the price of a second exchange every round. With K large the loca
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fedscaffold import checks
-from fedscaffold.algorithms.base import Algorithm, Vector
-from fedscaffold.algorithms.fedavg import stepping
+from fedscaffold.algorithms.base import Algorithm, Gradient, Vector
+from fedscaffold.algorithms.fedavg import message, stepping
 from fedscaffold.checks import memoised
+
+UNCOMPRESSED = (
+    "exact messages",
+    "exchanges gradients before the local steps, and these have no error feedback; compress scaffold instead",
+)
+
+
+class Server(NamedTuple):
+    """What the server keeps; `a` is the mean gradient at x."""
+
+    x: Vector
+    a: Vector
 
 
 @memoised
 def dane(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
     """DANE with proximal weight `mu`; no memory between rounds.
 
-    >>> dane(mu=2.0).direction(1.0, 3.0, 2.0, 0.5)
+    >>> dane(mu=2.0).direction(lambda y: y, 3.0, 2.0, 0.5)
     3.5
     """
     mu = checks.number("mu", mu, at_least=0)
 
-    def direction(g: Vector, y: Vector, x: Vector, shift: Vector) -> Vector:
-        return g + shift + mu * (y - x)
+    def direction(gradient: Gradient, y: Vector, x: Vector, shift: Vector) -> Vector:
+        return gradient(y) - gradient(x) + shift + mu * (y - x)
 
-    return Algorithm("dane", direction, stepping(server_lr), shift, anchor=anchor)
+    return Algorithm(
+        "dane",
+        direction,
+        message,
+        stepping(server_lr),
+        init,
+        shift=shift,
+        prepare=prepare,
+        needs=(UNCOMPRESSED,),
+    )
 
 
-def anchor(c: Vector, a: Vector) -> Vector:
+def init(x: Vector) -> Server:
+    """The mean gradient is found in each round."""
+    return Server(x, 0 * x)
+
+
+def prepare(server: Server, gradient: Vector) -> Server:
     """The mean gradient at x, afresh in every round."""
-    return a
+    return Server(server.x, gradient)
 
 
-def shift(c: Vector, c_i: Vector) -> Vector:
-    """The same for all clients: their own gradient at x is in g already."""
-    return c
+def shift(server: Server, memory: None) -> Vector:
+    """The same for all clients: they subtract their own gradient at x themselves."""
+    return server.a

@@ -9,8 +9,10 @@ optimum: the bias is about lr (K - 1) / 2 times the mean of H^-1 (H_i - H) grad 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fedscaffold import checks
-from fedscaffold.algorithms.base import Algorithm, ServerStep, Vector
+from fedscaffold.algorithms.base import Algorithm, Form, Gradient, Model, Move, Vector, Walk
 from fedscaffold.checks import memoised
 
 
@@ -21,19 +23,29 @@ def fedavg(server_lr: float = 1.0) -> Algorithm:
     >>> fedavg().shift is None
     True
     """
-    return Algorithm("fedavg", direction, stepping(server_lr))
+    return Algorithm("fedavg", direction, message, stepping(server_lr), form=form(server_lr))
 
 
-def direction(g: Vector, y: Vector, x: Vector, shift: Vector) -> Vector:
+def direction(gradient: Gradient, y: Vector, x: Vector, shift: Vector) -> Vector:
     """The client's own gradient."""
-    return g
+    return gradient(y)
 
 
-def stepping(server_lr: float) -> ServerStep:
-    """The server step of every method without control variates: x moves along the clients' mean move."""
+def message(walk: Walk, shift: Vector) -> Move:
+    """Where the local steps led."""
+    return Move(walk.move)
+
+
+def stepping(server_lr: float) -> Callable[[Model, Model, Move, float], Model]:
+    """The server's step of every method that averages models: x moves along the clients' mean move."""
     server_lr = checks.number("server_lr", server_lr, above=0)
 
-    def server(x: Vector, c: Vector, move: Vector, d: Vector, heard: float) -> tuple[Vector, Vector]:
-        return x - server_lr * move, c
+    def update(server: Model, sent: Model, mean: Move, heard: float) -> Model:
+        return server._replace(x=server.x - server_lr * mean.move)
 
-    return server
+    return update
+
+
+def form(server_lr: float, drag: float = 0.0, one_step: bool = False) -> Form:
+    """The affine structure of a method without memory."""
+    return Form(memory=False, at_x=False, drag=drag, server_lr=server_lr, one_step=one_step)

@@ -15,7 +15,9 @@ Symbols: lambda_i (the paper's gradient of L_i) = c_i, h = c.
 from __future__ import annotations
 
 from fedscaffold import checks
-from fedscaffold.algorithms.base import Algorithm, Vector
+from fedscaffold.algorithms.base import Algorithm, Gradient, Move, Vector
+from fedscaffold.algorithms.fedavg import message
+from fedscaffold.algorithms.scaffold import Memory, Server, init, memory
 from fedscaffold.checks import memoised
 
 
@@ -23,25 +25,40 @@ from fedscaffold.checks import memoised
 def feddyn(alpha: float = 1.0, server_lr: float = 1.0) -> Algorithm:
     """FedDyn with regularisation `alpha`.
 
-    >>> feddyn(alpha=0.5).direction(1.0, 3.0, 1.0, -0.25)
+    >>> feddyn(alpha=0.5).direction(lambda y: 1.0, 3.0, 1.0, -0.25)
     1.75
     """
     alpha = checks.number("alpha", alpha, above=0)
     server_lr = checks.number("server_lr", server_lr, above=0)
 
-    def direction(g: Vector, y: Vector, x: Vector, shift: Vector) -> Vector:
-        return g + shift + alpha * (y - x)
+    def direction(gradient: Gradient, y: Vector, x: Vector, shift: Vector) -> Vector:
+        return gradient(y) + shift + alpha * (y - x)
 
-    def remember(c: Vector, c_i: Vector, move: Vector) -> Vector:
-        return c_i + alpha * move
+    def remember(memory: Memory, shift: Vector, message: Move) -> Memory:
+        return Memory(alpha * message.move - shift)
 
-    def server(x: Vector, c: Vector, move: Vector, d: Vector, heard: float) -> tuple[Vector, Vector]:
-        c = c + (alpha * heard) * move
-        return x - server_lr * (move + c / alpha), c
+    def update(server: Server, sent: Server, mean: Move, heard: float) -> Server:
+        c = server.c + (alpha * heard) * mean.move
+        return Server(server.x - server_lr * (mean.move + c / alpha), c)
 
-    return Algorithm("feddyn", direction, server, shift, remember, by_move=True)
+    why = (
+        "remembers its moves, so what compression leaves out of one would count twice, in its memory and in its "
+        "error feedback, and grow; compress scaffold instead"
+    )
+    return Algorithm(
+        "feddyn",
+        direction,
+        message,
+        update,
+        init,
+        memory,
+        shift,
+        remember,
+        means=(("c", "c_i"),),
+        needs=(("exact messages", why),),
+    )
 
 
-def shift(c: Vector, c_i: Vector) -> Vector:
-    """What the client subtracts from its gradients all round long."""
-    return -c_i
+def shift(server: Server, memory: Memory) -> Vector:
+    """What the client adds to its gradients all round long."""
+    return -memory.c_i

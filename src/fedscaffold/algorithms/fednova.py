@@ -9,16 +9,40 @@ weigh more; FedNova keeps the weights p_i, but not SCAFFOLD's exactness: the dri
 
 from __future__ import annotations
 
-from fedscaffold.algorithms.base import Algorithm
-from fedscaffold.algorithms.fedavg import direction, stepping
+from typing import NamedTuple
+
+from fedscaffold import checks
+from fedscaffold.algorithms.base import Algorithm, Model, Vector, Walk
+from fedscaffold.algorithms.fedavg import direction, form
 from fedscaffold.checks import memoised
+
+
+class Message(NamedTuple):
+    """What a client sends: the server knows the travel of each by the steps it admitted."""
+
+    pace: Vector
+    travel: float
 
 
 @memoised
 def fednova(server_lr: float = 1.0) -> Algorithm:
     """FedNova for plain SGD, with a constant step or a schedule.
 
-    >>> fednova().normalised
-    True
+    >>> fednova().needs[0][0]
+    'sgd'
     """
-    return Algorithm("fednova", direction, stepping(server_lr), normalised=True)
+    server_lr = checks.number("server_lr", server_lr, above=0)
+
+    def update(server: Model, sent: Model, mean: Message, heard: float) -> Model:
+        return Model(server.x - (server_lr * mean.travel) * mean.pace)
+
+    why = (
+        "divides moves by the sum of step sizes, which says how far SGD goes but not how far an optimizer does; "
+        "use scaffold, whose mean direction holds for any optimizer"
+    )
+    return Algorithm("fednova", direction, message, update, needs=(("sgd", why),), form=form(server_lr))
+
+
+def message(walk: Walk, shift: Vector) -> Message:
+    """The move per unit of travel."""
+    return Message(walk.move / walk.travel, walk.travel)

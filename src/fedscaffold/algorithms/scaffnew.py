@@ -16,8 +16,9 @@ Symbols: gamma = lr, p = 1 / local_steps, x_i,t = y, h_i = c_i - c.
 
 from __future__ import annotations
 
-from fedscaffold.algorithms.base import Algorithm
+from fedscaffold.algorithms.base import Algorithm, LocalWork
 from fedscaffold.algorithms.scaffold import scaffold
+from fedscaffold.algorithms.scaffold_xi import EVERYONE
 from fedscaffold.checks import memoised
 
 
@@ -25,7 +26,23 @@ from fedscaffold.checks import memoised
 def scaffnew() -> Algorithm:
     """Scaffnew with p = 1 / local_steps; all clients take part in every round.
 
-    >>> scaffnew().coin
+    >>> scaffnew().work(LocalWork(steps=4, batch_size=None)).geometric
     True
     """
-    return scaffold()._replace(name="scaffnew", coin=True, everyone=True)
+    displacement = (
+        "divides x - y by the expected travel, a displacement form that is a mean direction only for plain SGD "
+        "steps of one size; use scaffold with an optimizer or a schedule"
+    )
+    shared = "has one number of local steps for all clients, drawn by a coin; use scaffold instead"
+    return scaffold()._replace(
+        name="scaffnew",
+        work=geometric,
+        finds=("c",),
+        needs=(EVERYONE, ("plain sgd", displacement), ("equal steps", shared)),
+        form=None,
+    )
+
+
+def geometric(work: LocalWork) -> LocalWork:
+    """The number of local steps is drawn by a shared coin."""
+    return work._replace(geometric=True)

@@ -16,22 +16,28 @@ Symbols: theta = x, xi_c = xi_i = shift, gamma = lr, H = local_steps.
 
 from __future__ import annotations
 
-from fedscaffold import checks
-from fedscaffold.algorithms.base import Algorithm, Vector
-from fedscaffold.algorithms.scaffold import direction, remember, shift
+from fedscaffold.algorithms.base import Algorithm
+from fedscaffold.algorithms.scaffold import Message, Server, scaffold
 from fedscaffold.checks import memoised
+
+EVERYONE = (
+    "everyone",
+    "is right only when all clients take part in every round, as they take the mean direction for c; use scaffold "
+    "with sampling",
+)
 
 
 @memoised
 def scaffold_xi(server_lr: float = 1.0) -> Algorithm:
     """SCAFFOLD in the xi form: the same models as `scaffold()` with all clients, half of its messages down.
 
-    >>> scaffold_xi().everyone
-    True
+    >>> scaffold_xi().finds
+    ('c',)
     """
-    server_lr = checks.number("server_lr", server_lr, above=0)
+    plain = scaffold(server_lr=server_lr)
 
-    def server(x: Vector, c: Vector, move: Vector, d: Vector, heard: float) -> tuple[Vector, Vector]:
-        return x - server_lr * move, d
+    def update(server: Server, sent: Server, mean: Message, heard: float) -> Server:
+        after: Server = plain.update(server, sent, mean, 1)
+        return after
 
-    return Algorithm("scaffold-xi", direction, server, shift, remember, everyone=True)
+    return plain._replace(name="scaffold-xi", update=update, finds=("c",), needs=(EVERYONE,))

@@ -8,8 +8,8 @@ There is no local work, hence no drift, and nothing gained from the clients' com
 
 from __future__ import annotations
 
-from fedscaffold.algorithms.base import Algorithm
-from fedscaffold.algorithms.fedavg import direction, stepping
+from fedscaffold.algorithms.base import Algorithm, one_full_step
+from fedscaffold.algorithms.fedavg import direction, form, message, stepping
 from fedscaffold.checks import memoised
 
 
@@ -17,7 +17,8 @@ from fedscaffold.checks import memoised
 def sgd(server_lr: float = 1.0) -> Algorithm:
     """Large-batch SGD: by definition one local step on the full batch, whatever `local_steps` says.
 
-    >>> sgd().one_step
+    >>> sgd().form.one_step
     True
     """
-    return Algorithm("sgd", direction, stepping(server_lr), one_step=True)
+    known = form(server_lr, one_step=True)
+    return Algorithm("sgd", direction, message, stepping(server_lr), work=one_full_step, form=known)

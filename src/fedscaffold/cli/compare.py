@@ -1,7 +1,7 @@
-"""`compare` and `demo` in their folder: each run is kept as it ends, so that a comparison goes on where it was.
+"""`compare` and `demo`: run a comparison in its folder, resumable run by run.
 
-The folder holds `comparison.json`, what was asked for and whether it is done, and meanwhile `cells/`, with a file for
-every run that is done. A run whose step size is tuned keeps its runs in `cells/` too.
+The folder holds `comparison.json`, with the request and whether it is finished, and meanwhile `cells/`, with a file
+for every finished run. A run with a tuned step size keeps its runs in `cells/` too.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.interrupts import saying
-from fedscaffold.cli.verbs import command_typed, prepared, progress, say
+from fedscaffold.cli.interrupts import exit_with_line
+from fedscaffold.cli.verbs import prepare_problem, print_answer, print_progress, typed_command
+from fedscaffold.parsing import format_of
+from fedscaffold.state.files import write_whole
 
 if TYPE_CHECKING:
-    from fedscaffold.experiments.config import Config
-    from fedscaffold.experiments.federation import Built
-    from fedscaffold.report import Study
+    from fedscaffold.experiments.build_problem import Built
+    from fedscaffold.experiments.config_file import Config
+    from fedscaffold.runs import Study
 
-__all__ = ["ASKED", "CELLS", "broken_off", "carry_out", "clear", "go_on"]
+__all__ = ["ASKED", "CELLS", "is_unfinished", "remove_cells", "resume_comparison", "run_comparison"]
 
 ASKED = "comparison.json"
+FORMAT = 1
 CELLS = "cells"
 
 
-class Asked(NamedTuple):
-    """What makes a comparison this comparison."""
+class ComparisonRequest(NamedTuple):
+    """What identifies a comparison."""
 
     config: dict[str, Any]
     algorithms: list[str]
@@ -38,57 +41,57 @@ class Asked(NamedTuple):
     target: str | None
 
 
-def carry_out(
+def run_comparison(
     config: Config, names: str, seeds: int, target: str | None, out: Path, fresh: bool, as_json: bool
 ) -> None:
-    """Compare algorithms, by name or "all", and keep the results in `out`; go on with what is done there already."""
+    """Compare algorithms, by name or "all", and write the results to `out`; continue an unfinished comparison."""
     from fedscaffold import checks
     from fedscaffold.algorithms import ALGORITHMS
 
     every = names.strip() == "all"
     chosen = [] if every else [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
     checks.whole("seeds", seeds)
-    built = prepared(config)
-    from fedscaffold.experiments.compare import fitting
+    built = prepare_problem(config)
+    from fedscaffold.experiments.compare import compatible_algorithms
 
-    chosen, refused = fitting(config, built) if every else (chosen, {})
-    asked = Asked(config.model_dump(mode="json", exclude_none=True), chosen, refused, seeds, target)
+    chosen, refused = compatible_algorithms(config, built) if every else (chosen, {})
+    asked = ComparisonRequest(config.model_dump(mode="json", exclude_none=True), chosen, refused, seeds, target)
     _compare(config, built, asked, out, fresh, as_json)
 
 
-def go_on(folder: Path, as_json: bool) -> None:
-    """Go on with a comparison that was broken off."""
-    from fedscaffold.experiments.config import Config
+def resume_comparison(folder: Path, as_json: bool) -> None:
+    """Continue an unfinished comparison."""
+    from fedscaffold.experiments.config_file import Config
 
-    asked, ended = _asked(folder) or (None, True)
+    asked, ended = _read_request(folder) or (None, True)
     if asked is None or ended:
         raise InputError(f"the comparison in {folder} is finished: `fedscaffold report {folder}` makes its page anew")
     config = Config.model_validate(asked.config)
-    _compare(config, prepared(config), asked, folder, False, as_json)
+    _compare(config, prepare_problem(config), asked, folder, False, as_json)
 
 
-def _compare(config: Config, built: Built, asked: Asked, out: Path, fresh: bool, as_json: bool) -> None:
+def _compare(config: Config, built: Built, asked: ComparisonRequest, out: Path, fresh: bool, as_json: bool) -> None:
     from fedscaffold.experiments import compare as room
-    from fedscaffold.experiments.cells import Store
-    from fedscaffold.report import tables
+    from fedscaffold.experiments.run_cache import Store
+    from fedscaffold.runs import tables
     from fedscaffold.state.files import owned
 
     what = asked.algorithms, asked.seeds, asked.target
-    room.refuse_comparison(config, built, *what)
+    room.validate_comparison(config, built, *what)
     total = room.number_of_runs(config, *what[:2])
     words = shlex.join(["fedscaffold", "resume", str(out)])
 
     def stopped() -> str:
-        return f"stopped; {len(_kept(out))} of {total} runs are kept; the same command goes on, or: {words}"
+        return f"stopped; {len(_cell_files(out))} of {total} runs are kept; the same command goes on, or: {words}"
 
     with owned(out):
-        _begin(out, asked, fresh)
-        with saying(stopped):
-            tell = partial(progress, as_json=as_json)
-            study = room.compare(config, built, *what, command_typed(), tell, Store(out / CELLS))
-            page = room.keep(study, out)
-            _note(out, asked, ended=True)
-            clear(out)
+        _prepare_folder(out, asked, fresh)
+        with exit_with_line(stopped):
+            tell = partial(print_progress, as_json=as_json)
+            study = room.compare(config, built, *what, typed_command(), tell, Store(out / CELLS))
+            page = room.write_results(study, out)
+            _write_request(out, asked, ended=True)
+            remove_cells(out)
     answer = {
         "rows": study.rows,
         "target": study.target,
@@ -98,19 +101,19 @@ def _compare(config: Config, built: Built, asked: Asked, out: Path, fresh: bool,
         "report": str(page),
     }
     notes = [*_warnings(study), *(f"left out: {reason}" for reason in asked.left_out.values())]
-    say(answer, [study.problem, "", tables.terminal(study.rows), "", *notes, f"report: {page}"], as_json)
+    print_answer(answer, [study.problem, "", tables.terminal(study.rows), "", *notes, f"report: {page}"], as_json)
 
 
-def broken_off(folder: Path) -> bool:
-    """Whether the folder holds runs of a sweep that is not finished."""
-    if not _kept(folder):
+def is_unfinished(folder: Path) -> bool:
+    """Return whether the folder holds runs of an unfinished sweep."""
+    if not _cell_files(folder):
         return False
-    before = _asked(folder)
+    before = _read_request(folder)
     return before is None or not before[1]
 
 
-def clear(folder: Path) -> None:
-    """Remove the runs that were kept one by one: all at once, whenever this is stopped."""
+def remove_cells(folder: Path) -> None:
+    """Remove the cached runs; atomically, by renaming their folder first."""
     old = folder / f".{CELLS}.old"
     shutil.rmtree(old, ignore_errors=True)
     if (folder / CELLS).is_dir():
@@ -118,15 +121,15 @@ def clear(folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _begin(out: Path, asked: Asked, fresh: bool) -> None:
-    """Make the folder ready for a comparison, or for more of the one that it holds."""
-    from fedscaffold.cli.resume import make_way
-    from fedscaffold.simulation.identity import differences, flat
+def _prepare_folder(out: Path, asked: ComparisonRequest, fresh: bool) -> None:
+    """Prepare the folder for a new comparison, or for continuing the one it holds."""
+    from fedscaffold.cli.resume import clear_for_new_run
+    from fedscaffold.simulation.fingerprint import differences, flat
 
-    before = None if fresh else _asked(out)
-    if before is None or not broken_off(out):
-        make_way(out, fresh)
-        _note(out, asked, ended=False)
+    before = None if fresh else _read_request(out)
+    if before is None or not is_unfinished(out):
+        clear_for_new_run(out, fresh)
+        _write_request(out, asked, ended=False)
         return
     changed = differences(flat(before[0]._asdict()), flat(asked._asdict()))
     if changed is not None:
@@ -136,31 +139,35 @@ def _begin(out: Path, asked: Asked, fresh: bool) -> None:
         )
 
 
-def _kept(folder: Path) -> list[Path]:
+def _cell_files(folder: Path) -> list[Path]:
     return list((folder / CELLS).glob("*.npz"))
 
 
-def _note(folder: Path, asked: Asked, ended: bool) -> None:
-    new = folder / f".{ASKED}.new"
-    new.write_text(json.dumps(asked._asdict() | {"ended": ended}, indent=1), encoding="utf-8")
-    new.replace(folder / ASKED)
+def _write_request(folder: Path, asked: ComparisonRequest, ended: bool) -> None:
+    write_whole(folder / ASKED, json.dumps({"format": FORMAT} | asked._asdict() | {"ended": ended}, indent=1))
 
 
-def _asked(folder: Path) -> tuple[Asked, bool] | None:
-    """What the comparison in a folder was asked for, and whether it is done; None where there is none."""
-    from fedscaffold.experiments.config import Config
+def _read_request(folder: Path) -> tuple[ComparisonRequest, bool] | None:
+    """Return the request of a folder's comparison and whether it is finished; None if there is none."""
+    from fedscaffold.experiments.config_file import Config
 
+    damaged = InputError(f"{folder / ASKED} is damaged: give --fresh to start anew in this folder")
     try:
         kept = json.loads((folder / ASKED).read_text(encoding="utf-8"))
-        ended = bool(kept.pop("ended"))
-        asked = Asked(**kept)
-        Config.model_validate(asked.config)
+        version = kept.pop("format", None)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise InputError(f"{folder / ASKED} is damaged: give --fresh to start anew in this folder") from None
+    except (OSError, ValueError, AttributeError, RecursionError, TypeError):
+        raise damaged from None
+    format_of(version, FORMAT, str(folder / ASKED))
+    try:
+        ended = bool(kept.pop("ended"))
+        asked = ComparisonRequest(**kept)
+        Config.model_validate(asked.config)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise damaged from None
     return asked, ended
 
 
 def _warnings(study: Study) -> list[str]:
-    return [f"{c.algorithm}, seed {c.seed}: {c.advice}" for c in study.curves if c.advice]
+    return [f"{run.algorithm}, seed {run.seed}: {run.advice}" for run in study.runs if run.advice]

@@ -1,4 +1,4 @@
-"""`deploy`: from one file with a model to a federation of hospitals."""
+"""`deploy`: take a model from one file to a federation over a network."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import typer
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
-from fedscaffold.cli.interrupts import code_of, raising, saying
-from fedscaffold.cli.verbs import Json, app, plain, say
-from fedscaffold.parsing import record
+from fedscaffold.cli.interrupts import exit_code_of, exit_with_line, raise_on_signal
+from fedscaffold.cli.verbs import Json, app, print_answer
+from fedscaffold.parsing import plain, record
 
 if TYPE_CHECKING:
-    from fedscaffold.deploy.drive import Stopped
     from fedscaffold.deploy.server import Outcome
+    from fedscaffold.deploy.server_loop import Stopped
     from fedscaffold.deploy.settings import Settings
 
 __all__ = ["deploy_app"]
@@ -47,13 +47,13 @@ def new(
     as_json: Json = False,
 ) -> None:
     """Write a working example: heart disease at four hospitals, or digits where that data is absent, and its test."""
-    from fedscaffold.deploy.example import write_example
+    from fedscaffold.deploy.templates import write_example
 
     if torch and jax:
         raise InputError("give either --torch or --jax")
     paths = [str(path) for path in write_example(folder, "jax" if jax else "torch")]
     next_ = f"try it: fedscaffold deploy simulate {folder}, then: fedscaffold deploy local {folder}"
-    say({"files": paths}, [*paths, next_], as_json)
+    print_answer({"files": paths}, [*paths, next_], as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy simulate hospitals --out runs/hospitals")
@@ -70,7 +70,7 @@ def simulate(
     """Run exactly this app on this machine, without processes or network."""
     if checks.choice("engine", engine, ("in-process", "simulator")) == "simulator":
         return _simulator(folder, out, rounds, as_json)
-    with _fresh(out, folder, "in-process"):
+    with _new_folder(out, folder, "in-process"):
         return _in_process(folder, out, rounds, allow_missing, as_json)
 
 
@@ -83,7 +83,8 @@ def local(
     as_json: Json = False,
 ) -> int:
     """Start a real federation on this machine (SuperLink, SuperNodes, TLS, keys), run it, and shut it down."""
-    with _fresh(out, folder, "local"):
+    checks.number("timeout", timeout, above=0)
+    with _new_folder(out, folder, "local"):
         return _local(folder, out, timeout, allow_missing, as_json)
 
 
@@ -100,6 +101,7 @@ def resume(
     """Go on after a crash, or for more rounds: from the last round that was committed."""
     from fedscaffold.state.files import owned
 
+    checks.number("timeout", timeout, above=0)
     path = out / "deployment.json"
     if not path.is_file():
         raise InputError(f"{out} is not the folder of a deployment: it has no deployment.json")
@@ -123,11 +125,13 @@ def kit(
     as_json: Json = False,
 ) -> None:
     """Make one folder for the server and one for each site: certificates, keys, start scripts, systemd units."""
-    from fedscaffold.deploy.kit import make_kit
+    from fedscaffold.deploy.provisioning import make_kit
 
     folders = [str(folder) for folder in make_kit(path, out)]
     lines = [f"{folder}/" for folder in folders]
-    say({"folders": folders}, [*lines, f"keep {folders[0]} off line; carry the others to their machines"], as_json)
+    print_answer(
+        {"folders": folders}, [*lines, f"keep {folders[0]} off line; carry the others to their machines"], as_json
+    )
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy check kits/cleveland")
@@ -136,14 +140,14 @@ def check(
     as_json: Json = False,
 ) -> int:
     """Preflight on a site: versions, certificate, server, clock, data, model. Exit code 1 if something is wrong."""
-    from fedscaffold.deploy.kit import check as preflight
+    from fedscaffold.deploy.provisioning import check as preflight
 
     if not (folder / "site.json").is_file():
         raise InputError(f"{folder} is not a site's folder: it has no site.json; `fedscaffold deploy kit` makes them")
     findings = preflight(folder)
     lines = [f"{'good' if f.good else 'BAD '}  {f.what}: {f.said}" for f in findings]
     good = all(finding.good for finding in findings)
-    say({"good": good, "findings": [finding._asdict() for finding in findings]}, lines, as_json)
+    print_answer({"good": good, "findings": [finding._asdict() for finding in findings]}, lines, as_json)
     return 0 if good else 1
 
 
@@ -152,20 +156,20 @@ def status(
     out: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")], as_json: Json = False
 ) -> int:
     """Show who is in, when each was last heard, whom the round waits for, and whether the audit log is whole."""
-    from fedscaffold.deploy.audit import verified
-    from fedscaffold.deploy.store import seen
+    from fedscaffold.deploy.audit import read_verified
+    from fedscaffold.deploy.server_state import peek_state
 
     home = next((folder for folder in (out, out / "server") if (folder / "status.json").is_file()), None)
     if home is None:
         raise InputError(f"{out} has no status.json: nothing was started there")
     kinds = {"phase": str, "round": int, "rounds": int, "at": float, "sites": dict, "waiting_for": list, "absent": list}
     now = record(home / "status.json", **kinds)
-    kept = seen(home / "state")
-    events = verified(home / "audit.jsonl", None if kept is None else kept.audit)
+    kept = peek_state(home / "state")
+    events = read_verified(home / "audit.jsonl", None if kept is None else kept.audit)
     refused = [event for event in events if event["event"] == "refused"]
     broken = [f"broken {event['at']}: {event['note']}" for event in events if event["event"] == "broken"]
     answer = {**now, "audit_events": len(events), "audit_broken": broken, "refused": refused[-10:]}
-    say(answer, [*_status_lines(now, len(events), refused), *(f"  {line}" for line in broken)], as_json)
+    print_answer(answer, [*_status_lines(now, len(events), refused), *(f"  {line}" for line in broken)], as_json)
     return 0
 
 
@@ -182,7 +186,7 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
     missed = now.get("missed", {})
     lines += [f"  {site}: absent" for site in now["absent"] if site not in missed]
     lines += [f"  {one['sentence']}" for one in missed.values()]
-    lines += [f"  {_without(name, sites)}" for name, sites in now.get("unmeasured", {}).items()]
+    lines += [f"  {_unmeasured_line(name, sites)}" for name, sites in now.get("unmeasured", {}).items()]
     lines += [f"  refused {event['at']} {event['site']}: {event['reason']}" for event in refused[-5:]]
     lines += [f"  warning: {said}" for said in now.get("warnings", [])]
     return [*lines, f"audit log: {events} events, chain whole"]
@@ -193,9 +197,9 @@ def _rounds(settings: Settings, given: int | None) -> int:
 
 
 @contextmanager
-def _fresh(out: Path, folder: Path, engine: str) -> Iterator[None]:
-    """Own a folder that is not in use yet; note what runs there, for `resume`."""
-    from fedscaffold.deploy.apps import note
+def _new_folder(out: Path, folder: Path, engine: str) -> Iterator[None]:
+    """Take ownership of a folder not in use yet, and note what runs there, for `resume`."""
+    from fedscaffold.deploy.apps import prepare_run_folder
     from fedscaffold.state.files import make_folder, owned
 
     if not (folder / "federation.toml").is_file():
@@ -206,7 +210,7 @@ def _fresh(out: Path, folder: Path, engine: str) -> Iterator[None]:
         if (out / "deployment.json").exists():
             go_on = f"`fedscaffold deploy resume {out}` goes on, or give another --out"
             raise InputError(f"{out} holds a deployment; {go_on}")
-        note(out, folder, engine)
+        prepare_run_folder(out, folder, engine)
         yield
 
 
@@ -215,26 +219,26 @@ def _in_process(folder: Path, out: Path, rounds: int | None, allow_missing: bool
     from fedscaffold.deploy.apps import open_app
 
     try:
-        with saying(_go_on(out)):
+        with exit_with_line(_resume_hint(out)):
             settings, learner = open_app(folder)
             server = Server(settings, learner.schema, learner.start, out, buffers=learner.buffers)
             done = drive(
                 server,
                 InProcess(learner, settings, out),
                 _rounds(settings, rounds),
-                tell=lambda outcome: _tell(outcome, as_json),
-                sleep=lambda seconds: None,  # nobody is waited for: all sites are here
+                tell=lambda outcome: _print_round(outcome, as_json),
+                sleep=lambda seconds: None,  # all sites are in this process
             )
     except Stopped as stopped:
-        return _stopped(stopped, out, as_json)
+        return _print_stopped(stopped, out, as_json)
     except KeyboardInterrupt as stop:  # raised by the app itself
-        return _interrupted(out, stop)
-    return _say_summary({**done._asdict(), "model": str(done.model)}, out, allow_missing, as_json)
+        return _print_interrupted(out, stop)
+    return _print_summary({**done._asdict(), "model": str(done.model)}, out, allow_missing, as_json)
 
 
 def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json: bool) -> int:
     from fedscaffold.deploy import Stopped
-    from fedscaffold.deploy.local import Federation
+    from fedscaffold.deploy.local_cluster import Federation
 
     shown: list[Any] = []
 
@@ -246,21 +250,21 @@ def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json
             typer.echo(f"{now['phase']}: {now['round']} of {now['rounds']} rounds done{waits}", err=True)
 
     try:
-        with raising(), Federation(folder, out) as federation:
+        with raise_on_signal(), Federation(folder, out) as federation:
             federation.up()
             federation.submit()
             answer = federation.outcome(timeout, tell)
     except Stopped as stopped:
-        return _stopped(stopped, out, as_json)
+        return _print_stopped(stopped, out, as_json)
     except KeyboardInterrupt as stop:
-        return _interrupted(out, stop)
-    return _say_summary(answer, out, allow_missing, as_json)
+        return _print_interrupted(out, stop)
+    return _print_summary(answer, out, allow_missing, as_json)
 
 
 def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> int:
-    """A JAX app in the simulator: the same loss, start, data, algorithm and settings; metrics and model go to `out`."""
+    """Run a JAX app in the simulator, with the same loss, start, data, algorithm and settings."""
     from fedscaffold.deploy.apps import open_app
-    from fedscaffold.deploy.drive import save_simulated
+    from fedscaffold.deploy.server_loop import save_simulated
     from fedscaffold.deploy.settings import algorithm_of
 
     settings, learner = open_app(folder)
@@ -274,7 +278,7 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
     local, momentum = settings.local, settings.local.optimizer
     if momentum != "sgd":
         raise InputError(f"--engine simulator takes local.optimizer = 'sgd', got {momentum!r}")
-    with _fresh(out, folder, "simulator"):
+    with _new_folder(out, folder, "simulator"):
         done = run(
             algorithm_of(settings),
             problem,
@@ -295,27 +299,27 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
     last = {name: column[-1].item() for name, column in done.history.items()}
     answer = {"rounds": done.rounds, "residual": done.residual, "last": last, "digest": done.digest}
     said = [f"{done.rounds} rounds in the simulator", *(f"  {name} = {value:.6g}" for name, value in last.items())]
-    say(answer | {"folder": str(out), "model": str(model)}, [*said, f"model: {model}"], as_json)
+    print_answer(answer | {"folder": str(out), "model": str(model)}, [*said, f"model: {model}"], as_json)
     return 0
 
 
-def _tell(outcome: Outcome, as_json: bool) -> None:
+def _print_round(outcome: Outcome, as_json: bool) -> None:
     if not as_json and sys.stderr.isatty():
         word = "committed" if outcome.committed else "abandoned"
         means = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
         typer.echo(f"round {outcome.round} {word}: heard {len(outcome.heard)}{', ' + means if means else ''}", err=True)
 
 
-def _say_summary(answer: dict[str, Any], out: Path, allow_missing: bool, as_json: bool) -> int:
-    """Say what came of a run, and who did not count; 1 where a site never did, unless that is allowed."""
+def _print_summary(answer: dict[str, Any], out: Path, allow_missing: bool, as_json: bool) -> int:
+    """Print the outcome and the sites that did not count; return 1 if a site never did, unless allowed."""
     gauge = answer["residual"]
     words = "kept by the clients" if gauge is None else f"residual {gauge:.2g}"
     lines = [f"{answer['rounds']} rounds, {words}, {answer['seconds']:.1f} s"]
     lines += [f"  {name} = {value:.6g}" for name, value in answer["metrics"].items()]
-    lines += [f"  {_without(name, sites)}" for name, sites in answer["unmeasured"].items()]
+    lines += [f"  {_unmeasured_line(name, sites)}" for name, sites in answer["unmeasured"].items()]
     never = [site for site, one in answer["missed"].items() if one["never_counted"]]
     said = [*lines, *_missed_lines(answer["missed"], out), f"model: {answer['model']}"]
-    say({**answer, "folder": str(out), "never_counted": never}, said, as_json)
+    print_answer({**answer, "folder": str(out), "never_counted": never}, said, as_json)
     if not never or allow_missing:
         return 0
     typer.echo(f"fedscaffold: never counted: {', '.join(never)} (--allow-missing lets it pass)", err=True)
@@ -323,7 +327,7 @@ def _say_summary(answer: dict[str, Any], out: Path, allow_missing: bool, as_json
 
 
 def _missed_lines(missed: dict[str, Any], out: Path) -> list[str]:
-    """Who did not count and why; and where the texts of errors are, which do not leave a site."""
+    """Return which sites did not count and why, and where to find error texts, which stay at the sites."""
     lines = [f"  {one['sentence']}" for one in missed.values()]
     if any("(reference " in one["cause"] for one in missed.values()):
         lines.append(
@@ -332,25 +336,25 @@ def _missed_lines(missed: dict[str, Any], out: Path) -> list[str]:
     return lines
 
 
-def _without(name: str, sites: list[str]) -> str:
+def _unmeasured_line(name: str, sites: list[str]) -> str:
     return f"{name} is without {', '.join(sites)}: no finite number there"
 
 
-def _stopped(stopped: Stopped, out: Path, as_json: bool) -> int:
+def _print_stopped(stopped: Stopped, out: Path, as_json: bool) -> int:
     typer.echo(f"fedscaffold: {stopped}", err=True)
     if as_json:
-        say({"stopped": str(stopped), "missed": stopped.missed, "folder": str(out)}, [], as_json)
+        print_answer({"stopped": str(stopped), "missed": stopped.missed, "folder": str(out)}, [], as_json)
     else:
         for line in _missed_lines(stopped.missed, out):
             typer.echo(line, err=True)
     return 1
 
 
-def _interrupted(out: Path, stop: KeyboardInterrupt) -> int:
-    typer.echo(f"fedscaffold: {_go_on(out)}", err=True)
-    return code_of(stop)
+def _print_interrupted(out: Path, stop: KeyboardInterrupt) -> int:
+    typer.echo(f"fedscaffold: {_resume_hint(out)}", err=True)
+    return exit_code_of(stop)
 
 
-def _go_on(out: Path) -> str:
-    """What to say after Ctrl-C between or within rounds: what was committed stays."""
+def _resume_hint(out: Path) -> str:
+    """Return the line to print after an interruption; committed rounds are kept."""
     return f"stopped; go on with: fedscaffold deploy resume {out}"

@@ -1,4 +1,4 @@
-"""`diagnose RUN`: a run's folder, or a deployed server's, looked at from outside; and how findings are said."""
+"""`diagnose RUN`: examine the folder of a run or a deployed server, and print the findings."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.verbs import prepared, say
+from fedscaffold.cli.verbs import prepare_problem, print_answer
 
 if TYPE_CHECKING:
     from fedscaffold.deploy.audit import Head
-    from fedscaffold.deploy.store import Kept
-    from fedscaffold.experiments.findings import Finding
+    from fedscaffold.deploy.server_state import SavedState
+    from fedscaffold.diagnose.findings import Finding
 
-__all__ = ["look"]
+__all__ = ["print_diagnosis"]
 
 MARKS = {"ok": "  ok   ", "watch": "  watch", "wrong": "  WRONG"}
-STUCK = 3  # rounds in a row without a quorum
+STUCK = 3  # consecutive rounds without a quorum that are reported
 COMPARE = "compare the log with a copy; the state itself is checked apart"
 
 
-def look(folder: Path, data: str | None, as_json: bool) -> int:
-    """Diagnose a folder and say what was found; 1 where something is wrong."""
-    if (folder / "config.toml").is_file():
-        title, round, found = _run(folder, data)
+def print_diagnosis(folder: Path, data: str | None, as_json: bool) -> int:
+    """Diagnose a folder and print the findings; return 1 if something is wrong."""
+    if (folder / "config.toml").is_file() or (folder / "index.json").is_file():
+        title, round, found = _diagnose_run(folder, data)
     elif (folder / "state").is_dir():
-        title, round, found = _server(folder)
+        title, round, found = _diagnose_server(folder)
     else:
         raise InputError(
             f"{folder} holds no run: neither config.toml (a run) nor state/ (a deployed server) is there; give the "
             "folder that `fedscaffold run` or `fedscaffold deploy` wrote"
         )
-    from fedscaffold.experiments.findings import worst
+    from fedscaffold.diagnose.findings import NUMBERS, worst
 
     severity = worst(found)
     counts = Counter(one.severity for one in found)
@@ -44,72 +44,87 @@ def look(folder: Path, data: str | None, as_json: bool) -> int:
     for one in found:
         lines += [f"{MARKS[one.severity]}  {one.about}: {one.sentence}"]
         lines += [f"         -> {one.do}"] if one.do else []
+    numbers = [(one.number, NUMBERS.get(one.about, one.about)) for one in found if one.number is not None]
+    lines += ["numbers:"] if numbers else []
+    lines += [f"  {number:>9.3g}  {name}" for number, name in numbers]
     answer = {"folder": str(folder), "title": title, "round": round, "severity": severity}
-    say(answer | {"findings": [one._asdict() for one in found]}, lines, as_json)
+    listed = [one._asdict() | {"number_name": NUMBERS.get(one.about)} for one in found]
+    print_answer(answer | {"findings": listed}, lines, as_json)
     return 1 if severity == "wrong" else 0
 
 
-def _run(folder: Path, data: str | None) -> tuple[str, int, list[Finding]]:
-    from fedscaffold.experiments import diagnosis
+def _diagnose_run(folder: Path, data: str | None) -> tuple[str, int, list[Finding]]:
+    from fedscaffold.diagnose import diagnosis
 
-    config = diagnosis.configured(folder)
+    config = diagnosis.load_config(folder)
     if data is not None:
         config = config.model_copy(update={"problem": config.problem.model_copy(update={"data": data})})
-    built = prepared(config)
+    built = prepare_problem(config)
     done = diagnosis.diagnose(folder, config, built)
     return done.title, done.round, done.findings
 
 
-def _server(folder: Path) -> tuple[str, int, list[Finding]]:
-    """What a deployed server's folder tells: c, the c_i where it keeps them, who is in, and the audit log."""
-    from fedscaffold.deploy.store import seen
-    from fedscaffold.experiments.findings import Finding, ages, broken, mismatch, sizes
+def _diagnose_server(folder: Path) -> tuple[str, int, list[Finding]]:
+    """Examine a deployed server's folder: c, the c_i if it keeps them, its sites, and the audit log."""
+    from fedscaffold.deploy.server_state import peek_state
+    from fedscaffold.diagnose.findings import Finding, check_ages, check_finite, check_norms, check_residual
 
-    kept = seen(folder / "state")
+    kept = peek_state(folder / "state")
     if kept is None:
         raise InputError(f"{folder} holds a server that has not committed anything yet")
-    state, (events, found) = kept.state, _log(folder / "audit.jsonl", kept.audit)
+    state, (events, found) = kept.state, _examine_audit_log(folder / "audit.jsonl", kept.audit)
     found += [Finding("checkpoint", "watch", f"{one}.", "look at the disk") for one in kept.warnings]
     title = f"deployed server, {len(state.roster)} sites, {state.round} rounds"
-    memory = _memory(kept, events) if state.c is not None and state.roster else None
-    spoilt = broken(memory, state.x, state.c)
+    memory = _load_memory(kept, events) if kept.means and state.roster else None
+    spoilt = check_finite(memory, state.x, None if memory is None else memory.c)
     if kept.resync:
         do = "it happens with the next round; let all sites take part in it"
         found.append(Finding("resync", "watch", "A client lost its c_i: c is to be made anew from all.", do))
     if spoilt or memory is None:
         return title, state.round, [*found, *spoilt]
-    if state.c_i or not any(member.digest for member in state.roster.values()):
-        found += [*mismatch(memory), ages(memory), sizes(memory)]
+    if state.memory or not any(member.digest for member in state.roster.values()):
+        found += [*check_residual(memory), check_ages(memory), check_norms(memory)]
     else:
         said = "The sites keep the c_i themselves, so only a resync can tell whether c is their mean."
-        found += [Finding("residual", "ok", said), ages(memory)]
+        found += [Finding("residual", "ok", said), check_ages(memory)]
     return title, state.round, found
 
 
-def _memory(kept: Kept, events: list[dict[str, Any]]) -> Any:
-    from fedscaffold.deploy.rounds import shares
-    from fedscaffold.experiments.findings import Memory, gathered
+def _load_memory(kept: SavedState, events: list[dict[str, Any]]) -> Any:
+    from fedscaffold.deploy.aggregation import shares
+    from fedscaffold.diagnose.findings import Memory, mean_and_norms
 
     state = kept.state
     sites = sorted(state.roster)
     p = shares(state.roster)
     weights = np.array([p[site] for site in sites])
-    rows = [(np.array([i]), state.c_i[site][None]) for i, site in enumerate(sites) if site in state.c_i]
-    mean, norms = gathered(rows, weights, state.x.size)
+    c = np.concatenate([np.asarray(getattr(state.server, field), np.float64) for field, _ in kept.means])
+    held = {site: np.concatenate([getattr(one, of) for _, of in kept.means]) for site, one in state.memory.items()}
+    rows = [(np.array([i]), held[site][None]) for i, site in enumerate(sites) if site in held]
+    mean, norms = mean_and_norms(rows, weights, c.size)
     heard = [len(e["heard"]) for e in events if e["event"] == "committed" and e.get("kind") == "train"]
     share = min(1.0, float(np.mean(heard)) / len(sites)) if heard else 1.0
-    at = np.array([state.roster[site].applied for site in sites], np.int64)
-    c = np.asarray(state.c, np.float64)
-    return Memory(sites.__getitem__, weights, c, mean, None, norms, state.scale, state.round, at, share)
+    return Memory(
+        name=sites.__getitem__,
+        p=weights,
+        c=c,
+        mean=mean,
+        kept=None,
+        norms=norms,
+        scale=state.scale,
+        round=state.round,
+        heard_at=np.array([state.roster[site].applied for site in sites], np.int64),
+        share=share,
+    )
 
 
-def _log(path: Path, head: Head | None) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """The audit log, and what it says: a broken chain, rounds that failed, replies that were refused."""
-    from fedscaffold.deploy.audit import verified
-    from fedscaffold.experiments.findings import Finding, listed
+def _examine_audit_log(path: Path, head: Head | None) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """Return the events of the audit log, and findings: broken chain, failed rounds, refused replies."""
+    from fedscaffold.deploy.audit import read_verified
+    from fedscaffold.diagnose.findings import Finding, join_names
 
     try:
-        events = verified(path, head)
+        events = read_verified(path, head)
     except InputError as error:
         return [], [Finding("audit", "wrong", f"{error}.", COMPARE)]
     ends = [e["event"] for e in events if e["event"] in ("committed", "abandoned")]
@@ -123,7 +138,7 @@ def _log(path: Path, head: Head | None) -> tuple[list[dict[str, Any]], list[Find
         )
     if refused:
         sites = tuple(site for site, _ in refused.most_common())
-        said = f"{sum(refused.values())} replies were refused, of {listed(sites)}."
+        said = f"{sum(refused.values())} replies were refused, of {join_names(sites)}."
         do = f"the reasons are in {path.name}"
         found.append(Finding("refusals", "watch", said, do, float(sum(refused.values())), sites))
     if not found:

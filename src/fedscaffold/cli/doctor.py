@@ -1,4 +1,4 @@
-"""First contact: what `fedscaffold` alone says, `--version`, and `doctor`."""
+"""The bare `fedscaffold` command, `--version`, and `doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fedscaffold
-from fedscaffold.cli.verbs import Json, app, say
+from fedscaffold.cli.verbs import Json, app, print_answer
 
 __all__ = ["doctor", "welcome"]
 
@@ -54,7 +54,7 @@ def doctor(as_json: Json = False) -> int:
     lines = [f"{finding.state:<8} {finding.what}: {finding.said}" for finding in findings]
     for j, finding in reversed(list(enumerate(findings))):
         lines[j + 1 : j + 1] = [f"{'':<8}   {finding.mend}"] if finding.mend else []
-    say(
+    print_answer(
         {"usable": good, "findings": [finding._asdict() for finding in findings]},
         [*lines, "", "usable" if good else "not usable: mend what is needed and missing"],
         as_json,

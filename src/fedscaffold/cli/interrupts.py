@@ -1,11 +1,11 @@
-"""Ctrl-C and SIGTERM, from the first line of a command to its last.
+"""Handling of SIGINT and SIGTERM during a command.
 
-A command that is interrupted says one line and ends where it stands. Nothing is raised for it: Python forgets an
-exception that is raised in a callback of the garbage collector, of which JAX has one, and a library that is interrupted
-while it is imported may crash. It need not be, as whatever a command writes survives even kill -9. Who has something to
-put in order first takes the signals over: a run with checkpoints (`simulation.checkpoint.listening`), a federation of
-processes (`raising`). A second signal ends the process at once even there, and also where a compiler keeps Python from
-running.
+By default the handler prints one line and exits at once. It raises no exception: Python discards exceptions raised
+in garbage-collector callbacks, of which JAX installs one, and a library interrupted during import may crash.
+Exiting is safe, because everything a command writes survives even SIGKILL. Work that must clean up first handles
+the signals itself: runs with checkpoints (`simulation.checkpoint.catch_signals`) and federations of processes
+(`raise_on_signal`). A second signal exits at once, even during a checkpoint or while a compiler keeps Python from
+running, unless `disable_second_signal` was called.
 """
 
 from __future__ import annotations
@@ -21,47 +21,57 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = ["Interrupt", "Says", "code_of", "deaf", "interruptible", "line_of", "only_once", "raising", "saying"]
+__all__ = [
+    "Interrupt",
+    "PrintAndExit",
+    "disable_second_signal",
+    "exit_code_of",
+    "exit_with_line",
+    "ignore_signals",
+    "interruptible",
+    "message_of",
+    "raise_on_signal",
+]
 
 SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt(KeyboardInterrupt):
-    """A signal asks the command to end."""
+    """A signal that asks the command to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.signal = number
 
 
-def code_of(stop: KeyboardInterrupt) -> int:
-    """The exit code of a command that was ended by a signal.
+def exit_code_of(stop: KeyboardInterrupt) -> int:
+    """Return the exit code of a command stopped by a signal.
 
-    >>> code_of(Interrupt(signal.SIGTERM)), code_of(KeyboardInterrupt())
+    >>> exit_code_of(Interrupt(signal.SIGTERM)), exit_code_of(KeyboardInterrupt())
     (143, 130)
     """
     return 128 + int(getattr(stop, "signal", signal.SIGINT))
 
 
-def line_of(stop: KeyboardInterrupt) -> str:
-    """What to say of a command that was interrupted: the line of the innermost `saying`.
+def message_of(stop: KeyboardInterrupt) -> str:
+    """Return the message for an interrupted command: the line of the innermost `exit_with_line`.
 
-    >>> line_of(KeyboardInterrupt())
+    >>> message_of(KeyboardInterrupt())
     'interrupted'
     """
     return str(getattr(stop, "__notes__", ["interrupted"])[0])
 
 
-class Says:
-    """A handler that says a line and ends the process."""
+class PrintAndExit:
+    """Signal handler that prints a line and exits the process."""
 
     def __init__(self, line: Callable[[], str], last: Callable[[], object] = lambda: None) -> None:
         self.line, self.last = line, last
 
     def __call__(self, number: int, frame: Any) -> None:
-        """End here."""
-        deaf()
-        below = "\n" if sys.stderr.isatty() else ""  # what the terminal shows of Ctrl-C, or a line of progress
+        """Print the line and exit."""
+        ignore_signals()
+        below = "\n" if sys.stderr.isatty() else ""  # start below ^C or a progress line
         with suppress(OSError, ValueError):
             os.write(sys.stderr.fileno(), f"{below}fedscaffold: {self.line()}\n".encode())
         self.last()
@@ -70,14 +80,14 @@ class Says:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """End the process with one line at the first signal, unless somebody takes it over, and at the second at once.
+    """Exit with one line at the first signal, unless other code handles it, and at once at the second.
 
-    Once the work is over, a signal no longer disturbs the end of the process.
+    After the block, signals no longer disturb the exit of the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with saying("interrupted"):
+    with exit_with_line("interrupted"):
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -87,20 +97,21 @@ def interruptible() -> Iterator[None]:
         finally:
             signal.set_wakeup_fd(-1)
             os.close(writing)
-            atexit.register(deaf)
+            atexit.register(ignore_signals)
 
 
 @contextmanager
-def saying(line: str | Callable[[], str], last: Callable[[], object] | None = None) -> Iterator[None]:
-    """End the process with this line if a signal comes meanwhile; `last`, or what was to be done last, before.
+def exit_with_line(line: str | Callable[[], str], last: Callable[[], object] | None = None) -> Iterator[None]:
+    """Exit with the given line if a signal arrives during the block, after calling `last`.
 
-    A KeyboardInterrupt that the work itself raises takes the line along, for `line_of`.
+    If `last` is None, that of the enclosing block applies. A KeyboardInterrupt raised by the work itself carries
+    the line, for `message_of`.
     """
     outer = signal.getsignal(signal.SIGINT)
     if last is None:
-        last = outer.last if isinstance(outer, Says) else lambda: None
-    says = Says(line if callable(line) else lambda: line, last)
-    with _handled(says):
+        last = outer.last if isinstance(outer, PrintAndExit) else lambda: None
+    says = PrintAndExit(line if callable(line) else lambda: line, last)
+    with _install_handler(says):
         try:
             yield
         except KeyboardInterrupt as stop:
@@ -109,31 +120,31 @@ def saying(line: str | Callable[[], str], last: Callable[[], object] | None = No
 
 
 @contextmanager
-def raising() -> Iterator[None]:
-    """Raise `Interrupt` if a signal comes meanwhile, and ignore others: for work that neither imports nor uses JAX."""
+def raise_on_signal() -> Iterator[None]:
+    """Raise `Interrupt` at the first signal and ignore others; for work that neither imports nor uses JAX."""
 
     def interrupt(number: int, frame: Any) -> None:
         while frame is not None and frame.f_code is not subprocess.Popen.__init__.__code__:
             frame = frame.f_back
-        if frame is not None:  # a process that is being started: it would be known to nobody
+        if frame is not None:  # a process is being started and would be orphaned: try again later
             threading.Timer(0.05, _thread.interrupt_main, (number,)).start()
             return
-        deaf()
+        ignore_signals()
         raise Interrupt(number)
 
-    only_once()
-    with _handled(interrupt):
+    disable_second_signal()
+    with _install_handler(interrupt):
         yield
 
 
-def only_once() -> None:
-    """Let no second signal end this process at once, nor a child that it forks: it has to speak for others."""
+def disable_second_signal() -> None:
+    """Keep a second signal from exiting this process, or a forked child, which must report for others."""
     signal.set_wakeup_fd(-1)
 
 
 @contextmanager
-def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Install a handler for a while; signals that are ignored stay ignored, and other threads have none."""
+def _install_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Install a signal handler for the block; ignored signals stay ignored, and only in the main thread."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -143,18 +154,18 @@ def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
         yield
     finally:
         for number, usual in before.items():
-            if signal.getsignal(number) != signal.SIG_IGN:  # somebody wants to be left alone from here on
+            if signal.getsignal(number) != signal.SIG_IGN:  # signals are ignored from here on
                 signal.signal(number, usual)
 
 
-def deaf() -> None:
-    """Ignore further signals: what is done now is not to be left half done."""
+def ignore_signals() -> None:
+    """Ignore further signals, so that the present work is not left half done."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_at_second(reading: int) -> None:
-    """Count the signals as the system delivers them, which it does whatever Python is at."""
+    """Exit at the second signal, which arrives by a pipe even while Python code cannot run."""
     with os.fdopen(reading, "rb", buffering=0) as came:
         first = came.read(1)
         second = came.read(1)

@@ -1,4 +1,4 @@
-"""`resume`: go on with a run that was ended, however; and what `run` and `resume` share."""
+"""`resume`: continue an interrupted run; and the parts shared by `run` and `resume`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.compare import ASKED, CELLS, broken_off, clear, go_on
-from fedscaffold.cli.interrupts import saying
-from fedscaffold.cli.team import ALONE, Coordinator, Deadline, Devices, Processes, ProcessId, Team, team_of, watched
-from fedscaffold.cli.verbs import Json, Log, Watch, app, only, prepared, say
-from fedscaffold.cli.watch import NOBODY, Shown, followed, shown
+from fedscaffold.cli.compare import ASKED, CELLS, is_unfinished, remove_cells, resume_comparison
+from fedscaffold.cli.interrupts import exit_with_line
+from fedscaffold.cli.multi_process import (
+    SINGLE_PROCESS,
+    Coordinator,
+    Deadline,
+    Devices,
+    Processes,
+    ProcessId,
+    Team,
+    run_supervised,
+    team_of,
+)
+from fedscaffold.cli.verbs import Json, Log, Watch, app, prepare_problem, print_answer, refuse_other_options
+from fedscaffold.cli.watch import NO_VIEWERS, Viewers, check_viewers, open_callbacks
+from fedscaffold.state.files import write_whole
 
 if TYPE_CHECKING:
-    from fedscaffold.experiments.config import Config
-    from fedscaffold.report import Study
+    from fedscaffold.experiments.config_file import Config
+    from fedscaffold.runs import Study
 
-__all__ = ["carry_out", "resume"]
+__all__ = ["resume", "run_in_folder"]
 
 CHECKPOINT = "checkpoint"
-NEW = ".new"  # where results are written before they are moved to their places
+NEW = ".new"  # temporary folder of results
 
 
 @app.command(epilog="Example: fedscaffold resume runs/first")
@@ -44,28 +55,28 @@ def resume(
     as_json: Json = False,
 ) -> int:
     """Go on with a run or a comparison after a crash, or with a run for more rounds; same bits as without a break."""
-    from fedscaffold.experiments.config import load
+    from fedscaffold.experiments.config_file import load
 
     if (folder / ASKED).is_file():
-        only(context, "resume of a comparison", ("--json",))
-        go_on(folder, as_json)
+        refuse_other_options(context, "resume of a comparison", ("--json",))
+        resume_comparison(folder, as_json)
         return 0
     if not (folder / "config.toml").is_file():
         raise InputError(f"{folder} holds no run: config.toml is missing; `fedscaffold run CONFIG.toml` starts one")
-    seen_by = shown(watch, log)
+    seen_by = check_viewers(watch, log)
     config = load(folder / "config.toml", [] if rounds is None else [f"rounds={rounds}"])
     team = team_of(devices, coordinator, processes, process_id, deadline)
-    return watched(team, folder, lambda: carry_out(config, folder, as_json, None, team, seen_by))
+    return run_supervised(team, folder, lambda: run_in_folder(config, folder, as_json, None, team, seen_by))
 
 
-def make_way(folder: Path, fresh: bool) -> None:
-    """Let a new run into a folder: in place of a finished one, or of any if `fresh`."""
-    from fedscaffold.report.record import NAME
+def clear_for_new_run(folder: Path, fresh: bool) -> None:
+    """Clear a folder for a new run: of a finished run, or of any if `fresh`."""
+    from fedscaffold.runs.round_log import NAME
     from fedscaffold.simulation.checkpoint import discard, unfinished
 
     kept = folder / CHECKPOINT
     at = None if fresh else unfinished(kept)
-    if at is not None or (not fresh and broken_off(folder)):
+    if at is not None or (not fresh and is_unfinished(folder)):
         what = "runs of a sweep that was broken off" if at is None else f"a run that stopped after round {at}"
         raise InputError(
             f"{folder} holds {what}: `fedscaffold resume {folder}` goes on; "
@@ -73,55 +84,63 @@ def make_way(folder: Path, fresh: bool) -> None:
         )
     discard(kept)
     (folder / NAME).unlink(missing_ok=True)
-    clear(folder)
+    remove_cells(folder)
     (folder / ASKED).unlink(missing_ok=True)
 
 
-def carry_out(
+def run_in_folder(
     config: Config,
     folder: Path,
     as_json: bool,
     fresh: bool | None = None,
-    team: Team = ALONE,
-    seen_by: Shown = NOBODY,
+    team: Team = SINGLE_PROCESS,
+    seen_by: Viewers = NO_VIEWERS,
 ) -> int:
-    """Run a configuration to its end and keep the results in `folder`, from where that stands if `fresh` is None.
+    """Run a configuration to its end and write the results to `folder`.
 
-    Of a team's processes the first one makes the folder ready, prints and writes the results.
+    Args:
+        config: The configuration.
+        folder: The run's folder.
+        as_json: Whether to print JSON.
+        fresh: None to continue from the folder's state, else whether a new run may replace an unfinished one.
+        team: The processes of the run; the first one prepares the folder, prints and writes the results.
+        seen_by: Live page and trackers.
     """
     if team.total is not None and config.local.lr == "tuned":
         raise InputError("lr = 'tuned' is a sweep, which runs on one device: give a number for local.lr")
-    built = prepared(config, team)
+    built = prepare_problem(config, team)
     from fedscaffold.experiments import compare as room
-    from fedscaffold.experiments.cells import Store
-    from fedscaffold.experiments.config import to_toml
+    from fedscaffold.experiments.config_file import to_toml
+    from fedscaffold.experiments.run_cache import Store
     from fedscaffold.simulation import Interrupted
 
-    room.refuse(config, built, team.total)
-    config = room.placed(config, built)
+    room.validate_run(config, built, team.total)
+    config = room.resolve_store(config, built)
     command = shlex.join(["fedscaffold", *sys.argv[1:]])
     words = shlex.join(["fedscaffold", "resume", str(folder), *team.flags()])
+    _refuse_disagreement(team, config)
     with ExitStack() as stack:
-        first(team, lambda: opened(stack, folder, to_toml(config), fresh))
-        stack.enter_context(saying(f"stopped; go on with: {words}"))
+        run_on_first_process(team, lambda: open_folder(stack, folder, to_toml(config), fresh))
+        stack.enter_context(exit_with_line(f"stopped; go on with: {words}"))
         try:
-            with _told(), followed(config, built, folder, seen_by, team.speaks) as record:
-                line = None if team.speaks else False
+            with _print_state_warnings(), open_callbacks(config, built, folder, seen_by, team.is_main) as callbacks:
+                line = None if team.is_main else False
                 memo = Store(folder / CELLS)
-                study = room.run(config, built, command, line, folder / CHECKPOINT, team.total, record, memo)
+                study = room.run(config, built, command, line, folder / CHECKPOINT, team.total, callbacks, memo)
         except Interrupted as stop:
             typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: {words}", err=True)
             return 128 + stop.signal
-        if team.speaks:
-            page = room.keep(study, folder)
-            clear(folder)
-            _say_outcome(study, folder, page, as_json)
+        if team.is_main:
+            page = room.write_results(study, folder)
+            remove_cells(folder)
+            _print_outcome(study, folder, page, as_json)
     return 0
 
 
-def opened(stack: ExitStack, folder: Path, config: str, fresh: bool | None) -> None:
-    """Make the folder ready for a run of this configuration, and its own as long as `stack` lasts."""
-    from fedscaffold.report.record import NAME
+def open_folder(stack: ExitStack, folder: Path, config: str, fresh: bool | None) -> None:
+    """Lock the folder for as long as `stack` lasts, and prepare it for a run of this configuration."""
+    from fedscaffold.runs.round_log import NAME
+    from fedscaffold.runs.run_folder import remove_study as clear_study
     from fedscaffold.state.files import owned
 
     stack.enter_context(owned(folder))
@@ -131,36 +150,44 @@ def opened(stack: ExitStack, folder: Path, config: str, fresh: bool | None) -> N
                 f"{folder / name} is a symbolic link, and a run writes into its own folder only: remove it"
             )
     if fresh is not None:
-        make_way(folder, fresh)
-    _settled(folder / "config.toml", config)
+        clear_for_new_run(folder, fresh)
+        clear_study(folder)
+    _write_config(folder / "config.toml", config)
 
 
-def first(team: Team, work: Callable[[], None]) -> None:
-    """Let the first process do something that all wait for; if it cannot, all raise the reason."""
+def _refuse_disagreement(team: Team, config: Config) -> None:
+    """Refuse processes with other configurations before the folder is touched."""
+    if team.processes == 1:
+        return
+    from fedscaffold.simulation.distributed import check_same_run, detect_lost_processes
+    from fedscaffold.simulation.fingerprint import flat
+
+    with detect_lost_processes():
+        check_same_run(flat(config.model_dump(mode="json", exclude_none=True)))
+
+
+def run_on_first_process(team: Team, work: Callable[[], None]) -> None:
+    """Run `work` on the first process while the others wait; if it fails, all raise its error."""
     if team.processes == 1:
         work()
         return
-    from fedscaffold.simulation.hosts import together, tried
+    from fedscaffold.simulation.distributed import detect_lost_processes, run_everywhere
 
-    with together():
-        tried(work if team.speaks else lambda: None)
+    with detect_lost_processes():
+        run_everywhere(work if team.is_main else lambda: None)
 
 
-def _settled(path: Path, text: str) -> None:
-    """Write the resolved configuration before the first round: `resume` goes by it."""
+def _write_config(path: Path, text: str) -> None:
+    """Write the resolved configuration before the first round, for `resume`."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(".config.toml.new")
-    new.unlink(missing_ok=True)  # or it would be written through, if somebody made it a link
-    with new.open("x", encoding="utf-8", newline="") as file:
-        file.write(text)
-    new.replace(path)
+    write_whole(path, text)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Warnings about state as lines for the user."""
+def _print_state_warnings() -> Iterator[None]:
+    """Print warnings about state as lines on stderr."""
     from fedscaffold.simulation.checkpoint import StateWarning
 
     with warnings.catch_warnings():
@@ -177,23 +204,23 @@ def _told() -> Iterator[None]:
         yield
 
 
-def _say_outcome(study: Study, folder: Path, page: Path, as_json: bool) -> None:
-    curve = study.curves[0]
-    last = {name: column[-1].item() for name, column in curve.columns.items()}
+def _print_outcome(study: Study, folder: Path, page: Path, as_json: bool) -> None:
+    run = study.runs[0]
+    last = {name: column[-1].item() for name, column in run.columns.items()}
     answer = {
-        "rounds": int(curve.columns["round"][-1]),
-        "reached_at": curve.reached_at,
-        "diverged_at": curve.diverged_at,
-        "advice": curve.advice,
-        "lr": curve.lr,
+        "rounds": int(run.columns["round"][-1]),
+        "reached_at": run.reached_at,
+        "diverged_at": run.diverged_at,
+        "advice": run.advice,
+        "lr": run.lr,
         "last": last,
-        "residual": curve.residual,
-        "digest": curve.digest,
+        "residual": run.residual,
+        "digest": run.digest,
         "seconds": study.seconds,
         "folder": str(folder),
         "report": str(page),
     }
-    words = [f"{study.problem}: {curve.algorithm}, {answer['rounds']} rounds"]
+    words = [f"{study.problem}: {run.algorithm}, {answer['rounds']} rounds"]
     words += [f"  {name} = {value:.6g}" for name, value in last.items() if isinstance(value, float)]
-    words += [f"  {curve.advice}"] if curve.advice else []
-    say(answer, [*words, f"report: {page}"], as_json)
+    words += [f"  {run.advice}"] if run.advice else []
+    print_answer(answer, [*words, f"report: {page}"], as_json)

@@ -1,4 +1,4 @@
-"""`theatre`: the page in which drift can be seen."""
+"""`theatre`: write the interactive drift page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.verbs import Json, app, say
+from fedscaffold.cli.verbs import Json, app, print_answer
 
 __all__ = ["theatre"]
 
@@ -20,7 +20,7 @@ def theatre(
     as_json: Json = False,
 ) -> None:
     """Write the drift theatre: one page, to play with offline, that shows drift and what breaks SCAFFOLD."""
-    from fedscaffold.report.theatre import write_theatre
+    from fedscaffold.runs.theatre import write_theatre
 
     if out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out must be a page such as theatre.html, got {out}")
@@ -28,14 +28,16 @@ def theatre(
         page = write_theatre(out)
     except OSError as error:
         raise InputError(f"cannot write {out}: {error.strerror}; choose another place with --out") from None
-    opened = show and _opened(page)
+    opened = show and _open_browser(page)
     size = page.stat().st_size
     answer = {"page": str(page), "bytes": size, "opened": opened}
     lines = [f"theatre: {page} ({size / 1000:.0f} kB; open it in any browser, mail it, no network needed)"]
-    say(answer, lines + (["no browser was found here to open it with"] if show and not opened else []), as_json)
+    print_answer(
+        answer, lines + (["no browser was found here to open it with"] if show and not opened else []), as_json
+    )
 
 
-def _opened(page: Path) -> bool:
+def _open_browser(page: Path) -> bool:
     import webbrowser
 
     return webbrowser.open(page.as_uri())

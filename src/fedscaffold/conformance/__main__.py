@@ -1,6 +1,6 @@
-"""`python -m fedscaffold.conformance module:adapter`: the suite with NumPy alone, beside whatever a peer has pinned.
+"""`python -m fedscaffold.conformance module:adapter`: run the suite with NumPy as the only dependency.
 
-Exit codes: 0, nothing that is offered fails; 1, a row fails; 2, a row ended in an error, or the command is wrong.
+Exit codes: 0 if no offered row fails, 1 if a row fails, 2 if a row ends in an error or the command is invalid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.conformance.diagnosis import diagnose
 from fedscaffold.conformance.identities import select
 from fedscaffold.conformance.judge import OUTCOMES, PRECISIONS, judge, load_target, table
-from fedscaffold.conformance.plain import ours
+from fedscaffold.conformance.reference_target import ours
 
 __all__ = ["judged", "main"]
 
@@ -23,7 +23,7 @@ __all__ = ["judged", "main"]
 def judged(
     target: str | None, only: Sequence[str] = (), precision: str = "float64"
 ) -> tuple[dict[str, Any], list[str], int]:
-    """Return the verdicts for programs and for people, and the exit code.
+    """Return the verdicts as JSON and as lines of text, and the exit code.
 
     >>> answer, lines, code = judged(None, only=["start"])
     >>> answer["holds"], answer["fails"], code
@@ -49,7 +49,7 @@ def judged(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser("python -m fedscaffold.conformance", description="Judge a SCAFFOLD.")
     parser.add_argument("target", nargs="?", help="module:name of an adapter or an algorithm; ours by default")
     parser.add_argument("--only", action="append", default=[], metavar="ROW", help="a row or a family; may be repeated")

@@ -1,16 +1,16 @@
-"""What is run and what comes back: a federation of quadratics, exact, on NumPy arrays.
+"""`Case` and `Trace`, input and output of an adapter: a federation of quadratics with exact gradients, in NumPy.
 
-An adapter is one function, `Case -> Trace`, around somebody's SCAFFOLD. The case says all that happens: who
-trains, whose reply is lost, when the process dies; nothing is random. One round, in plain text: each client i
-of the cohort starts at y = x with an empty momentum buffer, m = 0, and takes local_steps[i] steps
+An adapter is one function, `Case -> Trace`, around an implementation of SCAFFOLD. The case determines everything: who
+trains, whose reply is lost, when the process restarts; nothing is random. In one round each client i of the cohort
+starts at y = x with an empty momentum buffer, m = 0, and takes local_steps[i] steps
 
     d = gradient(i, y) - c_i + c,     m = momentum * m + d,     y <- y - lr[k] * m
 
 Then c_i becomes the mean gradient it saw (option 2) or its gradient at x (option 1). Over the replies that
 arrive, x moves by server_lr times the weighted mean of y - x, c by the sum of weights[i] * (change of c_i).
 
-Some cases ask for more: a model in several tensors, clipping and so on. They are only run for an adapter that
-says that it `offers` it.
+Some cases need additional features, such as a model in several tensors or clipping. They are run only if the adapter
+declares with `offers` that it has them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Unsupported(Exception):
 
 
 class Call(NamedTuple):
-    """One gradient that was asked for: client, point, value."""
+    """One gradient evaluation: client, point, value."""
 
     i: int
     y: Array
@@ -48,13 +48,13 @@ class Case(NamedTuple):
     linear: Array
     """(N, d): b_i."""
     x0: Array
-    """(d,): the first model. Not zero where it can be helped: a zero hides what starts at the model."""
+    """(d,): the initial model. Non-zero where possible, as zero hides errors that are proportional to it."""
     cohorts: tuple[tuple[int, ...], ...]
-    """For every round, the clients that train."""
+    """Clients that train, for each round."""
     lost: tuple[tuple[int, ...], ...]
-    """For every round, the clients of the cohort whose reply never reaches the server."""
+    """Clients of the cohort whose reply never reaches the server, for each round."""
     local_steps: tuple[int, ...]
-    """For every client, its number of local steps."""
+    """Number of local steps of each client."""
     lr: tuple[float, ...]
     """Step size at local step k, the same in every round; as long as the largest of local_steps."""
     server_lr: float
@@ -63,27 +63,27 @@ class Case(NamedTuple):
     momentum: float = 0.0
     """Heavy ball inside the local loop, its buffer empty at the start of every round."""
     option: int = 2
-    """How c_i is renewed: 1, the gradient at x; 2, the mean of the gradients seen."""
+    """Update of c_i: 1, the gradient at x; 2, the mean of the gradients seen."""
     restart: int | None = None
-    """After so many rounds server and clients end, and go on from what they had saved."""
+    """Number of rounds after which server and clients restart from their saved state."""
     frozen: bool = False
-    """Control variates are never updated."""
+    """Whether control variates are never updated."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """The tensors that the model consists of, in the order of x; () for one vector. See `split` and `join`."""
     buffers: Array | None = None
     """(B,): running statistics beside the parameters, as BatchNorm has them; see `forward`."""
     clip: float | None = None
-    """Every gradient is scaled down to this norm before it is corrected; c_i is made of clipped gradients."""
+    """Norm to which gradients are clipped before the correction; c_i is computed from clipped gradients."""
     clip_corrected: float | None = None
-    """Every direction, gradient - c_i + c, is scaled down to this norm."""
+    """Norm to which directions, gradient - c_i + c, are clipped."""
     loss_scale: float = 1.0
-    """The loss is multiplied by this, as in mixed precision: so is what `gradient` returns."""
+    """Factor of the loss, as in mixed precision, and so of what `gradient` returns."""
     private: bool = False
-    """Take the differentially private optimiser, with no noise and a bound that is never met."""
+    """Whether to use the differentially private optimiser, without noise and with a bound that is never reached."""
     precision: str = "float64"
-    """The arithmetic that is asked for; `x0` and gradients are of this type."""
+    """Data type of `x0` and of gradients."""
     calls: list[Call] | None = None
-    """Where `gradient` writes down what it was asked; the judge sets it."""
+    """List to which `gradient` appends its calls; set by the judge."""
 
     @property
     def rounds(self) -> int:
@@ -96,12 +96,12 @@ class Case(NamedTuple):
         return len(self.linear)
 
     def heard(self, r: int) -> tuple[int, ...]:
-        """The clients whose reply reaches the server in round r (the first is 0)."""
+        """Return the clients whose reply reaches the server in round r, counted from 0."""
         return tuple(i for i in self.cohorts[r] if i not in self.lost[r])
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """What of `FEATURES` the case asks for."""
+        """Those of `FEATURES` that the case needs."""
         asked = {
             "tensors": bool(self.shapes),
             "buffers": self.buffers is not None,
@@ -112,7 +112,7 @@ class Case(NamedTuple):
         return tuple(name for name, yes in asked.items() if yes)
 
     def gradient(self, i: int, y: Any) -> Any:
-        """The gradient of f_i at y, times `loss_scale`. Ask once for every local step: the suite counts on it."""
+        """Return the gradient of f_i at y times `loss_scale`. Call it exactly once per local step."""
         point = np.array(np.asarray(y), np.float64)  # a tensor has to become an array first
         g: Array = self.hessians[i] @ point - self.linear[i]
         if self.calls is not None:
@@ -120,12 +120,12 @@ class Case(NamedTuple):
         return (self.loss_scale * g).astype(self.precision, copy=False)
 
     def forward(self, i: int, buffers: Any) -> Any:
-        """What one training step of client i makes of the running statistics; no gradient has a part in it."""
+        """Return the running statistics after one training step of client i; they do not depend on gradients."""
         old = np.array(np.asarray(buffers), np.float64)
         return (0.9 * old + 0.1 * self.linear[i, : len(old)]).astype(self.precision)
 
     def split(self, vector: Any) -> list[Any]:
-        """A vector as the tensors of the model.
+        """Split a vector into the tensors of the model.
 
         >>> case = federation([np.eye(3)], [[0.0] * 3], [1.0, 2.0, 3.0], rounds=1, steps=1, lr=0.1)
         >>> case._replace(shapes=((1, 2), (1,))).split(case.x0)
@@ -136,11 +136,11 @@ class Case(NamedTuple):
         return [part.reshape(s) for part, s in zip(np.split(vector, ends[:-1]), shapes, strict=True)]
 
     def join(self, tensors: Any) -> Any:
-        """The tensors of the model as one vector."""
+        """Concatenate the tensors of the model into one vector."""
         return np.concatenate([np.asarray(tensor).reshape(-1) for tensor in tensors])
 
     def copy(self) -> Case:
-        """A copy that an adapter may write into, with an empty list of calls."""
+        """Return a copy that an adapter may modify, with an empty list of calls."""
         return self._replace(
             hessians=self.hessians.copy(),
             linear=self.linear.copy(),
@@ -151,14 +151,14 @@ class Case(NamedTuple):
         )
 
     def computed_in(self, precision: str) -> Case:
-        """The same case in other arithmetic."""
+        """Return the same case in another precision."""
         return self._replace(x0=self.x0.astype(precision), precision=precision)
 
 
 def federation(hessians: Any, linear: Any, x0: Any, rounds: int, steps: int, lr: float) -> Case:
-    """The plainest case: all clients in every round, nothing lost, equal weights, a constant step.
+    """Return the basic case: all clients in every round, no reply lost, equal weights, a constant step.
 
-    Everything else is a `_replace` away.
+    Use `_replace` for everything else.
 
     >>> case = federation([[[1.0]], [[2.0]]], [[1.0], [3.0]], [5.0], rounds=3, steps=2, lr=0.1)
     >>> case.cohorts, case.weights, case.gradient(1, [1.0])
@@ -179,20 +179,20 @@ def federation(hessians: Any, linear: Any, x0: Any, rounds: int, steps: int, lr:
 
 
 class Trace(NamedTuple):
-    """What came out: the states before the first round and after every round."""
+    """Result of a case: the states before the first round and after every round."""
 
     x: Array
     """(rounds + 1, d)"""
     c: Array
-    """(rounds + 1, d); zeros where there is no such thing."""
+    """(rounds + 1, d); zeros if the method has none."""
     c_i: Array
     """(rounds + 1, N, d)"""
     buffers: Array | None = None
-    """(rounds + 1, B): the server's running statistics; None where clients keep their own."""
+    """(rounds + 1, B): the server's running statistics; None if clients keep their own."""
 
     @property
     def vectors(self) -> tuple[Array, Array, Array]:
-        """What every SCAFFOLD has: x, c and c_i."""
+        """x, c and c_i."""
         return self.x, self.c, self.c_i
 
 
@@ -203,7 +203,7 @@ FEATURES = ("tensors", "buffers", "clipping", "loss scaling", "private optimiser
 
 
 def offers(*features: str) -> Callable[[AdapterType], AdapterType]:
-    """Mark an adapter as one that heeds these of `FEATURES`; without it their rows are not offered.
+    """Decorate an adapter with the `FEATURES` that it supports; rows that need others are not offered.
 
     >>> @offers("tensors", "clipping")
     ... def adapter(case):
@@ -220,10 +220,10 @@ def offers(*features: str) -> Callable[[AdapterType], AdapterType]:
 
 
 class Run(NamedTuple):
-    """A case, what an adapter made of it, and the gradients it asked for on the way."""
+    """A case, the trace that an adapter returned, and the gradients it evaluated."""
 
     case: Case
     trace: Trace
     calls: tuple[Call, ...] = ()
     met: bool = False
-    """Whether c is the mean over the clients heard so far, instead of over all."""
+    """Whether c is the mean over the clients heard so far rather than over all."""

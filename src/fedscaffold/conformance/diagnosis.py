@@ -1,8 +1,8 @@
-"""In words, what is wrong with an implementation that fails: read from its own states and gradients.
+"""Explain in words why an implementation fails, from its states and gradients.
 
-First the four lines of SCAFFOLD are fitted to what was seen: what was added to the gradients, what c_i became, how
-c moved and how x moved. A coefficient that is not what it should be is a sentence. Then the trajectories, and the
-rows that fail, are compared with those of every mistake of `mistakes`.
+The four update rules of SCAFFOLD are fitted to the run: the correction added to the gradients, the new c_i, the change
+of c and the move of x. Every wrong coefficient yields a sentence. Then the trajectories and the failing rows are
+compared with those of every known mistake in `mistakes`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedscaffold.algorithms import fedavg
-from fedscaffold.conformance import measures, oracles, plain
+from fedscaffold.conformance import measures, oracles, reference_target
 from fedscaffold.conformance.case import Array, Run, Trace
 from fedscaffold.conformance.federations import CONDITIONS, brief
 from fedscaffold.conformance.identities import IDENTITIES
@@ -26,17 +26,17 @@ from fedscaffold.conformance.mistakes import MISTAKES, Scaffold, over_met, right
 
 __all__ = ["diagnose", "signatures"]
 
-EARLY = 12  # rounds that are looked at: the transient is where mistakes differ, and nothing is huge yet
+EARLY = 12  # rounds examined: mistakes differ in the transient, and no number is huge yet
 CLOSE = 1e-3  # of coefficients; mistakes are factors, signs and zeros
 NAMED = 3
 FEDERATIONS = {name: condition.case for name, condition in CONDITIONS.items()} | {
     identity.name: identity.cases[-1] for identity in IDENTITIES if identity.cases[-1].asks
 }
-"""What the diagnosis looks at, by the name that it has in a sentence."""
+"""Federations examined, by the name used in sentences."""
 
 
 def diagnose(judgement: Judgement) -> list[str]:
-    """Sentences on what is wrong, the plainest first; none where nothing fails.
+    """Return sentences on what is wrong, the most widespread first; none if nothing fails.
 
     >>> from fedscaffold.conformance import judge, select
     >>> judgement = judge(MISTAKES["c_i is never stored"], select(["mean", "optimum"]))
@@ -52,13 +52,13 @@ def diagnose(judgement: Judgement) -> list[str]:
         for name, run in plain_runs.items():
             for sentence in (*about_correction(run), *about_memory(run), *about_control(run), *about_model(run)):
                 said.setdefault(sentence, []).append(name)
-        mistakes = nearest(judgement, runs)
+        mistakes = nearest_mistakes(judgement, runs, guess=not said)
     sentences = sorted(said.items(), key=lambda item: -len(item[1]))
     return [f"{one} ({'everywhere' if len(w) == len(plain_runs) else ', '.join(w)})" for one, w in sentences] + mistakes
 
 
 def early_runs(judgement: Judgement) -> dict[str, Run]:
-    """The first rounds of every federation that was run, as far as numbers are finite."""
+    """Return the first rounds of every federation that was run, as long as all numbers are finite."""
     found = {}
     for name, case in FEDERATIONS.items():
         run = judgement.runs.get(id(case))
@@ -75,8 +75,8 @@ def early_runs(judgement: Judgement) -> dict[str, Run]:
     return found
 
 
-def fitted(values: list[Array], *columns: list[Array]) -> Array | None:
-    """The coefficients that make the values of the columns; None where there are none, or more than one answer."""
+def fit_coefficients(values: list[Array], *columns: list[Array]) -> Array | None:
+    """Fit values by a linear combination of columns; None if there is no exact or no unique solution."""
     if not values:
         return None
     target, matrix = np.concatenate(values), np.stack([np.concatenate(column) for column in columns], axis=1)
@@ -87,13 +87,13 @@ def fitted(values: list[Array], *columns: list[Array]) -> Array | None:
     return np.asarray(coefficients)
 
 
-def are(coefficients: Array, *wanted: float) -> bool:
-    """Whether the coefficients are these."""
+def equal(coefficients: Array, *wanted: float) -> bool:
+    """Return whether the coefficients equal those wanted."""
     return bool(np.allclose(coefficients, wanted, rtol=0, atol=CLOSE))
 
 
 def visits(run: Run) -> Iterator[tuple[int, int, Array, Array]]:
-    """(round, client, points, gradients) of every visit of at least two steps, where all gradients were asked for."""
+    """Yield (round, client, points, gradients) of every visit of at least two steps with all gradients recorded."""
     case = run.case
     asked = {i: [call for call in run.calls if call.i == i] for i in range(case.num_clients)}
     for i, calls in asked.items():
@@ -108,37 +108,44 @@ def visits(run: Run) -> Iterator[tuple[int, int, Array, Array]]:
 
 
 def about_correction(run: Run) -> Iterator[str]:
-    """What is added to the gradients: a c + b c_i, where a = 1 and b = -1 is right."""
+    """Check what is added to the gradients: a c + b c_i, where a = 1 and b = -1 is right."""
     case, (x, c, c_i) = run.case, run.trace.vectors
-    if not case.momentum:
-        added, of_c, of_c_i = [], [], []
-        for r, i, y, g in visits(run):
-            for k, lr in enumerate(case.lr[: len(y) - 1]):
-                added.append((y[k] - y[k + 1]) / lr - g[k])
-                of_c.append(c[r])
-                of_c_i.append(c_i[r, i])
-        found = fitted(added, of_c, of_c_i)
-        if found is not None and not are(found, 1, -1):
-            yield correction_in_words(*found)
-    its = plain.run(fedavg(case.server_lr), case).x
-    if case.rounds > 1 and measures.largest(c, c_i) > 0 and alike(run, x - its):
+    found = correction(run)
+    if found is not None and not equal(found, 1, -1):
+        yield correction_in_words(*found)
+    its = reference_target.run(fedavg(case.server_lr), case).x
+    if case.rounds > 1 and measures.largest(c, c_i) > 0 and within_rounding(run, x - its):
         yield "x equals FedAvg's: the correction never reaches the model"
 
 
+def correction(run: Run) -> Array | None:
+    """Return a and b of the correction a c + b c_i; None if they cannot be determined."""
+    case, (_, c, c_i) = run.case, run.trace.vectors
+    if case.momentum:
+        return None
+    added, of_c, of_c_i = [], [], []
+    for r, i, y, g in visits(run):
+        for k, lr in enumerate(case.lr[: len(y) - 1]):
+            added.append((y[k] - y[k + 1]) / lr - g[k])
+            of_c.append(c[r])
+            of_c_i.append(c_i[r, i])
+    return fit_coefficients(added, of_c, of_c_i)
+
+
 def correction_in_words(a: float, b: float) -> str:
-    """The sentence for a correction of a c + b c_i."""
-    if are(np.array([a, b]), 0, 0):
+    """Describe a correction of a c + b c_i."""
+    if equal(np.array([a, b]), 0, 0):
         return "nothing is added to the gradients: the correction never reaches them"
-    if are(np.array([a, b]), -1, 1):
+    if equal(np.array([a, b]), -1, 1):
         return "the sign of the correction is wrong: c_i - c is added to the gradients, not c - c_i"
-    if are(np.array([a]), -b):
+    if equal(np.array([a]), -b):
         return f"the correction is {a:.3g} (c - c_i): is it divided by a loss scale, a weight or a number of steps?"
     a, b = (round(one, 3) + 0.0 for one in (a, b))
     return f"the correction is {a:.3g} c {b:+.3g} c_i, not c - c_i"
 
 
 def about_memory(run: Run) -> Iterator[str]:
-    """What c_i becomes: the mean gradient seen."""
+    """Check that c_i becomes the mean gradient seen."""
     case, (_, c, c_i) = run.case, run.trace.vectors
     if not np.diff(c_i, axis=0).any():
         yield "c_i is never written back"
@@ -155,35 +162,43 @@ def about_memory(run: Run) -> Iterator[str]:
                 of_g.append(seen.mean(axis=0))
                 of_c.append(c[r])
                 of_c_i.append(c_i[r, i])
-    found = fitted(renewed, of_g, of_c, of_c_i)
-    if found is not None and not are(found, 1, 0, 0) and not (case.momentum or len(set(case.lr)) > 1):
+    found = fit_coefficients(renewed, of_g, of_c, of_c_i)
+    if found is None or equal(found, 1, 0, 0) or case.momentum or len(set(case.lr)) > 1:
+        return
+    added = correction(run)
+    if added is None or not equal(found, 1, added[0] - 1, added[1] + 1):  # else what a wrong correction makes of x - y
         yield memory_in_words(*found)
 
 
 def gradients_early(run: Run, i: int) -> Array:
-    """Client i's gradients of the first rounds: those asked for, or those on its way."""
+    """Return client i's gradients of the first rounds: the recorded ones, or those recomputed from its states."""
     asked = [g for _, j, _, g in visits(run) if j == i]
     return np.array(asked) if asked else measures.gradients(run._replace(calls=()), i)
 
 
 def memory_in_words(g: float, c: float, c_i: float) -> str:
-    """The sentence for a c_i that becomes g times the mean gradient, plus c times c, plus c_i times c_i."""
-    if are(np.array([g, c, c_i]), -1, 0, 0):
+    """Describe a c_i that becomes g times the mean gradient, plus c times c, plus c_i times c_i."""
+    if equal(np.array([g, c, c_i]), -1, 0, 0):
         return "the sign of c_i is wrong: it becomes minus the mean gradient"
-    if are(np.array([c, c_i]), g - 1, 1 - g):  # c_i - c + g (x - y) / (K lr)
-        if are(np.array([g]), -1):
+    if equal(np.array([c, c_i]), g - 1, 1 - g):  # c_i - c + g (x - y) / (K lr)
+        if equal(np.array([g]), -1):
             return "the sign of c_i is wrong: y - x is taken for x - y"
         guess = "steps counted as records" if g < 1 else "steps counted as epochs, or the step size left out"
         return f"c_i is renewed with {g:.3g} (x - y) / (K lr), not (x - y) / (K lr): {guess}?"
+    for left_out, coefficients in {"- c": (1, 1, 0), "the old c_i": (1, 0, -1), "c_i - c": (1, 1, -1)}.items():
+        if equal(np.array([g, c, c_i]), *coefficients):
+            return f"{left_out} is left out where c_i becomes c_i - c + (x - y) / (K lr)"
+    if equal(np.array([c, c_i]), 0, 1 - g):
+        return f"c_i changes by {g:.3g} times what it should"
     g, c, c_i = (round(one, 3) + 0.0 for one in (g, c, c_i))
     return f"c_i becomes {g:.3g} g {c:+.3g} c {c_i:+.3g} c_i, not the mean gradient g"
 
 
 def about_control(run: Run) -> Iterator[str]:
-    """How c moves: by the sum of p_i (change of c_i)."""
+    """Check that c moves by the sum of p_i (change of c_i)."""
     case, (_, c, c_i) = run.case, run.trace.vectors
     gauge = measures.mismatch(run)
-    if alike(run, gauge) or not np.diff(c_i, axis=0).any():
+    if within_rounding(run, gauge) or not np.diff(c_i, axis=0).any():
         return
     moved = np.diff(c, axis=0)
     heard = measures.heard(case)[:, :, 0]
@@ -194,7 +209,7 @@ def about_control(run: Run) -> Iterator[str]:
         return
     factors = proportion(run, moved, changes)
     kept = np.ones(1) if factors is None else factors[share > 0]
-    if alike(run, gauge[:1]) and not np.allclose(kept, 1, atol=CLOSE):
+    if within_rounding(run, gauge[:1]) and not np.allclose(kept, 1, atol=CLOSE):
         if np.allclose(kept * share[share > 0], sent[share > 0], atol=CLOSE):
             yield "c is scaled by the clients sent for, not by those heard"
         elif np.allclose(kept * share[share > 0], 1, atol=CLOSE):
@@ -210,8 +225,8 @@ def about_control(run: Run) -> Iterator[str]:
 
 
 def first_mismatch(run: Run, gauge: Array) -> str:
-    """When c left the mean of the c_i, and what was special then."""
-    case, bound = run.case, explained(run)
+    """Describe the round in which c first differs from the mean of the c_i."""
+    case, bound = run.case, rounding_bound(run)
     jumps = np.abs(np.diff(gauge, axis=0)).max(axis=1) > bound
     if not jumps.any():
         return "c and the c_i do not begin at zero"
@@ -227,9 +242,9 @@ def first_mismatch(run: Run, gauge: Array) -> str:
 
 
 def about_model(run: Run) -> Iterator[str]:
-    """How far x moves, given the state before the round."""
+    """Check how far x moves, given the state before the round."""
     case, x = run.case, run.trace.x
-    if measures.moves(run).violation <= explained(run):
+    if measures.moves(run).violation <= rounding_bound(run):
         return
     _, c, c_i = run.trace.vectors
     heard = measures.heard(case)[:, :, 0]
@@ -242,6 +257,8 @@ def about_model(run: Run) -> Iterator[str]:
     divisors = case.num_clients / factors[counts > 0]  # of a sum of moves, where clients weigh the same
     if np.allclose(factors[counts > 0] * (heard @ case.weights)[counts > 0], 1, atol=CLOSE):
         yield "the server step is not used"
+    elif np.allclose(factors[counts > 0], case.server_lr, atol=CLOSE):
+        yield "the moves of x are divided by N, not by the replies: x moves by S/N times their mean"
     elif np.ptp(divisors) < CLOSE and np.ptp(counts[counts > 0]):
         yield f"the moves of x are divided by {divisors[0]:.3g}, whatever the number of replies"
     else:
@@ -251,65 +268,70 @@ def about_model(run: Run) -> Iterator[str]:
 
 
 def proportion(run: Run, values: Array, of: Array) -> Array | None:
-    """For every round, the factor between two vectors; None where they do not point the same way."""
+    """Return the factor between two vectors for every round; None if they are not parallel."""
     square = (of * of).sum(axis=1)
     factors = np.divide((values * of).sum(axis=1), square, out=np.zeros_like(square), where=square > 0)
-    return factors if alike(run, values - factors[:, None] * of) else None
+    return factors if within_rounding(run, values - factors[:, None] * of) else None
 
 
-def alike(run: Run, differences: Array) -> bool:
-    """Whether the differences are what rounding explains."""
-    return grown(run, differences) <= explained(run)
+def within_rounding(run: Run, differences: Array) -> bool:
+    """Return whether rounding explains the differences."""
+    return scaled_difference(run, differences) <= rounding_bound(run)
 
 
-def grown(run: Run, differences: Array) -> float:
-    """The largest difference, in units of what the numbers have grown to."""
+def scaled_difference(run: Run, differences: Array) -> float:
+    """Return the largest difference relative to the growth of the numbers."""
     return measures.largest(differences / measures.growth(run)[-len(differences) :, None])
 
 
-def explained(run: Run) -> float:
-    """What rounding explains; ten times over, as two implementations are compared."""
+def rounding_bound(run: Run) -> float:
+    """Return ten times the rounding bound, as two implementations are compared."""
     return 10 * oracles.rounding(run.case)
 
 
 class Likeness(NamedTuple):
-    """How like a mistake the target is."""
+    """Similarity between the target and a known mistake."""
 
     name: str
     same: frozenset[str]
-    """The federations in which all numbers are those of the mistake."""
+    """Federations in which all numbers equal those of the mistake."""
     rows: float
-    """Of the rows that fail here or there, the share that fails in both."""
+    """Rows that fail in both, as a share of those that fail in either."""
     apart: float
-    """How far the numbers are from the mistake's, in the federations that are not right."""
+    """Median distance from the mistake's numbers in the federations that are wrong."""
 
 
-def nearest(judgement: Judgement, runs: dict[str, Run]) -> list[str]:
-    """The mistakes of the table that are most like the target."""
+def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) -> list[str]:
+    """Return the mistakes that reproduce the target's numbers or, with `guess`, else those with similar failing rows.
+
+    Failing rows alone are weak evidence: counting K in epochs fails the same rows as a wrong sign.
+    """
     failed = {verdict.name for verdict in judgement.verdicts if verdict.outcome == "fails"}
     compared = {verdict.name for verdict in judgement.verdicts if verdict.violation is not None} | failed
     ill = {id(case) for identity in IDENTITIES if identity.name in failed for case in identity.cases}
     wrong = {
-        name for name, run in runs.items() if id(FEDERATIONS[name]) in ill and gap(None, name, run) > explained(run)
+        name
+        for name, run in runs.items()
+        if id(FEDERATIONS[name]) in ill and gap(None, name, run) > rounding_bound(run)
     }
     likenesses = []
     for name in MISTAKES:
         gaps = {federation: gap(name, federation, run) for federation, run in runs.items()}
-        same = frozenset(federation for federation, run in runs.items() if gaps[federation] <= explained(run))
+        same = frozenset(federation for federation, run in runs.items() if gaps[federation] <= rounding_bound(run))
         theirs = signatures()[name] & compared
         share = len(theirs & failed) / max(1, len(theirs | failed))
         apart = float(np.median([gaps[federation] for federation in wrong])) if wrong else 0.0
         likenesses.append(Likeness(name, same, share, apart))
-    found = covering(likenesses, wrong, others=runs.keys() - wrong)
-    if found:
+    found = cover_by_mistakes(likenesses, wrong, others=runs.keys() - wrong)
+    if found or not guess:
         return found
     least = max(0.5, 0.8 * max(one.rows for one in likenesses))
     best = sorted((one for one in likenesses if one.rows >= least), key=lambda one: one.apart)[:NAMED]
     return [f"the rows that fail are most like those of the mistake {one.name!r} ({one.rows:.0%})" for one in best]
 
 
-def covering(likenesses: list[Likeness], wrong: set[str], others: set[str]) -> list[str]:
-    """The mistakes that give the very numbers of what is wrong, and contradict nothing that is not; few if they can."""
+def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[str]) -> list[str]:
+    """Cover the wrong federations greedily with mistakes that reproduce them exactly and contradict no other."""
     exact = [one for one in likenesses if one.same & wrong and others <= one.same]
     left, said = set(wrong), list[str]()
     while exact and (explains := max((one.same & left for one in exact), key=len)):
@@ -322,25 +344,25 @@ def covering(likenesses: list[Likeness], wrong: set[str], others: set[str]) -> l
 
 
 def gap(name: str | None, federation: str, run: Run) -> float:
-    """How far a run is from a mistake's (None: a right one's), with c_i made of gradients or of the client's move."""
+    """Return the distance to a mistake's run (None: a correct one), with c_i from gradients or from the move."""
     mistake, forms = right if name is None else MISTAKES[name], [False]
     if isinstance(mistake, Scaffold) and mistake.renew is right.renew and mistake.correct is not right.correct:
         forms.append(True)  # elsewhere both forms are the same
     gaps = [np.inf]
     for moved in forms:
-        trace = mistaken(name, federation, run.case.rounds, run.case.precision, run.met, moved)
+        trace = run_mistake(name, federation, run.case.rounds, run.case.precision, run.met, moved)
         if trace is not None:
             pairs = zip(trace.vectors, run.trace.vectors, strict=True)
             differences = [(one - other).reshape(len(one), -1) for one, other in pairs]
             if run.trace.buffers is not None and trace.buffers is not None:
                 differences.append(trace.buffers - run.trace.buffers)
-            gaps.append(grown(run, np.concatenate(differences, axis=1)))
+            gaps.append(scaled_difference(run, np.concatenate(differences, axis=1)))
     return min(gaps)
 
 
 @cache
-def mistaken(name: str | None, federation: str, rounds: int, precision: str, met: bool, moved: bool) -> Trace | None:
-    """The first rounds of a federation with a mistake; None where they do not come to an end."""
+def run_mistake(name: str | None, federation: str, rounds: int, precision: str, met: bool, moved: bool) -> Trace | None:
+    """Run the first rounds of a federation with a mistake; None if the arithmetic fails."""
     mistake = right if name is None else MISTAKES[name]
     if isinstance(mistake, Scaffold) and met and mistake.control is right.control:
         mistake = replace(mistake, control=over_met)
@@ -354,6 +376,6 @@ def mistaken(name: str | None, federation: str, rounds: int, precision: str, met
 
 @cache
 def signatures() -> dict[str, frozenset[str]]:
-    """The rows that fail, for each mistake; `tests/test_conformance.py` keeps the file true."""
+    """Return the rows that fail for each mistake; `tests/conformance/test_conformance.py` checks the file."""
     text = (resources.files("fedscaffold.conformance") / "signatures.json").read_text(encoding="utf-8")
     return {name: frozenset(rows) for name, rows in json.loads(text).items()}

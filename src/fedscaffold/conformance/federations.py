@@ -1,7 +1,7 @@
-"""The federations the suite runs: four unlike quadratics in R^3, under one condition after another.
+"""Federations of the suite: four heterogeneous quadratics in R^3, under various conditions.
 
-Each changes one thing from `all`, so that a row that fails names its cause; `together` has all at once.
-Numbers come from sines, not from a generator: nothing here is random, and no client resembles another.
+Each condition changes one thing from `all`, so that a failing row names its cause; `together` changes everything at
+once. Coefficients come from sines rather than a random generator, so that they are reproducible everywhere.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SUBSETS = tuple(cohort for size in range(1, N + 1) for cohort in combinations(ra
 
 
 class Condition(NamedTuple):
-    """A case and the words for it in a sentence that begins "With ..."."""
+    """A case, and its description for a sentence that begins with "With"."""
 
     words: str
     case: Case
 
 
 def clients() -> tuple[Array, Array]:
-    """Hessians of eigenvalues 0.5 to 2.6, each steep in its own direction; linear terms that pull apart."""
+    """Return Hessians with eigenvalues 0.5 to 2.6, each steep in its own direction, and conflicting linear terms."""
     i = np.arange(N)
     steep = np.stack([np.cos(1 + 2 * i), np.sin(2 + 3 * i), np.cos(3 + 5 * i)], axis=1)
     pull = np.stack([np.sin(1 + 3 * i), np.cos(2 + 5 * i), np.sin(3 + 7 * i)], axis=1)
@@ -40,12 +40,12 @@ def clients() -> tuple[Array, Array]:
 
 
 def meeting(case: Case, *cohorts: tuple[int, ...]) -> Case:
-    """The case with these cohorts, over and over, and nothing lost."""
+    """Return the case with these cohorts repeated, and no reply lost."""
     return case._replace(cohorts=tuple(cohorts[r % len(cohorts)] for r in range(case.rounds)), lost=((),) * case.rounds)
 
 
 def losing(case: Case, period: int) -> Case:
-    """The case with one reply lost every `period` rounds, from the first on, and never the only one."""
+    """Return the case with one reply lost every `period` rounds from the first, but never the only reply."""
 
     def missing(r: int, cohort: tuple[int, ...]) -> tuple[int, ...]:
         return (cohort[r // period % len(cohort)],) if r % period == 0 and len(cohort) > 1 else ()
@@ -54,7 +54,7 @@ def losing(case: Case, period: int) -> Case:
 
 
 def brief(case: Case, rounds: int = 20) -> Case:
-    """The case's first rounds: the transient is where mistakes differ.
+    """Return the case cut to its first rounds; mistakes differ most in the transient.
 
     >>> brief(CONDITIONS["all"].case, rounds=2).rounds
     2
@@ -63,12 +63,12 @@ def brief(case: Case, rounds: int = 20) -> Case:
 
 
 def prolonged(case: Case, times: int) -> Case:
-    """The case with its cohorts met, and its replies lost, so many times over."""
+    """Return the case with its schedule of cohorts and lost replies repeated."""
     return case._replace(cohorts=case.cohorts * times, lost=case.lost * times)
 
 
 def conditions() -> dict[str, Condition]:
-    """All conditions, by name."""
+    """Return all conditions by name."""
     base, longer, longest = (
         federation(*clients(), X0, rounds, steps=4, lr=LR) for rounds in (ROUNDS, 3 * ROUNDS // 2, 2 * ROUNDS)
     )

@@ -1,7 +1,7 @@
-"""The table: every identity, its sentence, the federations it is tried on and how it is measured.
+"""Table of identities: each with its statement, its federations and its measure.
 
-A row added here is run on every target by itself. The numbers in brackets are those of the invariants in the
-notes on theory: I2 is "c is the mean of the c_i", I9 "c_i is the mean gradient seen", and so on.
+Rows added here are run on every target. Numbers in brackets label invariants: I2 is "c is the mean of the c_i", I9 "c_i
+is the mean gradient seen", and so on.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Identity(NamedTuple):
 
     @property
     def family(self) -> str:
-        """What comes before the colon of its name."""
+        """The part of the name before the colon."""
         return self.name.partition(":")[0]
 
 
 def row(name: str, check: Callable[..., Measure], statement: str, *cases: Case) -> Identity:
-    """One row, sentence and cases last: the table reads better so."""
+    """Return a row; the argument order keeps the table readable."""
     return Identity(name, statement, cases, check)
 
 
 def families() -> list[Identity]:
-    """The identities tried under many conditions, a row for each: the table shows which one breaks them."""
+    """Return the identities that are checked under many conditions, one row for each."""
     everywhere = set(CONDITIONS)
     # A restart comes after the first round; with weights and sampling two averages of x are both right.
     early = everywhere - {"changing cohorts", "weights and sampling", "restart", "together"}
@@ -66,7 +66,7 @@ def families() -> list[Identity]:
 
 
 def memories() -> list[Identity]:
-    """What must be remembered, by whom, from when on."""
+    """Return the identities on control variates and on what persists between rounds."""
     base, sampling, lost = (CONDITIONS[name].case for name in ("all", "sampling", "lost replies"))
     option, again = CONDITIONS["option I"].case, CONDITIONS["restart"].case
     silent = brief(base, rounds=4)._replace(lost=((), base.cohorts[1], (), ()))
@@ -84,7 +84,7 @@ def memories() -> list[Identity]:
 
 
 def relatives() -> list[Identity]:
-    """Where SCAFFOLD is another method, or itself in another form."""
+    """Return the cases in which SCAFFOLD equals another method or another form of itself."""
     base, sampling, server = (CONDITIONS[name].case for name in ("all", "sampling", "server step"))
     single = brief(server)._replace(local_steps=(1,) * 4, lr=(0.3,))
     heavy, weighted = (
@@ -119,7 +119,7 @@ def relatives() -> list[Identity]:
 
 
 def symmetries() -> list[Identity]:
-    """What may be changed in a federation, and what that changes."""
+    """Return the invariances: changes of a federation with a known effect."""
     base, sampling = brief(CONDITIONS["all"].case), brief(CONDITIONS["sampling"].case)
     alike = base._replace(hessians=base.hessians[[0] * 4])
     pulls = np.array([[5.0, 0.0, -1.0], [-5.0, 2.0, 0.0], [0.0, -2.0, 3.0], [0.0, 0.0, -2.0]])
@@ -158,12 +158,12 @@ def symmetries() -> list[Identity]:
 
 
 def moved(case: Case, by: Array) -> Case:
-    """The same functions somewhere else: f_i(x - by)."""
+    """Return the case with functions f_i(x - by)."""
     return case._replace(x0=case.x0 + by, linear=case.linear + case.hessians @ by)
 
 
 def doubled(case: Case) -> Case:
-    """Every client twice in a row, with half the weight."""
+    """Return the case with every client twice in a row, at half the weight."""
     n = 2 * case.num_clients
     return case._replace(
         hessians=np.repeat(case.hessians, 2, axis=0),
@@ -175,13 +175,13 @@ def doubled(case: Case) -> Case:
 
 
 def in_units(case: Case, unit: float) -> Case:
-    """All losses multiplied by `unit`, all local steps divided by it."""
+    """Return the case with losses multiplied by `unit` and step sizes divided by it."""
     lr = tuple(one / unit for one in case.lr)
     return case._replace(hessians=unit * case.hessians, linear=unit * case.linear, lr=lr)
 
 
 def features() -> list[Identity]:
-    """What real models and optimisers add. An adapter that `offers` none of it is not asked."""
+    """Return the rows on features of real models and optimisers, for adapters that `offers` them."""
     whole, sampling = CONDITIONS["all"].case, CONDITIONS["sampling"].case
     base, server = brief(whole), brief(sampling)._replace(server_lr=1.3)
     tensors = base._replace(shapes=((1,), (2, 1)))
@@ -257,11 +257,11 @@ G3_MET = (
 IDENTITIES: tuple[Identity, ...] = (*families(), *memories(), *relatives(), *symmetries(), *features())
 
 ABOUT_C: tuple[Callable[..., Measure], ...] = (measures.mean, measures.conserved, measures.saga, golden_sampling)
-"""The checks for which it matters over whom c is the mean."""
+"""Checks that depend on whether c is the mean over all clients or over those met."""
 
 
 def select(names: Iterable[str]) -> tuple[Identity, ...]:
-    """The rows of these names, or of these families (`mean` for all that begin with `mean:`); all for none.
+    """Return the rows with these names or families (`mean` for all that begin with `mean:`); all if none is given.
 
     >>> [identity.name for identity in select(["golden", "start"])]
     ['start', 'golden: all', 'golden: sampling']

@@ -1,4 +1,4 @@
-"""The judge: runs a target on every federation of the table and says which identities hold."""
+"""Run a target on every federation of the table and decide which identities hold."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["Judgement", "Outcome", "Verdict", "conform", "judge", "load_target",
 Outcome: TypeAlias = Literal["holds", "fails", "not offered", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("holds", "fails", "not offered", "error")
 PRECISIONS = ("float64", "float32")
-PATIENCE = 16  # times the rounds of a case, for a model that is still on its way
+PATIENCE = 16  # factor of the rounds of a case up to which a converging run is repeated
 ENOUGH_ERRORS = 3
 
 
 class Verdict(NamedTuple):
-    """What became of one identity; numbers are None where nothing could be measured."""
+    """Result for one identity; numbers are None if nothing could be measured."""
 
     name: str
     statement: str
@@ -42,28 +42,28 @@ class Verdict(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why there is no run to measure."""
+    """Reason why a run cannot be measured."""
 
     outcome: Outcome
     note: str
     run: Run | None = None
-    """The run, where numbers are not finite in the end."""
+    """The run, if it has numbers that are not finite."""
 
 
 class Judgement(NamedTuple):
-    """All verdicts on a target, and the runs behind them."""
+    """All verdicts on a target, and its runs."""
 
     verdicts: list[Verdict]
     runs: dict[int, Run | Failure]
     """By `id` of the case in the table."""
     met: bool
-    """Whether the target's c was taken for the mean over the clients met so far."""
+    """Whether the target's c was judged as the mean over the clients met so far."""
 
 
 def conform(target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64") -> list[Verdict]:
-    """Try every identity on somebody's SCAFFOLD: an adapter, an algorithm, or a function that makes an algorithm.
+    """Check every identity on a target: an adapter, an algorithm, or a function that returns an algorithm.
 
-    Nothing the target does stops the suite: an exception, a wrong shape, a divergence are verdicts.
+    Exceptions, wrong shapes and divergence become verdicts and do not stop the suite.
 
     >>> from fedscaffold.conformance import ours, select
     >>> {verdict.outcome for verdict in conform(ours, select(["mean", "optimum"]))}
@@ -73,34 +73,34 @@ def conform(target: Target, identities: Sequence[Identity] = IDENTITIES, precisi
 
 
 def judge(target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64") -> Judgement:
-    """The verdicts, and the runs that `diagnose` reads.
+    """Return the verdicts, and the runs that `diagnose` uses.
 
-    Before all clients have been heard, c may be their mean with zeros for the others, or the mean over the clients
-    met: each is right if it is kept in all rows. The one that fails fewer rows is taken for the target's.
+    Before all clients have been heard, c may be the mean over all with zeros for the others, or the mean over the
+    clients met: either is correct if used in all rows. The target is judged by the one that fails fewer rows.
     """
     checks.choice("precision", precision, PRECISIONS)
     adapter = adapter_of(target)
     with np.errstate(all="ignore"):  # a target that diverges overflows; its verdict says so
-        runs = attempted(adapter, identities, precision)
+        runs = run_cases(adapter, identities, precision)
         longer: dict[str, Run | Failure] = {}
-        verdicts = [judged(adapter, identity, runs, longer, met=False) for identity in identities]
+        verdicts = [judge_identity(adapter, identity, runs, longer, met=False) for identity in identities]
         if any(verdict.outcome == "fails" for verdict in verdicts):
             others = [
-                judged(adapter, identity, runs, longer, met=True) if identity.check in ABOUT_C else verdict
+                judge_identity(adapter, identity, runs, longer, met=True) if identity.check in ABOUT_C else verdict
                 for identity, verdict in zip(identities, verdicts, strict=True)
             ]
-            if failures(others) < failures(verdicts):
+            if count_failures(others) < count_failures(verdicts):
                 return Judgement(others, runs, True)
     return Judgement(verdicts, runs, False)
 
 
-def failures(verdicts: Sequence[Verdict]) -> int:
-    """How many rows fail."""
+def count_failures(verdicts: Sequence[Verdict]) -> int:
+    """Return the number of rows that fail."""
     return sum(verdict.outcome == "fails" for verdict in verdicts)
 
 
-def attempted(adapter: Adapter, identities: Sequence[Identity], precision: str) -> dict[int, Run | Failure]:
-    """All federations of the table, each run once; none after the first few have all ended in an error."""
+def run_cases(adapter: Adapter, identities: Sequence[Identity], precision: str) -> dict[int, Run | Failure]:
+    """Run all federations of the table once; stop if the first few all end in an error."""
     runs: dict[int, Run | Failure] = {}  # by object: many rows look at the same federation
     for case in (case for identity in identities for case in identity.cases):
         if id(case) in runs:
@@ -109,12 +109,12 @@ def attempted(adapter: Adapter, identities: Sequence[Identity], precision: str) 
         if len(tried) >= ENOUGH_ERRORS and all(isinstance(run, Failure) and run.outcome == "error" for run in tried):
             runs[id(case)] = Failure("error", f"not run: the first {ENOUGH_ERRORS} federations all ended in an error")
         else:
-            runs[id(case)] = attempt(adapter, case.computed_in(precision))
+            runs[id(case)] = run_case(adapter, case.computed_in(precision))
     return runs
 
 
-def attempt(adapter: Adapter, case: Case) -> Run | Failure:
-    """Run one case. The adapter gets a copy, and may do with it what it likes."""
+def run_case(adapter: Adapter, case: Case) -> Run | Failure:
+    """Run one case, on a copy that the adapter may modify."""
     missing = [name for name in case.asks if name not in getattr(adapter, "offers", ())]
     if missing:
         return Failure("not offered", f"{', '.join(missing)}: the adapter does not say that it offers it")
@@ -124,12 +124,12 @@ def attempt(adapter: Adapter, case: Case) -> Run | Failure:
     except Unsupported as unsupported:
         return Failure("not offered", one_line(unsupported))
     except (Exception, SystemExit) as error:
-        return Failure("error", f"{type(error).__name__}: {one_line(error)} ({place(error, adapter)})")
-    return measurable(case, trace, tuple(own.calls or ()))
+        return Failure("error", f"{type(error).__name__}: {one_line(error)} ({error_location(error, adapter)})")
+    return check_trace(case, trace, tuple(own.calls or ()))
 
 
-def place(error: BaseException, adapter: Adapter) -> str:
-    """Where it was raised, and from which line of the adapter's file; frames of this room are left out."""
+def error_location(error: BaseException, adapter: Adapter) -> str:
+    """Return where an error was raised and the adapter's line that led there; frames of this package are left out."""
     room = str(Path(__file__).parent)
     everything = list(traceback.extract_tb(error.__traceback__))
     frames = [frame for frame in everything if not frame.filename.startswith(room)] or everything
@@ -140,8 +140,8 @@ def place(error: BaseException, adapter: Adapter) -> str:
     return f"{raised.filename}:{raised.lineno}{calling}"
 
 
-def measurable(case: Case, trace: Any, calls: tuple[Call, ...]) -> Run | Failure:
-    """The trace as arrays that can be compared, or why it is none."""
+def check_trace(case: Case, trace: Any, calls: tuple[Call, ...]) -> Run | Failure:
+    """Validate shapes, types and finiteness of a trace and convert it to float64."""
     if not isinstance(trace, Trace):
         return Failure("error", f"the adapter returned a {type(trace).__name__}, not a Trace")
     if case.buffers is None:
@@ -167,17 +167,17 @@ def measurable(case: Case, trace: Any, calls: tuple[Call, ...]) -> Run | Failure
     return run
 
 
-def judged(
+def judge_identity(
     adapter: Adapter,
     identity: Identity,
     runs: dict[int, Run | Failure],
     longer: dict[str, Run | Failure],
     met: bool,
 ) -> Verdict:
-    """The verdict on one identity; what is not offered goes first: then nothing was compared.
+    """Return the verdict on one identity.
 
-    A model that is still on its way is given more rounds, so that slow is told from wrong; those runs are kept in
-    `longer`.
+    "Not offered" takes precedence, as nothing was compared then. A run that is still converging is repeated with more
+    rounds, to tell slow from wrong; such runs are stored in `longer`.
     """
     tried = [runs[id(case)] for case in identity.cases]
     name, statement = identity.name, identity.statement
@@ -189,20 +189,20 @@ def judged(
     measure = identity.check(*(run._replace(met=met) for run in found))
     if measure.unfinished:
         if name not in longer:
-            longer[name] = patient(adapter, identity, found[0])
-        measure = later(identity, measure, found[0], longer[name])
+            longer[name] = run_longer(adapter, identity, found[0])
+        measure = measure_longer(identity, measure, found[0], longer[name])
     violation, tolerance, note = measure[:3]
     if not np.isfinite(violation):
         return Verdict(name, statement, "fails", None, tolerance, "diverged: numbers too large to compare")
     return Verdict(name, statement, "holds" if violation <= tolerance else "fails", violation, tolerance, note)
 
 
-def patient(adapter: Adapter, identity: Identity, run: Run) -> Run | Failure:
-    """The same case with more and more rounds, until it is there, has come to rest, or patience is at an end."""
+def run_longer(adapter: Adapter, identity: Identity, run: Run) -> Run | Failure:
+    """Repeat a case with more and more rounds until it converges, settles elsewhere or reaches `PATIENCE`."""
     times, last = 1, run
     while times < PATIENCE:
         times *= 4
-        tried = attempt(adapter, prolonged(run.case, times))
+        tried = run_case(adapter, prolonged(run.case, times))
         if isinstance(tried, Failure):
             return tried
         last = tried
@@ -211,8 +211,8 @@ def patient(adapter: Adapter, identity: Identity, run: Run) -> Run | Failure:
     return last
 
 
-def later(identity: Identity, measure: Measure, run: Run, longer: Run | Failure) -> Measure:
-    """What a longer run says of a row that was not finished."""
+def measure_longer(identity: Identity, measure: Measure, run: Run, longer: Run | Failure) -> Measure:
+    """Measure a row that was not finished on the longer run."""
     if isinstance(longer, Failure):
         return measure
     found = identity.check(longer)
@@ -225,12 +225,12 @@ def later(identity: Identity, measure: Measure, run: Run, longer: Run | Failure)
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's text on one line."""
+    """Return an exception's text on one line."""
     return " ".join(str(error).split())
 
 
 def load_target(target: str) -> Target:
-    """What `module:name` stands for; modules of the current folder are found too.
+    """Import the target `module:name`; the current folder is searched too.
 
     >>> load_target("fedscaffold.conformance:ours").__name__
     'ours'
@@ -241,26 +241,26 @@ def load_target(target: str) -> Target:
     path, _, name = target.partition(":")
     if not (path and name):
         raise checks.InputError(f"a target is written module:name, got {target!r}")
-    names = vars(imported(path))
-    if name in names and not judgeable(names[name]):
+    names = vars(import_path(path))
+    if name in names and not is_target(names[name]):
         kind = type(names[name]).__name__
         raise checks.InputError(f"{target!r} must be a function from Case to Trace or an Algorithm, got a {kind}")
-    known = [one for one, value in names.items() if judgeable(value) and not one.startswith("_")]
+    known = [one for one, value in names.items() if is_target(value) and not one.startswith("_")]
     found: Target = names[name if name in names else checks.choice(f"adapter in {path}", name, known)]
     return found
 
 
-def judgeable(value: Any) -> bool:
-    """Whether it may be a target."""
+def is_target(value: Any) -> bool:
+    """Return whether a value can be a target."""
     return callable(value) or isinstance(value, Algorithm)
 
 
-def imported(path: str) -> ModuleType:
-    """The module, with one line for what stands in the way."""
+def import_path(path: str) -> ModuleType:
+    """Import a module; raise a one-line `InputError` if that fails."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    importlib.invalidate_caches()  # the file may be younger than this process
+    importlib.invalidate_caches()  # the file may have been written after this process started
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as missing:
@@ -273,7 +273,7 @@ def imported(path: str) -> ModuleType:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts as lines of text, one for each identity, and their number at the end.
+    """Format the verdicts as lines of text, one per identity, followed by the counts.
 
     >>> mean, start = Verdict("mean: all", "", "holds", 2e-16, 3e-12), Verdict("start", "", "fails", 0.5, 0.0)
     >>> print(table([mean, start]))
@@ -283,14 +283,14 @@ def table(verdicts: Sequence[Verdict]) -> str:
     """
     width = max((len(verdict.name) for verdict in verdicts), default=0)
     counts = Counter(verdict.outcome for verdict in verdicts)
-    lines = [f"{one.outcome:12} {one.name:{width}}  {measured(one)}".rstrip() for one in verdicts]
+    lines = [f"{one.outcome:12} {one.name:{width}}  {format_measure(one)}".rstrip() for one in verdicts]
     total = f"{counts['holds']} hold, {counts['fails']} fail, {counts['not offered']} not offered"
     errors = f", {counts['error']} in error" if counts["error"] else ""
     return "\n".join([*lines, total + errors])
 
 
-def measured(verdict: Verdict) -> str:
-    """The numbers behind a verdict, and its note."""
+def format_measure(verdict: Verdict) -> str:
+    """Format the violation, the tolerance and the note of a verdict."""
     if verdict.violation is None or verdict.tolerance is None:
         return verdict.note
     sign = "<=" if verdict.outcome == "holds" else "> "

@@ -1,8 +1,8 @@
-"""How far a run is from an identity: a measure is the size of the violation and what rounding explains.
+"""Measures of identities: the size of the violation, and the tolerance that rounding justifies.
 
-Differences are divided by how far the numbers have outgrown a right run, round by round. So a target that
-diverges fails the rows in which it is wrong, not all others by the rounding of its huge numbers; and what it
-did wrong while they were small counts in full.
+Differences are divided, round by round, by the factor by which the numbers exceed those of a correct run. A target that
+diverges thus fails the rows in which it is wrong, and not all others because of rounding in huge numbers; errors made
+while numbers were small count in full.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.algorithms import fedavg
-from fedscaffold.conformance import oracles, plain
+from fedscaffold.conformance import oracles, reference_target
 from fedscaffold.conformance.case import Array, Case, Run
 
 __all__ = ["Measure"]
 
-FALLING = 0.995  # of two windows of rounds in a row, the later has to be that much better
+FALLING = 0.995  # the error still falls if the later of two consecutive windows is below this fraction of the earlier
 
 
 class Measure(NamedTuple):
-    """The identity holds when the violation is at most the tolerance."""
+    """A violation and its tolerance: the identity holds if the former is at most the latter."""
 
     violation: float
     tolerance: float
     note: str = ""
     unfinished: bool = False
-    """The violation was still falling: more rounds would tell."""
+    """Whether the violation was still falling, so that more rounds are needed."""
 
 
 def largest(*differences: Any) -> float:
-    """The largest of all numbers, by absolute value."""
+    """Return the largest absolute value."""
     return max(float(np.max(np.abs(difference), initial=0.0)) for difference in differences)
 
 
 def growth(*runs: Run) -> Array:
-    """(rounds + 1,): how many times the size of a right run the numbers have had so far; at least 1."""
+    """Return (rounds + 1,) the largest size of the numbers so far relative to a correct run; at least 1."""
     sizes = [
         np.max([np.abs(states).reshape(len(states), -1).max(axis=1) for states in run.trace.vectors], axis=0)
         / oracles.size(run.case)
@@ -47,9 +47,12 @@ def growth(*runs: Run) -> Array:
 
 
 def relative(runs: tuple[Run, ...], *differences: Array, rounds: int | None = None) -> Measure:
-    """The measure of differences that should be zero in all rounds, or in all but the first states.
+    """Return the measure of differences that should be zero in all rounds, or in all but the first states.
 
-    `rounds`: over how many of them rounding adds up, if not over all.
+    Args:
+        runs: The runs compared.
+        differences: Arrays whose first axis is the round.
+        rounds: Number of rounds over which rounding accumulates; all by default.
     """
     grown = growth(*runs)
     sizes = [difference.reshape(len(difference), -1) for difference in differences]
@@ -58,7 +61,7 @@ def relative(runs: tuple[Run, ...], *differences: Array, rounds: int | None = No
 
 
 def mismatch(run: Run) -> Array:
-    """The gauge c - sum p_i c_i, before the first round and after every round.
+    """Return c - sum p_i c_i before the first round and after every round.
 
     Where c is the mean over the clients met so far, it is c - sum p_i c_i / (weight met).
     """
@@ -72,12 +75,12 @@ def mismatch(run: Run) -> Array:
 
 
 def heard(case: Case) -> NDArray[np.bool_]:
-    """(rounds, N, 1): whose reply reaches the server."""
+    """Return (rounds, N, 1) whether a client's reply reaches the server."""
     return np.array([[[i in case.heard(r)] for i in range(case.num_clients)] for r in range(case.rounds)])
 
 
 def mean(run: Run) -> Measure:
-    """After every round c is the mean of the c_i (I2); before the first is a row of its own."""
+    """After every round c is the mean of the c_i (I2); the state before the first has its own row."""
     return relative((run,), mismatch(run)[1:])
 
 
@@ -88,10 +91,10 @@ def conserved(run: Run) -> Measure:
 
 
 def optimum(run: Run) -> Measure:
-    """The last x is the optimum (I11); if not, whether it was still on its way there."""
+    """The last x is the optimum (I11); if not, report whether it was still converging."""
     distances = np.abs(run.trace.x - oracles.optimum(run.case)).max(axis=1)
     violation, tolerance = float(distances[-1]), oracles.rounding(run.case)
-    window = max(1, run.case.rounds // 4)  # cohorts come in cycles: the worst of a window, not single rounds
+    window = max(1, run.case.rounds // 4)  # cohorts cycle, so compare the worst rounds of windows
     last, before = float(distances[-window:].max()), float(distances[-2 * window : -window].max())
     if violation <= tolerance or not 0 < last < np.inf:
         return Measure(violation, tolerance)
@@ -105,26 +108,26 @@ def optimum(run: Run) -> Measure:
 def first_round(run: Run) -> Measure:
     """From control variates of zero, x after one round is FedAvg's (I5)."""
     once = run.case._replace(cohorts=run.case.cohorts[:1])
-    x = plain.run(fedavg(run.case.server_lr), once).x
+    x = reference_target.run(fedavg(run.case.server_lr), once).x
     return Measure(largest(run.trace.x[:2] - x), oracles.rounding(run.case, rounds=1))
 
 
 def frozen(run: Run) -> Measure:
     """With control variates held at zero, x is FedAvg's all along (I5)."""
     x, c, c_i = run.trace.vectors
-    return relative((run,), x - plain.run(fedavg(run.case.server_lr), run.case).x, c, c_i)
+    return relative((run,), x - reference_target.run(fedavg(run.case.server_lr), run.case).x, c, c_i)
 
 
 def start(run: Run) -> Measure:
-    """The model starts where it is told to, every control variate at zero."""
+    """The model starts at x0 and every control variate at zero."""
     x, c, c_i = (states[0] for states in run.trace.vectors)
     return Measure(largest(x - run.case.x0, c, c_i), 0.0)
 
 
 def moves(run: Run) -> Measure:
-    """In every round x moves as it must from the state that the round began with.
+    """In every round x moves as the state before the round determines.
 
-    Where clients have weights and are sampled, the mean over the weight heard and the unbiased mean are both right.
+    With weights and sampling, the mean over the weight heard and the unbiased mean are both accepted.
     """
     case, (x, c, c_i) = run.case, run.trace.vectors
     counted = heard(case)[:, :, 0] * case.weights
@@ -140,7 +143,7 @@ def moves(run: Run) -> Measure:
 
 
 def slackened(measure: Measure, case: Case) -> Measure:
-    """With clipping, the tolerance allows for the 1e-6 that torch adds to a norm before it divides by it."""
+    """With clipping, raise the tolerance for the 1e-6 that torch adds to a norm before dividing by it."""
     clips = case.clip is not None or case.clip_corrected is not None
     return measure._replace(tolerance=measure.tolerance + clips * 1e-6 * oracles.size(case))
 
@@ -148,7 +151,7 @@ def slackened(measure: Measure, case: Case) -> Measure:
 def gradients_seen(run: Run) -> Measure:
     """After each of its rounds c_i is the mean gradient that the client saw in it (I9).
 
-    The mean weighted by the step sizes is as good under a schedule, and is accepted.
+    Under a schedule the mean weighted by the step sizes is accepted too.
     """
     case, grown, worst = run.case, growth(run), 0.0
     for i, steps in enumerate(case.local_steps):
@@ -162,13 +165,13 @@ def gradients_seen(run: Run) -> Measure:
 
 
 def gradients(run: Run, i: int) -> Array:
-    """Client i's gradients, (its rounds, steps, d): those it asked for, if there is one for every step."""
+    """Return the gradients of client i, (its rounds, steps, d): the recorded ones if there is one per step."""
     case, (x, c, c_i) = run.case, run.trace.vectors
     rounds = [r for r, cohort in enumerate(case.cohorts) if i in cohort]
     asked = [oracles.clipped(call.g, case.clip) for call in run.calls if call.i == i]
     if len(asked) == len(rounds) * case.local_steps[i]:
         return np.array(asked).reshape(len(rounds), case.local_steps[i], -1)
-    # A compiled program asks for none: walk its steps for it.
+    # A compiled program records none: recompute its steps.
     return oracles.local_steps(case, i, x[rounds], c[rounds], c_i[rounds, i])[1].swapaxes(0, 1)
 
 
@@ -179,7 +182,7 @@ def gradients_at_x(run: Run) -> Measure:
 
 
 def kept(run: Run) -> Measure:
-    """Who is not heard in a round keeps its c_i."""
+    """A client that is not heard in a round keeps its c_i."""
     return relative((run,), np.diff(run.trace.c_i, axis=0) * ~heard(run.case), rounds=1)
 
 
@@ -214,7 +217,7 @@ def equal_clients(run: Run) -> Measure:
 
 
 def same(run: Run, other: Run) -> Measure:
-    """Two runs went the same way."""
+    """Two runs have the same states."""
     return relative((run, other), *(one - two for one, two in zip(run.trace.vectors, other.trace.vectors, strict=True)))
 
 
@@ -224,7 +227,7 @@ def repeatable(run: Run, other: Run) -> Measure:
 
 
 def same_x(run: Run, other: Run) -> Measure:
-    """Two runs had the same models."""
+    """Two runs have the same models."""
     return relative((run, other), run.trace.x - other.trace.x)
 
 

@@ -1,10 +1,9 @@
-"""SCAFFOLD as people write it, one public mistake at a time.
+"""Known mistakes in implementations of SCAFFOLD.
 
-`Scaffold` is a right implementation with a hook at every place where a mistake was seen in public code or in
-a public thread; each of `MISTAKES` replaces one hook, or two where the mistake has two halves. The suite is
-tested on them, and `diagnosis` compares an implementation that fails with each. None of it is anybody's code:
-the mistakes are told in our own words. Projects are named as sources, in the snapshot that was read; some have
-been mended since.
+`Scaffold` is a correct implementation with a hook at every place where a mistake was found in public code or threads;
+each of `MISTAKES` replaces one hook, or two if the mistake has two parts. The suite is tested on them, and
+`diagnosis` compares failing implementations with each. All code here is our own. Projects are named as sources, in the
+snapshot that was read; some have been fixed since.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ STEPS_IN_AN_EPOCH, SAMPLES_IN_A_STEP = 2, 8
 
 
 class State:
-    """What a server and its clients hold between rounds."""
+    """State of the server and its clients between rounds."""
 
     def __init__(self, case: Case, c: Any, c_i: Any) -> None:
         self.x, self.c, self.c_i = case.x0, c, c_i
@@ -36,7 +35,7 @@ class State:
 
 
 class Visit(NamedTuple):
-    """A client's round: what it was given, and what it has in its hands when its local steps are done."""
+    """A client's round: what it received, and the result of its local steps."""
 
     case: Case
     i: int
@@ -45,9 +44,9 @@ class Visit(NamedTuple):
     c_i: Any
     y: Any
     mean: Any = None
-    """Of the gradients it saw, clipped if so asked for, unscaled, not corrected."""
+    """Mean of its gradients: unscaled, clipped if the case says so, not corrected."""
     raw: Any = None
-    """The same mean, neither clipped nor unscaled."""
+    """Mean of its gradients, neither clipped nor unscaled."""
     statistics: Any = None
 
     @property
@@ -66,7 +65,7 @@ class Visit(NamedTuple):
         return float(self.case.weights[self.i])
 
     def at_x(self) -> Any:
-        """Its gradient at the model it was given."""
+        """Return its gradient at the model it received."""
         return self.case.gradient(self.i, self.x) / self.case.loss_scale
 
     def displaced(self, travel: float) -> Any:
@@ -75,7 +74,7 @@ class Visit(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """A server's round: what it has, whom it sent for, whom it heard, and what they say of their c_i."""
+    """A server's round: its state, the clients selected and heard, and the changes of their c_i."""
 
     case: Case
     x: Any
@@ -85,7 +84,7 @@ class Mail(NamedTuple):
     heard: list[Visit]
     changes: list[Any]
     before: float = 0.0
-    """The weight of the clients met in earlier rounds, and of all by now."""
+    """Weight of the clients met before this round (`before`) and including it (`after`)."""
     after: float = 0.0
 
     @property
@@ -95,11 +94,11 @@ class Mail(NamedTuple):
 
     @property
     def configured(self) -> float:
-        """The weight sent for."""
+        """The weight of the clients selected."""
         return sum(v.weight for v in self.sent)
 
     def mean(self, values: list[Any]) -> Any:
-        """The weighted mean over the clients heard; of nobody, not a number."""
+        """Return the weighted mean over the clients heard; NaN if there are none."""
         total = sum(v.weight * value for v, value in zip(self.heard, values, strict=True))
         return np.divide(total, self.share)
 
@@ -116,7 +115,7 @@ class Mail(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaffold:
-    """A right SCAFFOLD; every field is a place to go wrong."""
+    """A correct SCAFFOLD with replaceable parts; each mistake replaces one or two fields."""
 
     first_c: Callable[[Case], Any] = lambda case: np.zeros_like(case.x0)
     first_c_i: Callable[[Case], Any] = lambda case: np.zeros((case.num_clients, len(case.x0)), case.x0.dtype)

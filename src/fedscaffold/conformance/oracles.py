@@ -1,6 +1,6 @@
-"""What a right SCAFFOLD is compared with: other methods and other forms, each written out on its own.
+"""Independent oracles: other methods and equivalent forms that SCAFFOLD must agree with.
 
-Nothing here uses `fedscaffold.algorithms`, so that a mistake there cannot agree with itself.
+Nothing here uses `fedscaffold.algorithms`, so that an error there cannot confirm itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = [
 
 
 def gradients(case: Case, y: Array) -> Array:
-    """All clients' gradients, each at its own row of y."""
+    """Return all clients' gradients, each at its own row of y."""
     each: Array = np.einsum("nij,nj->ni", case.hessians, y)
     return each - case.linear
 
 
 def optimum(case: Case) -> Array:
-    """Where the gradient of sum p_i f_i is zero.
+    """Return the minimiser of sum p_i f_i.
 
     >>> from fedscaffold.conformance.federations import GOLDEN_CENTRED
     >>> optimum(GOLDEN_CENTRED)
@@ -32,7 +32,7 @@ def optimum(case: Case) -> Array:
 
 
 def large_batch(case: Case) -> Array:
-    """Large-batch SGD: x <- x - lr * server_lr * sum p_i grad f_i(x). Returns x of every round."""
+    """Return x of every round of large-batch SGD: x <- x - lr * server_lr * sum p_i grad f_i(x)."""
     xs = [case.x0]
     for _ in range(case.rounds):
         everywhere = np.tile(xs[-1], (case.num_clients, 1))
@@ -41,7 +41,7 @@ def large_batch(case: Case) -> Array:
 
 
 def descent(case: Case) -> Array:
-    """Gradient descent on the first client's function, its K steps a round. Returns x of every round."""
+    """Return x of every round of gradient descent on the first client's function, K steps a round."""
     xs = [case.x0]
     for _ in range(case.rounds):
         y = xs[-1]
@@ -52,11 +52,11 @@ def descent(case: Case) -> Array:
 
 
 def saga(case: Case, met: bool = False) -> Trace:
-    """SAGA (Defazio et al. 2014): one client a round, and a table of the last gradient of each.
+    """Run SAGA (Defazio et al. 2014): one client a round, and a table of the last gradient of each.
 
     x <- x - lr * (grad f_j(x) - table_j + mean of table),   then table_j <- grad f_j(x)
 
-    `met`: the mean is over the lines of the table that have been filled.
+    With `met` the mean is over the rows of the table that have been filled.
     """
     x, table, filled = case.x0, np.zeros_like(case.linear), set[int]()
     states = [(x, table.mean(0), table)]
@@ -70,7 +70,7 @@ def saga(case: Case, met: bool = False) -> Trace:
 
 
 def local_steps(case: Case, i: int, x: Array, c: Array, c_i: Array) -> tuple[Array, Array]:
-    """Client i's round from given states, (..., d): where it ends, and the gradients it saw, (steps, ..., d).
+    """Run client i's local steps from given states, (..., d); return their end and the gradients, (steps, ..., d).
 
     m <- momentum * m + clipped(clipped(grad f_i(y)) + c - c_i),   y <- y - lr m
     """
@@ -84,7 +84,7 @@ def local_steps(case: Case, i: int, x: Array, c: Array, c_i: Array) -> tuple[Arr
 
 
 def clipped(vectors: Array, bound: float | None) -> Array:
-    """The vectors, (..., d), each shortened to a norm of at most `bound`.
+    """Scale vectors, (..., d), down to a norm of at most `bound`.
 
     >>> clipped(np.array([[3.0, 4.0], [0.3, 0.4]]), 1.0)
     array([[0.6, 0.8],
@@ -98,7 +98,7 @@ def clipped(vectors: Array, bound: float | None) -> Array:
 
 
 def statistics(case: Case) -> Array:
-    """Running statistics averaged over the clients heard. Returns those of every round."""
+    """Return the running statistics of every round, averaged over the clients heard."""
     means = [np.asarray(case.buffers, np.float64)]
     for r in range(case.rounds):
         heard = np.array(case.heard(r), int)
@@ -109,12 +109,13 @@ def statistics(case: Case) -> Array:
 
 
 def centred(case: Case) -> tuple[Array, Array]:
-    """SCAFFOLD in its centred form, all clients in every round: xi_i stands for c - c_i, and there is no c.
+    """Run SCAFFOLD in its centred form with all clients: xi_i stands for c - c_i, and there is no c.
 
     y_i <- y_i - lr * (grad f_i(y_i) + xi_i)     K times from y_i = x
     x   <- x + server_lr * (mean y - x),         xi_i <- xi_i + (y_i - mean y) / (K lr)
 
-    Returns x and xi of every round.
+    Returns:
+        x and xi of every round.
     """
     x, xi = case.x0, np.zeros_like(case.linear)
     xs, xis = [x], [xi]
@@ -130,17 +131,17 @@ def centred(case: Case) -> tuple[Array, Array]:
 
 
 def size(case: Case) -> float:
-    """The size that numbers have in a right run of the case: models, gradients, and moves over lr."""
+    """Return the size of the numbers in a correct run: models, gradients, and moves over lr."""
     models = float(np.abs(case.x0).max() + np.abs(optimum(case)).max())
     steepest = float(np.abs(case.hessians).sum(axis=2).max())
-    # Control variates may be had from x - y over K lr, which magnifies the rounding of x.
+    # Control variates may be computed as (x - y) / (K lr), which magnifies the rounding of x.
     return models * (1.0 + steepest + 1.0 / min(case.lr)) + float(np.abs(case.linear).max())
 
 
 def rounding(case: Case, rounds: int | None = None) -> float:
-    """The error that the case's arithmetic may leave in x, c and c_i after so many rounds (default: all).
+    """Return the rounding error allowed in x, c and c_i after so many rounds (default: all).
 
-    Unit roundoff, times the operations in a row (every local step and every reply adds one), times the size
+    It is the unit roundoff times the number of consecutive operations (one per local step and reply) times the size
     of the numbers.
     """
     rounds = case.rounds if rounds is None else rounds

@@ -1,9 +1,9 @@
-"""The suite inside a peer's own tests, one pytest item a row.
+"""Run the suite in the tests of another project, with one pytest item per row.
 
     from fedscaffold.conformance.pytest_plugin import conformance
     test_scaffold = conformance(adapter)
 
-A row that is not offered is skipped, with its reason; one that fails says by how much, and what is wrong.
+Rows that are not offered are skipped with the reason; a failure reports the violation and the diagnosis.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 
 from fedscaffold.conformance.diagnosis import diagnose
 from fedscaffold.conformance.identities import select
-from fedscaffold.conformance.judge import Judgement, judge, measured
+from fedscaffold.conformance.judge import Judgement, format_measure, judge
 from fedscaffold.conformance.targets import Target
 
 __all__ = ["conformance"]
 
 
 def conformance(target: Target, only: Sequence[str] = (), precision: str = "float64") -> Callable[..., Any]:
-    """Return a test function with an item for each row; the target is judged once, when the first of them runs."""
+    """Return a test function with one item per row; the target is judged once, when the first item runs."""
     rows = select(only)
 
     @cache
@@ -40,6 +40,6 @@ def conformance(target: Target, only: Sequence[str] = (), precision: str = "floa
         if verdict.outcome == "not offered":
             pytest.skip(verdict.note)
         if verdict.outcome != "holds":
-            pytest.fail(f"{verdict.outcome}: {verdict.statement} {measured(verdict)}{diagnosis()}", pytrace=False)
+            pytest.fail(f"{verdict.outcome}: {verdict.statement} {format_measure(verdict)}{diagnosis()}", pytrace=False)
 
     return test

@@ -1,7 +1,6 @@
-"""What may stand before the judge: an adapter, an algorithm, or a function that makes an algorithm.
+"""Targets of the suite: an adapter, an algorithm, or a function that returns an algorithm.
 
-An adapter wraps a whole implementation. Who has written only the mathematics, as `fedscaffold.algorithms.base` asks for
-it, needs none: the plain engine runs it.
+An adapter wraps a whole implementation. An `Algorithm` needs none: the reference engine runs it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms.round import exchange, needs, work_of
 from fedscaffold.conformance.case import Adapter, Case, Trace, Unsupported, offers
-from fedscaffold.conformance.plain import OFFERED, run
+from fedscaffold.conformance.reference_target import OFFERED, run
 
 __all__ = ["Target", "adapter_of"]
 
@@ -20,11 +20,11 @@ Target: TypeAlias = Adapter | Algorithm | Callable[..., Algorithm]
 
 
 def adapter_of(target: Target) -> Adapter:
-    """Return the adapter that a target stands for.
+    """Return the adapter for a target.
 
-    A function that needs an argument is an adapter, and its argument a case. One that needs none makes an algorithm; it
-    is given the `server_lr` and the `option` of the case where it has parameters of these names. An algorithm that is
-    made already has both inside: cases with others are not offered.
+    A function with a required argument is an adapter. One without returns an algorithm; it is called with the
+    `server_lr` and the `option` of the case if it has parameters of these names. An `Algorithm` has both fixed: cases
+    with other values are not offered.
 
     >>> from fedscaffold.algorithms import scaffold
     >>> from fedscaffold.conformance import federation
@@ -33,16 +33,16 @@ def adapter_of(target: Target) -> Adapter:
     [0.0, 0.25]
     """
     if isinstance(target, Algorithm):
-        return offers(*OFFERED)(lambda case: tried(lambda: target, case))
+        return offers(*OFFERED)(lambda case: run_algorithm(lambda: target, case))
     try:
         inspect.signature(target).bind()
-    except (TypeError, ValueError):  # it needs arguments, or nobody knows
+    except (TypeError, ValueError):  # it needs arguments, or has no signature
         return cast(Adapter, target)
-    return offers(*OFFERED)(lambda case: tried(target, case))
+    return offers(*OFFERED)(lambda case: run_algorithm(target, case))
 
 
-def tried(make: Callable[..., Any], case: Case) -> Trace:
-    """Run the algorithm on a case, if it can be made for it."""
+def run_algorithm(make: Callable[..., Any], case: Case) -> Trace:
+    """Make the algorithm for a case and run it; raise `Unsupported` if it does not cover the case."""
     known = inspect.signature(make).parameters
     wanted = {"server_lr": case.server_lr, "option": case.option}
     algorithm = make(**{name: value for name, value in wanted.items() if name in known})
@@ -50,10 +50,10 @@ def tried(make: Callable[..., Any], case: Case) -> Trace:
         raise TypeError(f"what needs no argument makes an Algorithm, not a {type(algorithm).__name__}")
     if case.server_lr != 1 and "server_lr" not in known:
         raise Unsupported("a server step: no parameter server_lr")
-    if algorithm.at_x != (case.option == 1):
+    if ("gradient" in exchange(algorithm).reads) != (case.option == 1):
         raise Unsupported(f"option {'I' * case.option}")
-    if algorithm.coin:
+    if work_of(algorithm, 1).geometric:
         raise Unsupported("a number of steps drawn by a coin")
-    if algorithm.everyone and any(len(case.heard(r)) < case.num_clients for r in range(case.rounds)):
+    if needs(algorithm, "everyone") and any(len(case.heard(r)) < case.num_clients for r in range(case.rounds)):
         raise Unsupported("clients that are not heard")
     return run(algorithm, case)

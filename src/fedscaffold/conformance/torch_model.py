@@ -1,8 +1,7 @@
-"""A torch model for adapters: its backward pass asks the case for the gradient, so that any training loop drives it.
+"""A torch model for adapters, for any training loop: its backward pass returns the gradient of the case.
 
-A batch holds the number of the client whose data it is, `batch(i)`; the model's output is the loss already, and a
-criterion has only to hand it on, `loss`. Parameters are the case's tensors, w0, w1 and so on; the buffer `statistics`
-is there where the case has one.
+A batch contains the index of its client, `batch(i)`. The model's output is the loss, which the criterion `loss` returns
+unchanged. Parameters are the case's tensors w0, w1, ...; there is a buffer `statistics` if the case has buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["Quadratic", "batch", "loss", "vector"]
 
 
 class Asked:
-    """The case behind a model. Frameworks copy models deeply: the copies must ask, and be counted by, the same case."""
+    """Reference to the case of a model that survives deep copies, so that copies of the model call the same case."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -28,11 +27,11 @@ class Asked:
 
 
 class Gradient(torch.autograd.Function):  # type: ignore[misc]
-    """The loss of client i, whose gradient is the case's."""
+    """Loss of client i, with the gradient of the case."""
 
     @staticmethod
     def forward(ctx: Any, asked: Asked, i: int, *tensors: Any) -> Any:
-        """f_i, times the case's `loss_scale`."""
+        """Return f_i times the case's `loss_scale`."""
         case = asked.case
         y = vector(tensors)
         g = case.gradient(i, y)
@@ -41,12 +40,12 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *up: Any) -> Any:
-        """The gradient asked for, by the chain rule."""
+        """Return the saved gradient times the incoming one."""
         return None, None, *(up[0] * saved for saved in ctx.saved_tensors)
 
 
 class Quadratic(torch.nn.Module):  # type: ignore[misc]
-    """The model of a case, at x0, in the case's precision.
+    """Model of a case, initialised at x0 in the case's precision.
 
     >>> from fedscaffold.conformance import federation
     >>> case = federation([[[2.0]]], [[1.0]], [3.0], rounds=1, steps=1, lr=0.5)
@@ -67,7 +66,7 @@ class Quadratic(torch.nn.Module):  # type: ignore[misc]
             self.register_buffer("statistics", torch.tensor(case.buffers.astype(case.precision)))
 
     def forward(self, numbers: Any) -> Any:
-        """The loss of the client whose number the batch holds; in training, its running statistics go on."""
+        """Return the loss of the client whose index the batch contains; in training mode, update running statistics."""
         i, case = int(numbers.reshape(-1)[0]), self.asked.case
         if self.training and case.buffers is not None:
             self.statistics = torch.as_tensor(case.forward(i, self.statistics))
@@ -75,15 +74,15 @@ class Quadratic(torch.nn.Module):  # type: ignore[misc]
 
 
 def batch(i: int, records: int = 1) -> Any:
-    """Client i's data: records that hold its number. One of them makes a batch."""
+    """Return the data of client i: records that contain its index. One record makes a batch."""
     return torch.full((records, 1), float(i))
 
 
 def loss(output: Any, _target: Any = None) -> Any:
-    """The criterion: the model's output is the loss."""
+    """Return the model's output, which is the loss already."""
     return output
 
 
 def vector(tensors: Any) -> Any:
-    """Tensors, such as a model's parameters or a list of control variates, as one NumPy vector for a `Trace`."""
+    """Concatenate tensors, such as parameters or control variates, into one NumPy vector for a `Trace`."""
     return np.concatenate([one.detach().cpu().numpy().reshape(-1) for one in tensors])

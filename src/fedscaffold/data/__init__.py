@@ -1,4 +1,4 @@
-"""WHAT is learned from: data sets by name, and ways to divide them among clients.
+"""Data sets by name, and splits of them among clients.
 
 A new data set is one function and one row of `DATASETS` in `loaders.py`; a new split is one function and
 one row of `SPLITS` in `splits.py`.

@@ -1,4 +1,4 @@
-"""What a data set is: training and test records as plain arrays, and the clients they come from, if any."""
+"""`Dataset`: training and test records as plain arrays, with their natural clients, if any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Indices: TypeAlias = npt.NDArray[np.intp]
 
 
 class Dataset(NamedTuple):
-    """Records of one learning task; a picture is one flat row with values from 0 to 1."""
+    """Records of a learning task; an image is a flat row with values from 0 to 1."""
 
     def __repr__(self) -> str:
         return brief(self)
@@ -42,7 +42,7 @@ class Dataset(NamedTuple):
 
 
 def checked(dataset: Dataset) -> Dataset:
-    """Return `dataset` if its arrays fit together, are finite and hold labels in range; refuse it otherwise.
+    """Return `dataset` unchanged; raise InputError unless its shapes match, values are finite and labels in range.
 
     >>> x, y = np.zeros((3, 2), np.float32), np.array([0, 1, 2], np.int32)
     >>> checked(Dataset("mine", x, y, x, y, classes=2))
@@ -68,7 +68,7 @@ def checked(dataset: Dataset) -> Dataset:
 
 
 def finite(values: Array) -> bool:
-    """Whether no value is NaN or inf: both show in the extremes, and no array of flags is made.
+    """Return whether all values are finite, from the extremes, without a temporary array.
 
     >>> finite(np.array([1.0, np.nan]))
     False

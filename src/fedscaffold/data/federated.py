@@ -1,4 +1,4 @@
-"""A data set divided among clients, and what there is to say about it in a few numbers."""
+"""A data set split among clients, and summary statistics of the split."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def federate(dataset: Dataset, split_spec: str, num_clients: int | None = None, 
 
 
 def counted(labels: Array, sizes: npt.NDArray[np.int64], classes: int) -> npt.NDArray[np.int64]:
-    """Records of every label at every client, the labels given client after client.
+    """Return the (clients, classes) label counts, from labels ordered by client.
 
     >>> counted(np.array([0, 1, 1]), np.array([1, 2]), 2).tolist()
     [[1, 0], [0, 2]]
@@ -62,7 +62,7 @@ def counted(labels: Array, sizes: npt.NDArray[np.int64], classes: int) -> npt.ND
 
 
 def describe(federated: FederatedData) -> dict[str, Any]:
-    """Return facts for people and JSON: how many records, how evenly they lie, how unlike the clients are.
+    """Return summary statistics as JSON: number of records, their distribution, heterogeneity of the clients.
 
     `labels_per_client` is the mean number of labels a client has. `heterogeneity` is the mean over clients of
     the total variation distance between the client's label distribution and that of all records together: 0

@@ -1,4 +1,4 @@
-"""Finding the user's copies of public data sets, and saying where the originals are when one is missing."""
+"""Locate and read the user's copies of public data sets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(name: str, folder: Path | None, within: str, original: str, also: Seque
 
 
 def exists(path: Path) -> bool:
-    """Whether `path` is a file we can see; a path the system refuses to look up is not.
+    """Return whether `path` is a file; False if the system cannot look it up.
 
     >>> exists(Path("x" * 5000))
     False
@@ -52,7 +52,7 @@ def exists(path: Path) -> bool:
 
 
 def content(path: Path) -> bytes:
-    """The bytes of a file, unpacked if its name ends in .gz; a damaged or forbidden file is refused.
+    """Return the bytes of a file, decompressed if it ends in .gz; raise InputError if it cannot be read.
 
     >>> content(Path("."))
     Traceback (most recent call last):

@@ -1,11 +1,11 @@
-"""HOW it is deployed: server, client, the gate for replies, durable state; torch, JAX or arrays at the sites; Flower.
+"""Deployment: server and client, validation of replies, durable state; torch, JAX or NumPy at the sites; Flower.
 
-    settings.py    the TOML                       server.py    one round at a time, committed before the next
-    schema.py      a model on the wire            client.py    what a site answers
-    gate.py        what a reply must pass         drive.py     the loop, for any transport
-    rounds.py      what a round does to the state
+    settings.py       settings, read from TOML       server.py       rounds, each committed before the next
+    schema.py         serialisation of a model       client.py       replies of a site
+    gate.py           validation of replies          server_loop.py  the main loop, for any transport
+    aggregation.py    state transitions, on the algorithm's records (record_arithmetic.py)
 
-Nothing here imports JAX, torch or Flower until it is used.
+JAX, torch and Flower are imported only when used.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedscaffold.deploy.arrays_client import ArraysLearner
 from fedscaffold.deploy.client import Learner, Site, Trained, Work, answer
-from fedscaffold.deploy.drive import InProcess, Stopped, Summary, drive
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.server import Server
+from fedscaffold.deploy.server_loop import InProcess, Stopped, Summary, drive
 from fedscaffold.deploy.settings import Settings, load, parse
 
 if TYPE_CHECKING:

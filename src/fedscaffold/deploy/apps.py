@@ -1,4 +1,4 @@
-"""The user's app: a folder with `app.py`, which has a function `learner(settings)`, and `federation.toml`."""
+"""Loading of user apps: a folder with `app.py`, which defines `learner(settings)`, and `federation.toml`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from fedscaffold.deploy.client import Learner
 from fedscaffold.deploy.settings import Settings, load
 from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["APP", "TOML", "learner_of", "note", "open_app"]
+__all__ = ["APP", "TOML", "load_learner", "open_app", "prepare_run_folder"]
 
 APP, TOML = "app.py", "federation.toml"
 
 
 def open_app(folder: Path) -> tuple[Settings, Learner]:
-    """The settings and the learner of an app's folder."""
+    """Return the settings and the learner of an app's folder."""
     settings = load(Path(folder) / TOML)
-    return settings, learner_of(Path(folder), settings)
+    return settings, load_learner(Path(folder), settings)
 
 
-def note(out: Path, folder: Path, engine: str) -> None:
-    """Make the folder of a run, open to its owner only, and note which app runs there."""
+def prepare_run_folder(out: Path, folder: Path, engine: str) -> None:
+    """Create the folder of a run, readable by its owner only, and write deployment.json."""
     make_folder(out.absolute().parent)
     make_folder(out, private=True)
     write_private(out / "deployment.json", json.dumps({"app": str(folder.resolve()), "engine": engine}) + "\n")
 
 
-def learner_of(folder: Path, settings: Settings) -> Learner:
-    """Import `app.py` of a folder and let it make its learner."""
+def load_learner(folder: Path, settings: Settings) -> Learner:
+    """Import `app.py` from a folder and return its learner.
+
+    Raises:
+        FileNotFoundError: If there is no `app.py`.
+        InputError: If it cannot be imported, or returns no learner of the settings' precision.
+    """
     path = Path(folder) / APP
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; `fedscaffold deploy new DIR` writes one")
@@ -44,7 +49,7 @@ def learner_of(folder: Path, settings: Settings) -> Learner:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"{path} cannot be imported: {_brief(error, path)}") from error
+        raise InputError(f"{path} cannot be imported: {_summarize_error(error, path)}") from error
     make = getattr(module, "learner", None)
     if not callable(make):
         raise InputError(f"{path} must have a function learner(settings) that returns a TorchLearner or the like")
@@ -53,7 +58,7 @@ def learner_of(folder: Path, settings: Settings) -> Learner:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"learner(settings) of {path} failed: {_brief(error, path)}") from error
+        raise InputError(f"learner(settings) of {path} failed: {_summarize_error(error, path)}") from error
     if not hasattr(made, "schema"):
         raise InputError(f"learner(settings) of {path} must return a TorchLearner or the like, got {made!r}"[:300])
     if made.schema.dtype != settings.precision:
@@ -64,12 +69,16 @@ def learner_of(folder: Path, settings: Settings) -> Learner:
     return made
 
 
-def _brief(error: Exception, path: Path) -> str:
-    """An error of the app in a line: its type, its text, and the last line of the app it came from."""
+def _summarize_error(error: Exception, path: Path) -> str:
+    """Return an error of the app in one line: type, line number in the app, message."""
     here = path.resolve()
     lines = [
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == here
     ]
-    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())[:200]
-    return f"{type(error).__name__}{'' if line is None else f' in line {line}'}: {text}"
+    if isinstance(error, SyntaxError):
+        line, message = error.lineno, error.msg
+    else:
+        line, message = lines[-1] if lines else None, str(error)
+    where = "" if line is None else f" in line {line}"
+    text = " ".join(str(message).split())[:200]
+    return f"{type(error).__name__}{where}: {text}"

@@ -1,31 +1,33 @@
-"""A learner for plain arrays: NumPy functions for the gradient and the loss, rows of arrays as data.
+"""Learner for NumPy: functions for the gradient and the loss, rows of arrays as data.
 
     learner = ArraysLearner(gradient, start={"w": zeros, "b": zeros}, data=data, loss=loss)
 
-`gradient(params, batch)` returns the mean gradient over the batch's records, by the names of `start`; `data(site)`
-returns the site's records as a tuple of arrays with one row a record, as scikit-learn takes them: (x, y).
+`gradient(params, batch)` returns the mean gradient over the batch by the names of `start`. `data(site)` returns the
+site's records as a tuple of arrays with one row per record, such as scikit-learn's (x, y).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from fedscaffold.algorithms import Algorithm, reference
+from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
 from fedscaffold.deploy.settings import Local
 
-__all__ = ["ArraysLearner", "descend", "draws"]
+__all__ = ["ArraysLearner", "descend", "draw_batches"]
 
 Params = Mapping[str, Array]
 Batch = tuple[Array, ...]
 
 
 class ArraysLearner:
-    """NumPy functions and arrays; see the module.
+    """Local training with NumPy functions; see the module's documentation.
 
     >>> def gradient(params, batch):
     ...     return {"w": params["w"] - batch[0].mean(axis=0)}
@@ -55,14 +57,14 @@ class ArraysLearner:
         if len(sizes) != 1 or sizes == {0}:
             raise InputError(f"the arrays of {name} must have one row a record each, got lengths {sorted(sizes)}")
 
-        def gradient(y: Array, rows: Array | None) -> Array:
+        def gradient(y: Array, rows: Array | None, step: int | None) -> Array:
             batch = records if rows is None else tuple(a[rows] for a in records)
             return self.schema.flatten(self.gradient(self.schema.unflatten(y), batch))
 
         def train(work: Work) -> Trained:
-            return descend(work, sizes_of(records), gradient)
+            return descend(work, count_records(records), gradient)
 
-        return Site(sizes_of(records), train, lambda x, buffers: self._evaluate(x, records))
+        return Site(count_records(records), train, lambda x, buffers: self._evaluate(x, records))
 
     def _evaluate(self, x: Array, records: Batch) -> dict[str, float]:
         functions = {"loss": self.loss, "accuracy": self.accuracy}
@@ -70,54 +72,55 @@ class ArraysLearner:
         return {name: float(f(params, records)) for name, f in functions.items() if f is not None}
 
 
-def sizes_of(records: Batch) -> int:
-    """Number of records."""
+def count_records(records: Batch) -> int:
+    """Return the number of records."""
     return len(records[0])
 
 
-def descend(work: Work, records: int, gradient: Callable[[Array, Array | None], Array]) -> Trained:
-    """The local steps on flat NumPy vectors, for any optimiser the settings name; `None` rows are all records."""
-    algorithm, local = work.algorithm, work.local
-    if local.optimizer == "own":
-        raise InputError('local.optimizer = "own" is for torch apps; take sgd, momentum or adam')
-    y = work.x.copy()
-    total = np.zeros_like(y) if work.collect and not algorithm.at_x else None
-    velocity = np.zeros_like(y)
-    second = np.zeros_like(y)
-    steps = 0
-    for rows in draws(local, records, work.seed, one_step=algorithm.one_step):
-        d = algorithm.direction(gradient(y, rows), y, work.x, work.shift)
-        steps += 1
-        if local.optimizer == "sgd":
-            y = y - local.lr * d
-        elif local.optimizer == "momentum":
-            velocity = local.momentum * velocity + d
-            y = y - local.lr * velocity
-        else:
-            velocity, second = 0.9 * velocity + 0.1 * d, 0.999 * second + 0.001 * d * d
-            scale = np.sqrt(second / (1 - 0.999**steps)) + 1e-8
-            y = y - local.lr * (velocity / (1 - 0.9**steps)) / scale
-        if total is not None:
-            total += d
-    d = None if total is None else total / steps
-    if algorithm.at_x:
-        d = algorithm.direction(gradient(work.x, None), work.x, work.x, work.shift)
-    return Trained(y.astype(work.x.dtype, copy=False), steps, d)
+class Gradient(Protocol):
+    """(y, rows, step) -> mean gradient at y over rows of a site's records; None for all rows.
 
-
-def draws(local: Local, records: int, seed: int, one_step: bool = False) -> Iterator[Any]:
-    """Rows of each local step's batch; None for all records.
-
-    >>> [rows.tolist() for rows in draws(Local(epochs=1, batch_size=2), 4, seed=0)]
-    [[..., ...], [..., ...]]
+    `step` is the index of the local step, from 0; None for the gradient at x over all data.
     """
-    if one_step:
-        yield None
-        return
+
+    def __call__(self, y: Array, rows: Array | None, step: int | None) -> Array: ...
+
+
+def descend(work: Work, records: int, gradient: Gradient) -> Trained:
+    """Run the local steps of a round on flat NumPy vectors, with SGD, momentum or Adam."""
+    local = work.local
+    optimizers = {"sgd": None, "momentum": reference.heavy_ball(local.momentum), "adam": reference.adam()}
+    if local.optimizer not in optimizers:
+        raise InputError(f'local.optimizer = "{local.optimizer}" is for torch apps; take sgd, momentum or adam')
+    batches = list(enumerate(draw_batches(work.algorithm, local, records, work.seed)))
+    walk = reference.descend(
+        work.algorithm,
+        lambda y, batch: gradient(y, batch[1], batch[0]),
+        work.start,
+        work.x,
+        work.shift,
+        lrs=[local.lr] * len(batches),
+        batches=batches,
+        advance=optimizers[local.optimizer],
+        whole=lambda y: gradient(y, None, None),
+    )
+    return Trained(walk, len(batches))
+
+
+def draw_batches(algorithm: Algorithm, local: Local, records: int, seed: int) -> Iterator[Any]:
+    """Yield the row indices of each local step's batch; None for all records.
+
+    >>> from fedscaffold.algorithms import fedavg, sgd
+    >>> [rows.tolist() for rows in draw_batches(fedavg(), Local(epochs=1, batch_size=2), 4, seed=0)]
+    [[..., ...], [..., ...]]
+    >>> list(draw_batches(sgd(), Local(epochs=1, batch_size=2), 4, seed=0))
+    [None]
+    """
     size = local.batch_size
-    batch = None if size is None else max(1, int(np.ceil(size * records - 1e-9))) if isinstance(size, float) else size
-    per_epoch = 1 if batch is None else -(-records // min(batch, records))
-    steps = local.steps if local.steps is not None else (local.epochs or 1) * per_epoch
+    batch = max(1, int(np.ceil(size * records - 1e-9))) if isinstance(size, float) else size
+    asked = local.steps if local.steps is not None else (local.epochs or 1) * _per_epoch(batch, records)
+    steps, batch, _ = work_of(algorithm, asked, batch)
+    per_epoch = _per_epoch(batch, records)
     shuffle = local.draw == "shuffle" or (local.draw == "auto" and local.steps is None)
     random = np.random.default_rng(seed)
     order = np.arange(0)
@@ -131,3 +134,8 @@ def draws(local: Local, records: int, seed: int, one_step: bool = False) -> Iter
             yield order[at : at + batch]
         else:
             yield random.integers(records, size=batch)
+
+
+def _per_epoch(batch: int | None, records: int) -> int:
+    """Return the number of batches in an epoch."""
+    return 1 if batch is None else -(-records // min(batch, records))

@@ -1,11 +1,11 @@
-"""Who did not count, in which round and why: read off the audit log, so that a restarted server knows it too."""
+"""Record of the sites that missed rounds and why, rebuilt from the audit log after a restart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Attendance", "Missed", "listed"]
+__all__ = ["Attendance", "Missed", "format_causes"]
 
 LATE = "no reply before the deadline"
 IN_VAIN = "its reply was good, but the round missed its quorum"
@@ -13,7 +13,7 @@ MOST_LISTED = 6
 
 
 class Missed(NamedTuple):
-    """The last time a site did not count, and how often that has happened."""
+    """The last round that a site missed, and how many it has missed."""
 
     round: int
     kind: str
@@ -22,7 +22,7 @@ class Missed(NamedTuple):
     times: int
 
     def sentence(self, site: str, never: bool) -> str:
-        """Say it in a line.
+        """Return a one-line description.
 
         >>> Missed(4, "train", "its node is not online", 2).sentence("bee", never=False)
         'bee missed 2 rounds, the last was round 4: its node is not online'
@@ -31,15 +31,15 @@ class Missed(NamedTuple):
         """
         where = {"evaluate": "the evaluation after round", "resync": "the resync before round"}.get(self.kind, "round")
         last = f"{where} {self.round}: {self.cause}"
+        if never and self.times:
+            return f"{site} never counted, at last not in {last}"
         if never:
-            return (
-                f"{site} never counted, at last not in {last}" if self.times else f"{site} never counted: {self.cause}"
-            )
+            return f"{site} never counted: {self.cause}"
         return f"{site} missed {self.times} round{'s' if self.times != 1 else ''}, the last was {last}"
 
 
 class Attendance:
-    """What the events of an audit log say of the sites that did not count.
+    """Missed rounds by site, from the events of an audit log.
 
     >>> seen = Attendance([{"event": "committed", "round": 1, "kind": "train", "missing": ["bee"]}])
     >>> seen.missed["bee"].cause
@@ -52,10 +52,12 @@ class Attendance:
             self.take(event)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Note what an event says."""
+        """Update the record with one event."""
         what, number, kind = event["event"], event.get("round"), event.get("kind", "train")
         if what == "refused" and number is not None and event["site"] not in self.missed:
-            self._note(event["site"], number, "train", event["reason"], 0)  # at its greeting: none was missed yet
+            self._note(
+                event["site"], number, "train", event["reason"], 0
+            )  # refused at registration: no round missed yet
         if what not in ("committed", "abandoned", "evaluated", "waiting") or number is None:
             return
         causes = dict.fromkeys(event.get("heard", ()), IN_VAIN) if what == "abandoned" else {}
@@ -65,14 +67,14 @@ class Attendance:
 
     def _note(self, site: str, round: int, kind: str, cause: str, more: int) -> None:
         before = self.missed.get(site, Missed(0, kind, "", 0))
-        again = before.times > 0 and (before.round, before.kind) == (round, kind)  # a round that was tried again is one
+        again = before.times > 0 and (before.round, before.kind) == (round, kind)  # retries of one round count once
         self.missed[site] = Missed(round, kind, str(cause), before.times + (0 if again else more))
 
 
-def listed(causes: Mapping[str, str]) -> str:
-    """Sites and causes in a line, those with the same cause together.
+def format_causes(causes: Mapping[str, str]) -> str:
+    """Format sites and causes in one line, grouped by cause.
 
-    >>> listed({"ant": "not finite", "bee": "not finite", "cow": "late"})
+    >>> format_causes({"ant": "not finite", "bee": "not finite", "cow": "late"})
     'ant, bee: not finite; cow: late'
     """
     groups: dict[str, list[str]] = {}

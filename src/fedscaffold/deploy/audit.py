@@ -1,17 +1,17 @@
-"""The audit log: JSON lines, each with the fingerprint of the line before, so that none can be changed unseen.
+"""Tamper-evident audit log: JSON lines chained by hashes.
 
     {"at": "2026-01-31T12:00:00+00:00", "event": "refused", "site": "north", ..., "previous": "9f2c", "hash": "41ab"}
 
-`hash` is the SHA-256 of the line without it. Changing, removing or inserting a line breaks the chain from there on. The
-chain alone cannot tell that its end was cut off, or all of it: every commit of the server holds the log's `Head`, its
-number of lines and last hash, and `verified` compares. Lines are on the disk before the commit that counts them, so a
-crash leaves a log that is longer than its head says, never a shorter one.
+`hash` is the SHA-256 of the line without it, `previous` the hash of the line before. Changing, removing or inserting a
+line breaks the chain. Truncation does not, so every commit of the server stores the log's `Head` (number of lines and
+last hash), which `read_verified` compares. Lines are flushed to disk before the commit that includes them, so a crash
+can leave the log longer than its head, never shorter.
 
-A crash may leave the last line torn; it is set apart in a file beside, and the log goes on. A log that is broken when
-the server starts is set apart as well, as evidence: the new one begins with an event `broken` that says what was found.
+A last line torn by a crash is moved to a separate file. A log that fails verification when the server starts is moved
+aside as evidence, and the new log starts with an event `broken`.
 
-No event ends a server: what JSON cannot say is written as text, and lines that the disk does not take are kept until
-it does.
+Logging never stops the server: values that JSON cannot represent are written as text, and lines that cannot be written
+are retried with the next event.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedscaffold.checks import InputError
-from fedscaffold.deploy.gate import shown
+from fedscaffold.deploy.gate import abbreviate
 from fedscaffold.state.files import make_folder, write_all, write_private
 
-__all__ = ["Audit", "Head", "verified"]
+__all__ = ["Audit", "Head", "read_verified"]
 
 START = "0" * 64
 MOST_TEXT = 2000
-MOST_KEPT = 1000  # lines that wait for a disk that takes them
+MOST_KEPT = 1000  # unwritten lines kept for a retry
 DEEPEST = 4
 
 
 class Head(NamedTuple):
-    """Where a log ends: its number of lines and the hash of the last."""
+    """The end of a log: number of lines and hash of the last one."""
 
     lines: int = 0
     hash: str = START
 
 
 class Audit:
-    """An open log; `write` appends one event, durably.
+    """An open audit log.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
     >>> log = Audit(path)
     >>> log.write("joined", site="north")
-    >>> [event["event"] for event in verified(path, log.head)]
+    >>> [event["event"] for event in read_verified(path, log.head)]
     ['joined']
     """
 
@@ -61,16 +61,18 @@ class Audit:
         self.path, self.now = path, now
         self.waiting: list[dict[str, Any]] = []
         self.trouble = ""
-        """Why the last lines are not on the disk; "" where they are."""
+        """Why the last lines could not be written; "" if they were."""
         self.broken = ""
-        """What was wrong with the log that was found; "" for nothing."""
+        """Why an existing log failed verification; "" if it did not."""
         make_folder(path.parent, private=True)
-        torn = _mend(path)
+        if path.is_symlink():  # _append refuses links, so all lines would be lost with the process
+            raise InputError(f"{path} is a symbolic link, and the log is not written through links; put the file there")
+        torn = _repair_torn_line(path)
         try:
-            events = verified(path, expected)
+            events = read_verified(path, expected)
         except InputError as error:
             self.broken, events = str(error), []
-            aside = _set_apart(path)
+            aside = _move_aside(path)
         self.head = Head(len(events), events[-1]["hash"]) if events else Head()
         self.size = path.stat().st_size if path.exists() else 0
         if self.broken:
@@ -79,19 +81,19 @@ class Audit:
             self.write("torn", bytes=torn, note="the last line was cut off by a crash and set apart")
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append an event and bring it to the disk; if that fails, it is tried again with the next."""
+        """Append an event durably; if writing fails, retry with the next event."""
         self.waiting.append({"at": self.now().isoformat(timespec="milliseconds"), "event": event, **facts})
         if len(self.waiting) > MOST_KEPT:
             gone = self.waiting.pop(-2).get("lines", 1) + self.waiting.pop(-1).get("lines", 1)
             self.waiting.append({"at": self.now().isoformat(timespec="milliseconds"), "event": "lost", "lines": gone})
         head, lines = self.head, []
         for entry in self.waiting:
-            whole = {key: _plain(value) for key, value in entry.items()} | {"previous": head.hash}
-            head = Head(head.lines + 1, _hash(whole))
+            whole = {key: _to_json(value) for key, value in entry.items()} | {"previous": head.hash}
+            head = Head(head.lines + 1, _hash_entry(whole))
             lines.append(json.dumps({**whole, "hash": head.hash}, allow_nan=False) + "\n")
         data = "".join(lines).encode("ascii")
         try:
-            self._append(data, sync=event != "opened")  # the round it opens leaves more lines
+            self._append(data, sync=event != "opened")  # further events of the round sync it
         except OSError as error:
             self.trouble = f"{self.path.name} cannot be written: {error.strerror or error}"
             return
@@ -106,34 +108,44 @@ class Audit:
             if sync:
                 os.fsync(fd)
         except OSError:
-            os.ftruncate(fd, min(self.size, os.fstat(fd).st_size))  # no half line
+            os.ftruncate(fd, min(self.size, os.fstat(fd).st_size))  # drop a partial line
             raise
         finally:
             os.close(fd)
 
 
-def verified(path: Path, expected: Head | None = None) -> list[dict[str, Any]]:
-    """All events of a log, if its chain is whole and holds the `expected` head; else an InputError says where not."""
+def read_verified(path: Path, expected: Head | None = None) -> list[dict[str, Any]]:
+    """Return all events of a log after verifying it.
+
+    Args:
+        path: The log; a missing file is an empty log.
+        expected: The head that the log must contain.
+
+    Raises:
+        InputError: If the chain is broken, or does not contain the expected head.
+    """
     data = path.read_bytes() if path.exists() else b""
     events: list[dict[str, Any]] = []
     head = START
-    for number, line in enumerate(data.decode("utf-8", errors="replace").split("\n")[:-1], 1):  # torn ones are none
+    for number, line in enumerate(
+        data.decode("utf-8", errors="replace").split("\n")[:-1], 1
+    ):  # ignores a torn last line
         try:
             entry = json.loads(line)
             claimed = entry.pop("hash")
-            whole = entry["previous"] == head and _hash(entry) == claimed
+            whole = entry["previous"] == head and _hash_entry(entry) == claimed
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             whole = False
         if not whole:
             raise InputError(f"{path}: line {number} was changed, or one before it is missing; keep it as evidence")
         head = claimed
         events.append({**entry, "hash": claimed})
-    _at(path, events, expected or Head())
+    _check_head(path, events, expected or Head())
     return events
 
 
-def _at(path: Path, events: list[dict[str, Any]], expected: Head) -> None:
-    """Refuse a log whose line of the expected number is not the expected one."""
+def _check_head(path: Path, events: list[dict[str, Any]], expected: Head) -> None:
+    """Raise if the log does not contain the expected head."""
     lines, last = expected
     if len(events) < lines:
         left = f"{len(events)} lines are left" if path.exists() else "the file is gone"
@@ -142,8 +154,8 @@ def _at(path: Path, events: list[dict[str, Any]], expected: Head) -> None:
         raise InputError(f"{path}: line {lines} is not the one that was committed; the log was replaced")
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON can say it, and back the same."""
+def _to_json(value: Any, depth: int = 0) -> Any:
+    """Convert a value to one that JSON reproduces exactly."""
     if isinstance(value, str):
         return str(value[:MOST_TEXT])
     if isinstance(value, float) and math.isfinite(value):
@@ -151,18 +163,18 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool) or (type(value) is int and -(2**63) <= value < 2**63):
         return value
     if depth < DEEPEST and isinstance(value, dict):
-        return {str(_plain(key, DEEPEST)): _plain(inner, depth + 1) for key, inner in value.items()}
+        return {str(_to_json(key, DEEPEST)): _to_json(inner, depth + 1) for key, inner in value.items()}
     if depth < DEEPEST and isinstance(value, (list, tuple)):
-        return [_plain(inner, depth + 1) for inner in value]
-    return str(value) if isinstance(value, float) else shown(value)
+        return [_to_json(inner, depth + 1) for inner in value]
+    return str(value) if isinstance(value, float) else abbreviate(value)
 
 
-def _hash(entry: dict[str, Any]) -> str:
+def _hash_entry(entry: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(entry, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _mend(path: Path) -> int:
-    """Set a torn last line apart; returns its length in bytes."""
+def _repair_torn_line(path: Path) -> int:
+    """Move a torn last line to a separate file; return its length in bytes."""
     if not path.exists():
         return 0
     data = path.read_bytes()
@@ -175,8 +187,8 @@ def _mend(path: Path) -> int:
     return len(torn)
 
 
-def _set_apart(path: Path) -> str:
-    """Keep a broken log under another name; returns it, "" where there is no log."""
+def _move_aside(path: Path) -> str:
+    """Rename a broken log; return its new name, "" if there is no log."""
     if not path.exists():
         return ""
     number = 1

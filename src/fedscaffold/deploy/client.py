@@ -1,8 +1,9 @@
-"""The client: answers requests of the server with what its site has learnt. It keeps nothing that cannot be lost.
+"""The deployment client: answers the server's requests with the result of local training.
 
-A learner brings the mathematics of one framework (torch, JAX, plain arrays) and the site's data; this file brings the
-protocol. With `state = "server"` a request carries the correction and the client is stateless; with `state = "client"`
-it carries c, and the c_i lies in a durable file here (`memory.py`).
+A `Learner` supplies the site's data and the gradients in one framework (torch, JAX, NumPy); this module implements the
+protocol. With `state = "server"` a request contains the shift and the client is stateless. With `state = "client"` it
+contains the server's fields from which the client computes the shift (c, for SCAFFOLD), and the client stores its c_i
+in a durable file (`client_state.py`).
 """
 
 from __future__ import annotations
@@ -15,60 +16,88 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fedscaffold.algorithms import Algorithm, travelled
+from fedscaffold.algorithms import Algorithm, Walk, travelled
+from fedscaffold.algorithms.round import exchange, fitted, personal_model, reply_of, shift_of, start_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import gate
+from fedscaffold.deploy.client_state import Lost, load_vector, save_pending
 from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.memory import Lost, held, wait_for_word
+from fedscaffold.deploy.record_arithmetic import (
+    Record,
+    blank_memory,
+    cast,
+    flatten,
+    message_of,
+    pack,
+    unflatten,
+    unpack,
+    update_memory,
+)
 from fedscaffold.deploy.schema import Array, Fact, Packet, Schema, blob, fingerprint
 from fedscaffold.deploy.settings import Local, Settings, algorithm_of
-from fedscaffold.state import commit as keep
-from fedscaffold.state import latest
+from fedscaffold.state import commit, latest
 
-__all__ = ["Learner", "Site", "Trained", "Work", "answer", "declined", "greeting"]
+__all__ = ["Learner", "Site", "Trained", "Work", "answer", "decline", "greeting", "make_walk"]
 
 MOST_METRICS = 32
 METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/ -]{0,39}")
 
 
+class LostOwn(Lost):
+    """The private state that the server expects (`Algorithm.own`) was not found."""
+
+
 class Work(NamedTuple):
-    """What a site is asked to do in a round."""
+    """Input of local training."""
 
     x: Array
     shift: Array | None
-    """What is added to every gradient, all round long; None where the algorithm has none."""
+    """The algorithm's shift, constant during the round; None where the algorithm has none."""
     algorithm: Algorithm
     local: Local
     seed: int
-    """Of this site's random choices in this round: a round done again is the same round."""
+    """Random seed of this site in this round; a retried round uses the same seed."""
     buffers: dict[str, Array]
-    collect: bool
-    """Whether the mean direction is wanted: it cannot be had from x - y."""
+    own: Record = None
+    """The site's private state, which is never sent; None where the algorithm has none."""
+
+    @property
+    def start(self) -> Any:
+        """Initial point of the local steps: a vector, or a record of vectors that are stepped together."""
+        return start_of(self.algorithm, self.x, self.own)
+
+    @property
+    def collect(self) -> bool:
+        """Whether the learner must accumulate the directions, as their mean does not follow from x - y."""
+        return "d" in exchange(self.algorithm).reads and self.local.optimizer != "sgd"
+
+    @property
+    def at_x(self) -> bool:
+        """Whether the gradient at x over all local data is needed."""
+        return "gradient" in exchange(self.algorithm).reads
 
 
 class Trained(NamedTuple):
-    """What came of it."""
+    """Result of local training."""
 
-    y: Array
+    walk: Walk
     steps: int
-    """Steps performed: those that an optimiser skipped do not count."""
-    d: Array | None = None
-    """The mean direction where it was wanted; the direction at x for option I."""
+    """Steps performed, not counting those that the optimiser skipped."""
     buffers: dict[str, Array] = {}  # noqa: RUF012 (never changed)
 
 
 class Site(NamedTuple):
-    """One site's data, ready for work."""
+    """A site's opened data: number of records, training and evaluation."""
 
     records: int
     train: Callable[[Work], Trained]
     evaluate: Callable[[Array, dict[str, Array]], dict[str, float]]
-    """(x, buffers) -> metrics on the site's own data."""
+    """(x, buffers) -> metrics on the site's data."""
 
 
 class Learner(Protocol):
-    """A model and how it learns, in one framework; the same on the server and at every site."""
+    """A model and its local training in one framework; identical on the server and at every site."""
 
     @property
     def schema(self) -> Schema:
@@ -76,18 +105,37 @@ class Learner(Protocol):
 
     @property
     def start(self) -> Array:
-        """The model to begin with."""
+        """The initial model."""
 
     @property
     def buffers(self) -> dict[str, Array]:
-        """What the model keeps but does not train, to begin with: buffers, and frozen parameters."""
+        """Initial values of the arrays that are not trained: buffers and frozen parameters."""
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
 
 
+def make_walk(work: Work, y: Array, steps: int, d: Array | None = None, gradient: Array | None = None) -> Walk:
+    """Return the `Walk` of local training on NumPy vectors.
+
+    Args:
+        work: The input of local training.
+        y: Final point of the local steps.
+        steps: Number of steps performed.
+        d: Mean direction; required if `work.collect`.
+        gradient: Gradient at x over all local data; required if `work.at_x`.
+    """
+    x, start, lr = work.x, work.start, work.local.lr
+    made: dict[str, Callable[[], Any]] = {"gradient": lambda: gradient} if work.at_x else {}
+    if work.collect:
+        made["d"] = lambda: d
+    elif work.local.optimizer == "sgd":
+        made["d"] = lambda: travelled(start, y, steps, lr)
+    return Walk(x=lambda: x, y=lambda: y, move=lambda: start - y, travel=lambda: steps * lr, **made)
+
+
 def greeting(learner: Learner, settings: Settings, name: str) -> Packet:
-    """What a site says of itself when it joins."""
+    """Return the message by which a site registers: records, digests, fingerprints of frozen parameters."""
     records = learner.site(name).records
     facts: dict[str, Fact] = {
         "site": name,
@@ -100,47 +148,65 @@ def greeting(learner: Learner, settings: Settings, name: str) -> Packet:
 
 
 def answer(request: Packet, learner: Learner, settings: Settings, name: str, folder: Path) -> Packet:
-    """Answer one request of the server; what cannot be done is said, never raised.
+    """Answer one request of the server.
 
-    Errors of the app itself are told by type and reference; their texts stay in `folder` (`errors.py`).
+    Errors do not propagate: they become a reply that declines the request. Errors of the app are reported by type and
+    reference only; their texts stay in `folder` (`errors.py`).
+
+    Args:
+        request: The server's request.
+        learner: The app's learner.
+        settings: The deployment's settings.
+        name: This site's name.
+        folder: Folder of the site's state.
+
+    Returns:
+        The reply.
     """
     try:
         with guarded("answering", Path(folder), name, passing=(Lost, Refused, Failed)):
-            return _answered(request, _Guarded(learner, Path(folder)), settings, name, Path(folder))
+            return _answer(request, _Guarded(learner, Path(folder)), settings, name, Path(folder))
     except (Lost, Refused, Failed) as error:
-        return declined(request, name, str(error), "lost" if isinstance(error, Lost) else "refusal")
+        kind = "refusal"
+        if isinstance(error, Lost):
+            kind = "lost own" if isinstance(error, LostOwn) else "lost"
+        return decline(request, name, str(error), kind)
 
 
-def declined(request: Packet, name: str, reason: str, kind: str = "refusal") -> Packet:
-    """Say why a request cannot be done."""
-    return Packet({**_repeated(request), "site": name, "kind": kind, "reason": reason[:400]}, {})
+def decline(request: Packet, name: str, reason: str, kind: str = "refusal") -> Packet:
+    """Return a reply that declines a request, with the reason."""
+    return Packet({**_echo_facts(request), "site": name, "kind": kind, "reason": reason[:400]}, {})
 
 
-def _repeated(request: Packet) -> dict[str, Any]:
+def _echo_facts(request: Packet) -> dict[str, Any]:
     return {key: request.facts.get(key, "") for key in ("site", "round", "nonce", "schema")}
 
 
-def _answered(request: Packet, learner: Learner, settings: Settings, name: str, folder: Path) -> Packet:
-    facts = _repeated(request)
-    kind = gate.text(request.facts, "kind")
+def _answer(request: Packet, learner: Learner, settings: Settings, name: str, folder: Path) -> Packet:
+    facts = _echo_facts(request)
+    kind = gate.read_text(request.facts, "kind")
     if kind == "hello":
         return greeting(learner, settings, name)
-    _same(request, learner, settings, name)
-    own = folder / gate.text(request.facts, "run") / name
+    _check_request(request, learner, settings, name)
+    own = folder / gate.read_text(request.facts, "run") / name
+    algorithm = fitted(algorithm_of(settings), learner.schema)
     if kind == "resync":
-        c_i = held(own, gate.text(request.facts, "expect"), learner.start)
+        memory = _load_memory(request, algorithm, learner.start, own)
         records = learner.site(name).records
-        return Packet({**facts, "kind": "resync", "records": records, "steps": 1}, {"c_i": blob(c_i)})
+        told: dict[str, Fact] = {"kind": "resync", "records": records, "steps": 1}
+        vectors = memory._asdict().items()
+        return Packet({**facts, **told}, {key: blob(pack(value, algorithm.private)) for key, value in vectors})
     if kind == "evaluate":
-        x, buffers = gate.vector(request, "x", learner.schema), _buffers(request, learner, settings, own)
-        site = learner.site(name)
+        x = gate.read_vector(request, "x", learner.schema, algorithm.private)
+        x = personal_model(algorithm, x, _load_own(request, algorithm, learner.start, own))
+        buffers, site = _load_buffers(request, learner, settings, own), learner.site(name)
         said: dict[str, Fact] = {"kind": "evaluate", "records": site.records, "steps": 1}
-        return Packet({**facts, **said, **_metrics(site, x, buffers)}, {})
-    return _trained(request, learner, settings, name, own, facts)
+        return Packet({**facts, **said, **_evaluate(site, x, buffers)}, {})
+    return _train(request, learner, settings, name, own, facts)
 
 
 class _Guarded(NamedTuple):
-    """A learner whose site's code lets no error text out, whatever type it raises."""
+    """A learner wrapped so that error texts of the app do not leave the site (`errors.py`)."""
 
     learner: Learner
     folder: Path
@@ -168,77 +234,125 @@ class _Guarded(NamedTuple):
 
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
             with guarded("measuring", self.folder, name):
-                return _named(site.evaluate(x, buffers))
+                return _check_metrics(site.evaluate(x, buffers))
 
         return Site(records, train, evaluate)
 
 
-def _same(request: Packet, learner: Learner, settings: Settings, name: str) -> None:
-    """Refuse to train another model, with other settings, or in another's name."""
-    if gate.text(request.facts, "site") != name:
+def _check_request(request: Packet, learner: Learner, settings: Settings, name: str) -> None:
+    """Refuse a request for another site, another model or other settings."""
+    if gate.read_text(request.facts, "site") != name:
         raise Refused("stranger", f"a request for {request.facts['site']!r} came to {name!r}")
     for what, mine in (("schema", learner.schema.digest), ("settings", settings.digest)):
-        if gate.text(request.facts, what) != mine:
+        if gate.read_text(request.facts, what) != mine:
             raise Refused("config", f"the {what} here differ from the server's; nothing was trained")
 
 
-def _trained(
+def _train(
     request: Packet, learner: Learner, settings: Settings, name: str, own: Path, facts: dict[str, Any]
 ) -> Packet:
-    algorithm, schema = algorithm_of(settings), learner.schema
-    x = gate.vector(request, "x", schema)
-    site, buffers = learner.site(name), _buffers(request, learner, settings, own)
-    c = c_i = shift = None
-    if algorithm.shift is not None and settings.deploy.state == "client":
-        c = None if algorithm.by_move else gate.vector(request, "c", schema)
-        c_i = held(own, gate.text(request.facts, "expect"), x)
-        shift = algorithm.shift(c, c_i)
+    algorithm, schema = fitted(algorithm_of(settings), learner.schema), learner.schema
+    private = algorithm.private
+    private_state = _load_own(request, algorithm, learner.start, own)
+    x = gate.read_vector(request, "x", schema, private)
+    site = learner.site(name)
+    buffers = _load_buffers(request, learner, settings, own)
+    sent = memory = shift = None
+    if settings.deploy.state == "client":
+        down = {field: gate.read_vector(request, field, schema, private) for field in exchange(algorithm).down}
+        sent = algorithm.init(x)._replace(**down)
+        memory = _load_memory(request, algorithm, x, own)
+        shift = shift_of(algorithm, sent, memory)
     elif algorithm.shift is not None:
-        shift = gate.vector(request, "shift", schema)
-    plain = settings.plain and not algorithm.at_x
-    sends_d = algorithm.remember is not None and not algorithm.by_move
-    metrics = _metrics(site, x, buffers) if request.facts.get("evaluate") is True else {}
-    seed = _seed(settings.seed, gate.whole(request.facts, "round"), name)
-    done = site.train(Work(x, shift, algorithm, settings.local, seed, buffers, sends_d and not plain))
+        shift = gate.read_vector(request, "shift", schema, private)
+    metrics: dict[str, float] = {}
+    if request.facts.get("evaluate") is True:
+        metrics = _evaluate(site, personal_model(algorithm, x, private_state), buffers)
+    seed = _round_seed(settings.seed, gate.read_int(request.facts, "round"), name)
+    done = site.train(Work(x, shift, algorithm, settings.local, seed, buffers, private_state))
     if done.steps < 1:
         raise Refused("implausible", "no local step was performed")
-    vectors = {} if plain and sends_d else {"move": np.asarray(x - done.y, schema.dtype)}
-    if sends_d:
-        d = travelled(x, done.y, done.steps, settings.local.lr) if plain else done.d
-        vectors["d"] = np.asarray(d, schema.dtype)
-    memory = ""
-    if algorithm.remember is not None and c_i is not None:
-        new = np.asarray(algorithm.remember(c, c_i, vectors["d" if sends_d else "move"]), schema.dtype)
-        if not np.isfinite(new).all():
-            raise Refused("not finite", "local training diverged; take a smaller local.lr")
-        wait_for_word(own, None if request.facts["expect"] == "" else c_i, new)
-        memory = fingerprint(new)
-    blobs = {key: blob(np.asarray(value, schema.dtype)) for key, value in vectors.items()}
+    message, new_private_state = reply_of(algorithm, done.walk, shift, private_state)
+    names = exchange(algorithm).sent(settings.plain)
+    travelling = {key: pack(np.asarray(getattr(message, key), schema.dtype), private) for key in names}
+    vectors = {key: unpack(value, private, schema.size) for key, value in travelling.items()}
+    own_digest = _save_own(request, algorithm, own, private_state, cast(new_private_state, schema.dtype))
+    memory_digest = ""
+    if memory is not None:
+        counted = message_of(algorithm, vectors, done.steps * settings.local.lr)  # as the server decodes it
+        with np.errstate(over="ignore", invalid="ignore"):
+            new = cast(update_memory(algorithm, sent, memory, counted), schema.dtype)
+        memory_digest = _save_memory(request, own, memory, new)
+    blobs = {key: blob(value) for key, value in travelling.items()}
     if settings.local.buffers == "average":
         blobs |= {f"buffer.{key}": blob(value) for key, value in done.buffers.items()}
     elif done.buffers:
-        keep(own / "buffers", done.buffers, {"kind": "buffers"}, private=True)
-    told: dict[str, Fact] = {"records": site.records, "steps": done.steps, "memory": memory}
+        commit(own / "buffers", done.buffers, {"kind": "buffers"}, private=True)
+    told: dict[str, Fact] = {"records": site.records, "steps": done.steps, "memory": memory_digest, "own": own_digest}
     return Packet({**facts, "kind": "train", **told, **metrics}, blobs)
 
 
-def _buffers(request: Packet, learner: Learner, settings: Settings, own: Path) -> dict[str, Array]:
-    """The buffers to work with: the server's averages, or those this site keeps to itself."""
+def _load_memory(request: Packet, algorithm: Algorithm, x: Array, own: Path) -> Record:
+    """Load the memory whose digest the server expects; None where the algorithm has no memory."""
+    zeros = blank_memory(algorithm, x)
+    return (
+        None
+        if zeros is None
+        else unflatten(zeros, load_vector(own, gate.read_text(request.facts, "expect"), flatten(zeros)))
+    )
+
+
+def _save_memory(request: Packet, own: Path, before: Record, new: Record) -> str:
+    """Store the new memory until the server confirms the round; return its digest."""
+    vector = flatten(new)
+    if not np.isfinite(vector).all():
+        raise Refused("not finite", "local training diverged; take a smaller local.lr")
+    save_pending(own, None if request.facts["expect"] == "" else flatten(before), vector)
+    return fingerprint(vector)
+
+
+def _load_own(request: Packet, algorithm: Algorithm, start: Array, own: Path) -> Record:
+    """Load the private state after the last applied round; None where the algorithm has none."""
+    if algorithm.own is None:
+        return None
+    begun = cast(algorithm.own(start), start.dtype)
+    try:
+        return unflatten(
+            begun,
+            load_vector(own / "own", gate.read_text(request.facts, "own"), flatten(begun), "what it keeps for itself,"),
+        )
+    except Lost as error:
+        raise LostOwn(str(error)) from None
+
+
+def _save_own(request: Packet, algorithm: Algorithm, own: Path, before: Record, new: Record) -> str:
+    """Store the new private state until the server confirms the round; return its digest, "" for none."""
+    if algorithm.own is None:
+        return ""
+    vector = flatten(new)
+    if not np.isfinite(vector).all():
+        raise Refused("not finite", "local training diverged; take a smaller local.lr")
+    save_pending(own / "own", None if request.facts["own"] == "" else flatten(before), vector)
+    return fingerprint(vector)
+
+
+def _load_buffers(request: Packet, learner: Learner, settings: Settings, own: Path) -> dict[str, Array]:
+    """Return the buffers to train with: the server's averages, or this site's own."""
     if settings.local.buffers == "local":
         kept = latest(own / "buffers")
         if kept is not None:
             return kept.arrays
         return {name: learner.buffers[name] for name, _, _ in learner.schema.buffers}
     kinds = learner.schema.buffers
-    return {name: gate.array_of(request, f"buffer.{name}", shape, dtype).copy() for name, shape, dtype in kinds}
+    return {name: gate.read_array(request, f"buffer.{name}", shape, dtype).copy() for name, shape, dtype in kinds}
 
 
-def _metrics(site: Site, x: Array, buffers: dict[str, Array]) -> dict[str, float]:
+def _evaluate(site: Site, x: Array, buffers: dict[str, Array]) -> dict[str, float]:
     return {f"metric.{name}": value for name, value in site.evaluate(x, buffers).items()}
 
 
-def _named(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics fit to leave the site: few numbers under short names."""
+def _check_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Check that metrics are few and have short names; return them as floats."""
     if len(metrics) > MOST_METRICS:
         raise InputError(f"at most {MOST_METRICS} metrics are sent, got {len(metrics)}")
     for name in metrics:
@@ -247,5 +361,5 @@ def _named(metrics: dict[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _seed(seed: int, round: int, name: str) -> int:
+def _round_seed(seed: int, round: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {round} {name}".encode()).digest()[:7], "little")

@@ -1,8 +1,8 @@
-"""Errors of a site's own code: what they say may be about a patient, so a type and a reference leave the site, no more.
+"""Errors in a site's code: only a type and a reference leave the site, as messages may contain private data.
 
-The text and the traceback stay at the site, in `errors/REFERENCE.log` of its folder. The reference is drawn at random:
-a fingerprint of the text could be guessed by trying texts. The type is the nearest one that Python itself has (or our
-own `InputError`), as the names of other types are made by the app.
+The message and the traceback are written to `errors/REFERENCE.log` in the site's folder. The reference is random, since
+a hash of the text could be inverted by guessing. The type is the nearest built-in base class (or `InputError`), since
+the names of other classes are chosen by the app.
 """
 
 from __future__ import annotations
@@ -19,33 +19,42 @@ from fedscaffold.checks import InputError
 from fedscaffold.state import StateError
 from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["FOLDER", "Failed", "guarded", "type_of"]
+__all__ = ["FOLDER", "Failed", "guarded", "public_type_of"]
 
 FOLDER = "errors"
-MOST_KEPT = 200  # files of a site; the oldest go first
+MOST_KEPT = 200  # log files per site; the oldest are deleted
 
 
 class Failed(RuntimeError):
-    """Something at a site failed; the text is fit to leave it."""
+    """A site failed; the message contains no private data."""
 
 
 @contextlib.contextmanager
 def guarded(doing: str, folder: Path, site: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn whatever is raised inside, but `passing`, into `Failed`; what it says is kept in the site's `folder`."""
+    """Convert exceptions to `Failed` and write their texts to `folder`.
+
+    Args:
+        doing: What is being done, for the message.
+        folder: The site's folder.
+        site: The site's name.
+        passing: Exceptions that propagate unchanged.
+    """
     through: tuple[type[BaseException], ...] = (KeyboardInterrupt, GeneratorExit, *passing)
     try:
         yield
     except through:
         raise
-    except BaseException as error:  # the app may well call sys.exit
-        where = _kept(doing, folder, site, error)
-        raise Failed(f"{doing} failed: {type_of(error)} ({where})") from None  # a log must not show the error
+    except BaseException as error:  # including SystemExit
+        where = _write_error(doing, folder, site, error)
+        raise Failed(
+            f"{doing} failed: {public_type_of(error)} ({where})"
+        ) from None  # keeps the error out of tracebacks
 
 
-def type_of(error: BaseException) -> str:
-    """The nearest type of an error whose name the app cannot have made.
+def public_type_of(error: BaseException) -> str:
+    """Return the name of the nearest base class that is built in or `InputError`.
 
-    >>> type_of(type("Patient4711", (KeyError,), {})())
+    >>> public_type_of(type("Patient4711", (KeyError,), {})())
     'KeyError'
     """
     cause = error.__cause__ if type(error) is InputError and error.__cause__ is not None else error
@@ -53,13 +62,13 @@ def type_of(error: BaseException) -> str:
     return next(known).__name__
 
 
-def _kept(doing: str, folder: Path, site: str, error: BaseException) -> str:
-    """Write an error down at the site; returns where."""
+def _write_error(doing: str, folder: Path, site: str, error: BaseException) -> str:
+    """Write an error to the site's folder; return its reference."""
     reference = secrets.token_hex(4)
     head = f"{datetime.now(UTC).isoformat(timespec='seconds')} {site}: {doing} failed\n\n"
     try:
         text = "".join(traceback.format_exception(error))
-    except Exception:  # an error that cannot be shown is still one
+    except Exception:  # its __str__ may fail
         text = "its text could not be made\n"
     try:
         make_folder(folder / FOLDER, private=True)

@@ -1,9 +1,9 @@
-"""The same server and clients as a Flower app (flwr 1.41): its messages, its processes, its TLS and keys.
+"""Server and clients as a Flower app (flwr 1.41), with Flower's messages, processes, TLS and keys.
 
-Flower carries packets; nothing of ours lives in it. `context.state` is not used: it is kept in memory, and was seen to
-be lost without a word. Arrays travel as raw bytes under a type name of our own, so nothing is ever unpacked by a
-reader that believes headers. Who a node is, its registered name says (`flwr supernode register --name SITE`), and only
-where nodes are not registered, its own greeting.
+Flower only transports packets. `context.state` is not used, since it is held in memory and can be lost silently.
+Arrays are sent as raw bytes under a type name of our own, so they are never decoded by code that trusts their headers.
+A node is identified by its registered name (`flwr supernode register --name SITE`); where nodes are not registered, by
+its greeting.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedscaffold.deploy.apps import TOML, open_app
-from fedscaffold.deploy.client import answer, declined
-from fedscaffold.deploy.drive import Stopped, drive
+from fedscaffold.deploy.client import answer, decline
 from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.schema import Blob, Packet
 from fedscaffold.deploy.server import Server
+from fedscaffold.deploy.server_loop import Stopped, drive
 from fedscaffold.state.files import make_folder, owned, write_private
 
 __all__ = ["FlowerTransport", "client_app", "from_record", "server_app", "to_record"]
 
-RAW = "fedscaffold.raw"  # our arrays are plain bytes, not the files that flwr's own are
-PATIENCE = 30.0  # seconds after which a look for replies that hangs is left behind
-AGAIN = 10.0  # seconds after which a node that could not greet is asked again; then twice as many, up to LONGEST
+RAW = "fedscaffold.raw"  # arrays are raw bytes, not .npy files as flwr's own
+PATIENCE = 30.0  # seconds after which a hanging poll for replies is abandoned
+AGAIN = 10.0  # seconds until a node that failed to greet is asked again; doubled each time, up to LONGEST
 LONGEST = 300.0
 BROKEN = {
     1: "its app could not be loaded",
     2: "its app raised an error",
-    3: "its request is gone",
+    3: "it did not answer before its request expired",
     4: "its reply is gone",
     5: "its node is not online",
     7: "its copy of the app is damaged",
     8: "its process died",
 }
-"""What the engine's error codes mean. Its own texts may hold those of a site's errors, and are not read."""
+"""Flower's error codes. Flower's messages are not shown, as they may contain a site's error texts."""
 
 server_app = ServerApp()
 client_app = ClientApp()
 
 
 def to_record(packet: Packet) -> RecordDict:
-    """A packet as Flower carries it.
+    """Convert a packet to a Flower record.
 
     >>> from_record(to_record(Packet({"round": 1}, {"x": Blob("float32", (1,), b"1234")})))
     Packet(facts={'round': 1}, blobs={'x': Blob(dtype='float32', shape=(1,), data=b'1234')})
@@ -62,7 +62,7 @@ def to_record(packet: Packet) -> RecordDict:
 
 
 def from_record(record: RecordDict) -> Packet:
-    """A packet out of what came over the wire; whatever is strange in it is left for the gate to refuse."""
+    """Convert a received record to a packet, without validation, which is left to `gate.py`."""
     facts: dict[str, Any] = {}
     blobs: dict[str, Any] = {}
     if set(record) <= {"facts", "arrays"}:
@@ -77,23 +77,23 @@ def from_record(record: RecordDict) -> Packet:
 
 
 class FlowerTransport:
-    """Packets over a Flower grid, with a loop of our own: the built-in one sleeps 3 s and may block for minutes."""
+    """Transport over a Flower grid. It polls itself, as Flower's own loop sleeps 3 s and may block for minutes."""
 
     def __init__(self, grid: Grid, deadline: float) -> None:
         self.grid, self.deadline = grid, deadline
         self.names: dict[int, str] = {}
-        """Site of each node that has greeted."""
+        """Sites by node that has greeted."""
         self.online: set[int] = set()
         self.later: dict[int, tuple[float, float]] = {}
-        """Of nodes that could not greet: when to ask them again, and how long that was put off."""
+        """By node that failed to greet: when to ask again, and the current pause."""
         self.asked: dict[str, tuple[int, str]] = {}
-        """By message: the node and the site it was sent to; "" for a greeting."""
+        """By message id: the node and the site it was sent to; site "" for a greeting."""
         self.found: list[tuple[int, str, Packet | str]] = []
         self.lock = threading.Lock()
         self.looking: tuple[threading.Thread, float] | None = None
 
     def greetings(self) -> dict[str, Packet]:
-        """Ask nodes that are new who they are; returns the greetings that came in."""
+        """Request greetings from new nodes; return those that have arrived."""
         nodes = {node.node_id: getattr(node, "name", "") or "" for node in self.grid.get_nodes()}
         self.online = set(nodes)
         waiting = {node for node, site in self.asked.values() if site == ""}
@@ -105,7 +105,7 @@ class FlowerTransport:
             if message is not None:
                 self.asked[message] = (node, "")
         out: dict[str, Packet] = {}
-        for node, site, reply in self._found():
+        for node, site, reply in self._take_replies():
             if site:
                 continue  # late
             if isinstance(reply, str):
@@ -123,12 +123,12 @@ class FlowerTransport:
         return out
 
     def present(self) -> set[str]:
-        """Sites whose node is online."""
+        """Return the sites whose node is online."""
         return {site for node, site in self.names.items() if node in self.online}
 
     def send(self, requests: Mapping[str, Packet]) -> None:
-        """Push the requests; one that cannot be pushed is a failed client."""
-        self.asked = {}  # replies to older requests are of no use any more
+        """Push the requests; one that cannot be pushed counts as a failed client."""
+        self.asked = {}  # replies to older requests are ignored
         nodes = {site: node for node, site in self.names.items()}
         sites = list(requests)
         pushed = self._push([(nodes[site], requests[site]) for site in sites], MessageType.TRAIN)
@@ -139,8 +139,8 @@ class FlowerTransport:
                 self.asked[message] = (nodes[site], site)
 
     def collect(self) -> list[tuple[str, Packet | str]]:
-        """Replies that came in."""
-        return [(site, reply) for _, site, reply in self._found() if site]
+        """Return the replies that have arrived."""
+        return [(site, reply) for _, site, reply in self._take_replies() if site]
 
     def _push(self, packets: list[tuple[int, Packet]], kind: str) -> list[str | None]:
         if not packets:
@@ -149,12 +149,12 @@ class FlowerTransport:
         pushed = list(self.grid.push_messages(messages))
         return [*pushed, *[None] * (len(packets) - len(pushed))]
 
-    def _found(self) -> list[tuple[int, str, Packet | str]]:
-        """What came in since the last call. The look itself runs in a thread: flwr may hang in it for minutes."""
+    def _take_replies(self) -> list[tuple[int, str, Packet | str]]:
+        """Return what arrived since the last call; polls in a thread, as flwr may block for minutes."""
         now = time.monotonic()
         idle = self.looking is None or not self.looking[0].is_alive() or now - self.looking[1] > PATIENCE
         if self.asked and idle:
-            thread = threading.Thread(target=self._look, args=(list(self.asked),), daemon=True)
+            thread = threading.Thread(target=self._pull, args=(list(self.asked),), daemon=True)
             thread.start()
             self.looking = thread, now
         if self.looking is not None:
@@ -163,32 +163,32 @@ class FlowerTransport:
             found, self.found = self.found, []
         return found
 
-    def _look(self, messages: list[str]) -> None:
-        """Look for one reply at a time: one that the engine cannot read would take along all that come with it."""
+    def _pull(self, messages: list[str]) -> None:
+        """Pull replies one by one, as one that Flower cannot decode would discard all others of the same call."""
         for message in messages:
-            with contextlib.suppress(Exception):  # the link is away, or the site sent nonsense: its round goes on
+            with contextlib.suppress(Exception):  # link down or undecodable reply: the round continues
                 for reply in self.grid.pull_messages([message]):
-                    content = _content(reply)
+                    content = _read_reply(reply)
                     with self.lock:
                         sent = self.asked.pop(reply.metadata.reply_to_message_id, None)
                         if sent is not None:
                             self.found.append((*sent, content))
 
 
-def _content(reply: Message) -> Packet | str:
+def _read_reply(reply: Message) -> Packet | str:
     if reply.has_error():
         return BROKEN.get(reply.error.code, f"the engine reports error {int(reply.error.code)}")
     return from_record(reply.content)
 
 
-def _folder() -> Path:
-    """The folder of the app that Flower has unpacked: the first on the path with settings in it."""
+def _app_folder() -> Path:
+    """Return the folder of the app that Flower unpacked: the first on sys.path that contains the settings."""
     return next(Path(place) for place in sys.path if (Path(place) / TOML).is_file())
 
 
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Run the federation; its state, log and model lie in the folder that the run's `home` names."""
+    """Run the federation; state, log and model are written to the folder `home` of the run's configuration."""
     home = Path(str(context.run_config["home"]))
     make_folder(home, private=True)
     with owned(home):
@@ -198,7 +198,7 @@ def serve(grid: Grid, context: Context) -> None:
 def _serve(grid: Grid, home: Path) -> None:
     outcome: dict[str, Any] = {}
     try:
-        settings, learner = open_app(_folder())
+        settings, learner = open_app(_app_folder())
         server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
         summary = drive(server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds)
         outcome = {**summary._asdict(), "model": str(summary.model)}
@@ -210,27 +210,27 @@ def _serve(grid: Grid, home: Path) -> None:
         write_private(home / "outcome.json", json.dumps(said))
 
 
-def _answered(message: Message, context: Context) -> Message:
+def _answer_message(message: Message, context: Context) -> Message:
     site = str(context.node_config["site"])
     folder = Path(str(context.node_config["folder"]))
     request = from_record(message.content)
     try:
         with guarded("loading the app", folder, site):
-            settings, learner = open_app(_folder())
+            settings, learner = open_app(_app_folder())
         with guarded("answering", folder, site):
             record = to_record(answer(request, learner, settings, site, folder))
     except Failed as failed:
-        record = to_record(declined(request, site, str(failed)))
+        record = to_record(decline(request, site, str(failed)))
     return Message(record, reply_to=message)
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """Answer a request."""
-    return _answered(message, context)
+    """Answer a training, evaluation or resync request."""
+    return _answer_message(message, context)
 
 
 @client_app.query()
 def query(message: Message, context: Context) -> Message:
-    """Say who is here."""
-    return _answered(message, context)
+    """Answer with the site's greeting."""
+    return _answer_message(message, context)

@@ -1,16 +1,16 @@
-"""The gate: what a reply must pass before it may touch the model. The first test that fails names the reason.
+"""Validation of untrusted messages. The first check that fails is the `code` of the refusal.
 
-    stranger      the sender is a member of the roster, and says so
-    size          no more bytes, names and text than an honest reply has; looked at before anything is allocated
-    schema        exactly the vectors asked for, of the model's shape and dtype, by the model's digest
-    not finite    every number is one
-    stale         it answers this round and this request (round and nonce), and none before
-    implausible   as many records as registered, at least one step and no more than asked for
-    overflow      what the server makes of it, scaled and added up, is finite as well
-    norm          the pair (move, change of c_i) does not drown the others' replies, and with `deploy.clip` is clipped
+    stranger      the sender is a member and names itself
+    size          bytes, names and texts are within those of a valid reply; checked before anything is allocated
+    schema        exactly the requested vectors, with the model's shape, dtype and digest
+    not finite    all numbers are finite
+    stale         the reply is to this round and this request (round and nonce)
+    implausible   the registered number of records; at least one local step and no more than requested
+    overflow      the server's scaled sums of it are finite too
+    norm          the pair (move, change of c_i) is not so long that the others' replies vanish in rounding;
+                  with `deploy.clip` it is clipped
 
-Replies come from machines of others. Nothing here trusts a type, a length or a number; whatever is wrong raises
-`Refused` with the reason, and never anything else.
+No type, length or number of a message is trusted. Every invalid message raises `Refused`, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,20 +21,39 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms.round import exchange
+from fedscaffold.deploy.record_arithmetic import Ranges, cast, message_of, unpack
 from fedscaffold.deploy.schema import Array, Blob, Packet, Schema
 
 __all__ = [
-    "Asked", "Refused", "Update", "admit", "array_of", "clipped", "finite", "fresh", "frozen_apart", "length_of",
-    "measured", "outsized", "said", "shown", "text", "vector", "whole",
-]  # fmt: skip
+    "Asked",
+    "Reach",
+    "Refused",
+    "Update",
+    "abbreviate",
+    "admit",
+    "check_finite",
+    "check_fresh",
+    "clip_update",
+    "find_outsized",
+    "frozen_mismatches",
+    "measure",
+    "norm",
+    "read_array",
+    "read_int",
+    "read_printable",
+    "read_text",
+    "read_vector",
+]
 
 MOST_FACTS = 64
 MOST_TEXT = 500
-HEADROOM = 8.0  # how often the largest length that is let in still fits the model's type: a sum and a difference do
+HEADROOM = 8.0  # factor below the largest float, so that sums and differences stay finite
 
 
 class Refused(ValueError):
-    """A message that was not let in: `code` is the test it failed, the text says what was wrong."""
+    """A message failed validation; `code` names the failed check."""
 
     def __init__(self, code: str, sentence: str) -> None:
         super().__init__(f"{code}: {sentence}"[:MOST_TEXT])
@@ -42,35 +61,46 @@ class Refused(ValueError):
 
 
 class Asked(NamedTuple):
-    """What the server asked a client for."""
+    """The reply that the server expects from a client."""
 
     site: str
     round: int
     nonce: str
     vectors: tuple[str, ...]
-    """Names of the vectors that must come back: d, move or c_i."""
+    """Names of the expected vectors: fields of the algorithm's message, or of its memory in a resync."""
     schema: Schema
     records: int
     most_steps: int
     buffers: bool = False
-    """Whether the model's buffers come back too."""
+    """Whether the model's buffers are expected too."""
+    private: Ranges = ()
+    """Coordinates that never leave a client and are left out of the vectors."""
 
 
 class Update(NamedTuple):
-    """A reply that was let in."""
+    """A validated reply."""
 
     vectors: dict[str, Array]
     steps: int
     buffers: dict[str, Array]
     memory: str
-    """Digest of the c_i that the client now holds in waiting; "" where the server keeps them."""
+    """Digest of the client's new memory, pending confirmation; "" where the server keeps it."""
     metrics: dict[str, float]
     length: float = 0.0
-    """Of the pair (move, change of c_i), in units of the model; of c_i where that is reported."""
+    """Norm of the pair (move, change of c_i) in units of the model; norm of c_i in a resync."""
+    own: str = ""
+    """Digest of the client's new private state, pending confirmation; "" for none."""
 
 
 def admit(packet: Packet, asked: Asked) -> Update:
-    """Let a reply in, or raise `Refused` with the reason; tests in the order of the table above.
+    """Validate a reply, in the order of the checks above.
+
+    Args:
+        packet: The reply.
+        asked: What was requested of the client.
+
+    Raises:
+        Refused: With the first check that fails.
 
     >>> from fedscaffold.deploy.schema import blob
     >>> schema = Schema(("w",), ((2,),), "float64")
@@ -83,48 +113,62 @@ def admit(packet: Packet, asked: Asked) -> Update:
     fedscaffold.deploy.gate.Refused: not finite: 1 of the 2 numbers of d are NaN or infinite
     """
     facts = packet.facts
-    if text(facts, "site") != asked.site:
-        raise Refused("stranger", f"a reply of {text(facts, 'site')!r} in the place of {asked.site!r}")
-    wanted = _wanted(asked)
-    _small(packet, wanted)
-    if text(facts, "schema") != asked.schema.digest:
-        raise Refused("schema", f"model {text(facts, 'schema')!r} where {asked.schema.digest!r} is trained")
-    arrays = _arrays(packet, wanted)
+    if read_text(facts, "site") != asked.site:
+        raise Refused("stranger", f"a reply of {read_text(facts, 'site')!r} in the place of {asked.site!r}")
+    wanted = _expected_arrays(asked)
+    _check_size(packet, wanted)
+    if read_text(facts, "schema") != asked.schema.digest:
+        raise Refused("schema", f"model {read_text(facts, 'schema')!r} where {asked.schema.digest!r} is trained")
+    arrays = _read_arrays(packet, wanted)
     for name, array in arrays.items():
-        finite(name, array)
-    fresh(packet, asked)
-    if whole(facts, "records") != asked.records:
-        raise Refused("implausible", f"{whole(facts, 'records')} records where {asked.records} are registered")
-    steps = whole(facts, "steps")
+        check_finite(name, array)
+    check_fresh(packet, asked)
+    if read_int(facts, "records") != asked.records:
+        raise Refused("implausible", f"{read_int(facts, 'records')} records where {asked.records} are registered")
+    steps = read_int(facts, "steps")
     if not 1 <= steps <= asked.most_steps:
         raise Refused("implausible", f"{steps} local steps where 1 to {asked.most_steps} were asked for")
-    vectors = {name: arrays[name] for name in asked.vectors}
+    vectors = {name: unpack(arrays[name], asked.private, asked.schema.size) for name in asked.vectors}
     buffers = {name.removeprefix("buffer."): array for name, array in arrays.items() if name not in vectors}
-    return Update(vectors, steps, buffers, text(facts, "memory", ""), _metrics(facts))
+    return Update(
+        vectors, steps, buffers, read_text(facts, "memory", ""), _read_metrics(facts), own=read_text(facts, "own", "")
+    )
 
 
-def fresh(packet: Packet, asked: Asked) -> None:
-    """Refuse what answers another round or another request."""
-    round_, nonce = whole(packet.facts, "round"), text(packet.facts, "nonce")
+def check_fresh(packet: Packet, asked: Asked) -> None:
+    """Raise `Refused` if a reply answers another round or another request."""
+    round_, nonce = read_int(packet.facts, "round"), read_text(packet.facts, "nonce")
     if round_ != asked.round:
         raise Refused("stale", f"a reply to round {round_} in round {asked.round}")
     if nonce != asked.nonce:
         raise Refused("stale", f"a reply to another request of round {round_}")
 
 
-def measured(update: Update, c: Array | None, travel: float) -> Update:
-    """The update with the length of its pair; refused where the model's type could not hold what is made of it.
+class Reach(NamedTuple):
+    """What is needed to measure the effect of a reply on the server's state."""
 
-    >>> update = Update({"d": np.array([3.0, 4.0])}, 2, {}, "", {})
-    >>> measured(update, None, 2.0).length
-    10.0
-    >>> measured(update._replace(vectors={"d": np.array([1e308, 1e308])}), None, 2.0)
+    algorithm: Algorithm
+    told: Any
+    """The server's record, as sent to the client."""
+    travel: float
+    """K_i lr with the validated number of steps; converts a mean direction to a move."""
+    most: float
+    """Largest factor by which the server may multiply a vector other than the move."""
+
+
+def measure(update: Update, reach: Reach) -> Update:
+    """Return the update with its norm; raise `Refused` if sums with it would overflow the model's dtype.
+
+    >>> from fedscaffold.algorithms import fedavg
+    >>> update = Update({"move": np.array([3.0, 4.0])}, 2, {}, "", {})
+    >>> measure(update, Reach(fedavg(), None, 2.0, 2.0)).length
+    5.0
+    >>> measure(update._replace(vectors={"move": np.array([1e308, 1e308])}), Reach(fedavg(), None, 2.0, 2.0))
     Traceback (most recent call last):
     fedscaffold.deploy.gate.Refused: overflow: numbers up to 1e+308 do not fit float64 when they are added up
     """
-    move, change = _pair(update, c, travel)
-    length = math.hypot(length_of(move), 0.0 if change is None else travel * length_of(change))
-    longest = max(length, *(length_of(vector) for vector in update.vectors.values()))
+    length = math.hypot(*(weight * norm(off) for _, off, weight in _deviations(update, reach).values()))
+    longest = max(length, *(norm(vector) for vector in update.vectors.values()))
     (dtype,) = {vector.dtype for vector in update.vectors.values()}
     if not longest < float(np.finfo(dtype).max) / HEADROOM:
         most = max(float(np.abs(vector).max(initial=0.0)) for vector in update.vectors.values())
@@ -132,31 +176,31 @@ def measured(update: Update, c: Array | None, travel: float) -> Update:
     return update._replace(length=length)
 
 
-def clipped(update: Update, c: Array | None, travel: float, cap: float) -> Update:
-    """Shorten the pair (move, change of c_i) to `cap` where it is longer: both by one factor, so that c stays the mean.
+def clip_update(update: Update, reach: Reach, cap: float) -> Update:
+    """Clip the norm of the pair (move, change of c_i) to `cap`, both by one factor, so that c stays the mean.
 
-    >>> update = measured(Update({"d": np.array([3.0, 4.0])}, 1, {}, "", {}), None, 2.0)
-    >>> clipped(update, None, 2.0, cap=5.0).vectors["move"]
+    >>> from fedscaffold.algorithms import scaffold
+    >>> reach = Reach(scaffold(), scaffold().init(np.zeros(2)), 2.0, 2.0)
+    >>> update = measure(Update({"d": np.array([3.0, 4.0])}, 1, {}, "", {}), reach)
+    >>> clip_update(update, reach, cap=update.length / 2).vectors["move"]
     array([3., 4.])
     """
     if update.length <= cap:
         return update
     factor = cap / update.length
-    move, change = _pair(update, c, travel)
-    dtype = update.vectors["move" if "move" in update.vectors else "d"].dtype
-    vectors = {"move": (factor * move).astype(dtype)}
-    if c is not None and change is not None:
-        vectors["d"] = (c + factor * change).astype(dtype)
+    (dtype,) = {vector.dtype for vector in update.vectors.values()}
+    apart = _deviations(update, reach)
+    vectors = {name: (usual + factor * off).astype(dtype) for name, (usual, off, _) in apart.items()}
     return update._replace(vectors=vectors, length=cap)
 
 
-def outsized(lengths: Mapping[str, float], usual: float, dtype: Any) -> dict[str, Refused]:
-    """Replies so long that the others' numbers vanish in the rounding of a sum with them, and why they are refused.
+def find_outsized(lengths: Mapping[str, float], usual: float, dtype: Any) -> dict[str, Refused]:
+    """Return refusals of replies so long that in a sum the others' numbers are lost to rounding.
 
-    A reply is compared with the lower median of all, which less than half of the sites cannot raise; the only one of
-    a round is compared with `usual`. Lengths below 1 / eps are never refused: small models may take large steps.
+    A reply is compared with the lower median of all norms, which fewer than half of the sites cannot raise; a single
+    reply is compared with `usual`. Norms below 1 / eps are never refused, as small models may take large steps.
 
-    >>> list(outsized({"ant": 1e-3, "bee": 2e-3, "cow": 1e200}, 1.0, np.float64))
+    >>> list(find_outsized({"ant": 1e-3, "bee": 2e-3, "cow": 1e200}, 1.0, np.float64))
     ['cow']
     """
     ordered = sorted(lengths.values())
@@ -170,10 +214,10 @@ def outsized(lengths: Mapping[str, float], usual: float, dtype: Any) -> dict[str
     }
 
 
-def length_of(vector: Array) -> float:
-    """Euclidean norm in double precision, without overflow or underflow on its way.
+def norm(vector: Array) -> float:
+    """Return the Euclidean norm in double precision, without intermediate overflow or underflow.
 
-    >>> [f"{length_of(np.array(values)):.6g}" for values in ([3e200, 4e200], np.float32([3e30, 4e30]))]
+    >>> [f"{norm(np.array(values)):.6g}" for values in ([3e200, 4e200], np.float32([3e30, 4e30]))]
     ['5e+200', '5e+30']
     """
     most = float(np.abs(vector).max(initial=0.0))
@@ -182,38 +226,44 @@ def length_of(vector: Array) -> float:
     return most * float(np.linalg.norm(vector.astype(np.float64) / most))
 
 
-def _pair(update: Update, c: Array | None, travel: float) -> tuple[Array, Array | None]:
-    """(move, change of c_i) in double precision; infinite where even that is too small."""
-    d, move = update.vectors.get("d"), update.vectors.get("move")
+def _deviations(update: Update, reach: Reach) -> dict[str, tuple[Any, Array, float]]:
+    """Return (reference, deviation, weight) of each vector of the message, in double precision.
+
+    The reference of a direction is the server's field that the algorithm declares for it, so that the deviation is the
+    change of the client's memory. Values too large for double precision are infinite.
+    """
+    known, references = exchange(reach.algorithm), dict(reach.algorithm.references)
+    sent = cast(reach.told, np.float64)
+    apart: dict[str, tuple[Any, Array, float]] = {}
     with np.errstate(over="ignore", invalid="ignore"):
-        change = None if d is None or c is None else d.astype(np.float64) - c
-        if move is None:
-            assert d is not None
-            return travel * d.astype(np.float64), change
-        return move.astype(np.float64), change
+        message = message_of(reach.algorithm, update.vectors, reach.travel)
+        for name in known.vectors:
+            usual = references[name](sent) if name in references else 0.0
+            apart[name] = usual, getattr(message, name) - usual, 1.0 if name == known.move else reach.most
+    return apart
 
 
-def vector(packet: Packet, name: str, schema: Schema) -> Array:
-    """One vector of the model out of a packet: schema and finiteness checked."""
-    array = array_of(packet, name, (schema.size,), schema.dtype)
-    finite(name, array)
-    return array
+def read_vector(packet: Packet, name: str, schema: Schema, private: Ranges = ()) -> Array:
+    """Read and validate one vector of the model; private coordinates are zero."""
+    array = read_array(packet, name, (schema.size - _private_size(private),), schema.dtype)
+    check_finite(name, array)
+    return unpack(array, private, schema.size)
 
 
-def array_of(packet: Packet, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """One array of a known shape and dtype out of a packet."""
-    return _array(name, packet.blobs.get(name) if isinstance(packet.blobs, dict) else None, shape, dtype)
+def read_array(packet: Packet, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+    """Read one array of a known shape and dtype."""
+    return _decode(name, packet.blobs.get(name) if isinstance(packet.blobs, dict) else None, shape, dtype)
 
 
-def finite(name: str, array: Array) -> None:
-    """Refuse numbers that are none."""
+def check_finite(name: str, array: Array) -> None:
+    """Raise `Refused` if an array holds NaN or infinity."""
     bad = array.size - int(np.count_nonzero(np.isfinite(array)))
     if bad:
         raise Refused("not finite", f"{bad} of the {array.size} numbers of {name} are NaN or infinite")
 
 
-def frozen_apart(packet: Packet, schema: Schema) -> list[str]:
-    """Names of the frozen parameters whose fingerprints in a greeting differ from the schema's."""
+def frozen_mismatches(packet: Packet, schema: Schema) -> list[str]:
+    """Return the names of frozen parameters whose fingerprints in a greeting differ from the schema's."""
     item = packet.blobs.get("frozen") if isinstance(packet.blobs, dict) else None
     mine = [(name, bytes.fromhex(print_)) for name, *_, print_ in schema.frozen]
     if not isinstance(item, Blob) or not isinstance(item.data, bytes) or len(item.data) != 16 * len(mine):
@@ -221,64 +271,68 @@ def frozen_apart(packet: Packet, schema: Schema) -> list[str]:
     return [name for i, (name, print_) in enumerate(mine) if item.data[16 * i : 16 * (i + 1)] != print_]
 
 
-def text(facts: Any, name: str, default: str | None = None) -> str:
-    """A fact that must be a short text."""
+def read_text(facts: Any, name: str, default: str | None = None) -> str:
+    """Read a fact that must be a short string."""
     value = facts.get(name, default) if isinstance(facts, dict) else None
     if not isinstance(value, str) or len(value) > MOST_TEXT:
-        raise Refused("schema", f"{name} must be a short text, got {shown(value)}")
+        raise Refused("schema", f"{name} must be a short text, got {abbreviate(value)}")
     return value
 
 
-def said(facts: Any, name: str) -> str:
-    """A fact that must be a short text, to be shown to people: what would steer a terminal is escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text(facts, name))
+def read_printable(facts: Any, name: str) -> str:
+    """Read a short string for display, with non-printable characters escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in read_text(facts, name))
 
 
-def whole(facts: Any, name: str) -> int:
-    """A fact that must be a whole number of 64 bits."""
+def read_int(facts: Any, name: str) -> int:
+    """Read a fact that must be a 64-bit integer."""
     value = facts.get(name) if isinstance(facts, dict) else None
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise Refused("schema", f"{name} must be a whole number of 64 bits, got {shown(value)}")
+        raise Refused("schema", f"{name} must be a whole number of 64 bits, got {abbreviate(value)}")
     return int(value)
 
 
-def _wanted(asked: Asked) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of everything that must come back, by name."""
-    shape: tuple[int, ...] = (asked.schema.size,)
+def _expected_arrays(asked: Asked) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of every expected array by name."""
+    shape: tuple[int, ...] = (asked.schema.size - _private_size(asked.private),)
     wanted = dict.fromkeys(asked.vectors, (shape, asked.schema.dtype))
     if asked.buffers:
         wanted |= {f"buffer.{name}": (shape, dtype) for name, shape, dtype in asked.schema.buffers}
     return wanted
 
 
-def _small(packet: Packet, wanted: dict[str, tuple[tuple[int, ...], str]]) -> None:
-    """Refuse more bytes, claimed or sent, than an honest reply has."""
+def _private_size(private: Ranges) -> int:
+    return sum(end - begin for begin, end in private)
+
+
+def _check_size(packet: Packet, wanted: dict[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raise `Refused` if a message has, or claims, more bytes than a valid reply."""
     if not isinstance(packet.facts, dict) or not isinstance(packet.blobs, dict) or len(packet.facts) > MOST_FACTS:
         raise Refused("size", f"more than {MOST_FACTS} scalars")
     room = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in wanted.values())
     sent = claimed = 0
     for name, item in packet.blobs.items():
         if not isinstance(item, Blob) or not isinstance(item.data, bytes) or not _is_shape(item.shape):
-            raise Refused("schema", f"{shown(name)} is not an array")
+            raise Refused("schema", f"{abbreviate(name)} is not an array")
         sent += len(item.data)
-        claimed += math.prod(item.shape)  # at least one byte each
+        claimed += math.prod(item.shape)  # every element has at least one byte
     if max(sent, claimed) > room:
         raise Refused("size", f"{max(sent, claimed)} bytes sent or claimed where {room} are expected")
 
 
-def _arrays(packet: Packet, wanted: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, Array]:
+def _read_arrays(packet: Packet, wanted: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, Array]:
     if packet.blobs.keys() != wanted.keys():
-        names = ", ".join(shown(name) for name in list(packet.blobs)[:3]) or "none"
+        names = ", ".join(abbreviate(name) for name in list(packet.blobs)[:3]) or "none"
         more = ", ..." if len(packet.blobs) > 3 else ""
         raise Refused("schema", f"arrays {names}{more} where {', '.join(sorted(wanted)) or 'none'} are expected")
-    return {name: _array(name, packet.blobs[name], shape, dtype) for name, (shape, dtype) in wanted.items()}
+    return {name: _decode(name, packet.blobs[name], shape, dtype) for name, (shape, dtype) in wanted.items()}
 
 
-def _array(name: str, item: Blob | None, shape: tuple[int, ...], dtype: str) -> Array:
+def _decode(name: str, item: Blob | None, shape: tuple[int, ...], dtype: str) -> Array:
     if not isinstance(item, Blob) or not isinstance(item.data, bytes) or not _is_shape(item.shape):
         raise Refused("schema", f"no array {name}")
     if not isinstance(item.dtype, str) or item.dtype != dtype or item.shape != shape:
-        found = f"{shown(item.dtype)} {'x'.join(map(str, item.shape))[:80] or 'scalar'}"
+        found = f"{abbreviate(item.dtype)} {'x'.join(map(str, item.shape))[:80] or 'scalar'}"
         raise Refused("schema", f"{name} is {found} where {dtype} {'x'.join(map(str, shape)) or 'scalar'} is expected")
     kind = np.dtype(dtype).newbyteorder("<")
     if len(item.data) != math.prod(shape) * kind.itemsize:
@@ -288,8 +342,8 @@ def _array(name: str, item: Blob | None, shape: tuple[int, ...], dtype: str) -> 
     return np.frombuffer(item.data, kind).reshape(shape).astype(dtype, copy=False)
 
 
-def _metrics(facts: dict[str, Any]) -> dict[str, float]:
-    """Metrics by name, NaN where they are no finite numbers; a diverged loss is no reason to refuse a client."""
+def _read_metrics(facts: dict[str, Any]) -> dict[str, float]:
+    """Read the metrics, with NaN for non-finite ones: a diverged loss is no reason to refuse a reply."""
     named = ((name, value) for name, value in facts.items() if isinstance(name, str) and name.startswith("metric."))
     return {
         name.removeprefix("metric."): float(value) if abs(value) < 1e300 else math.nan
@@ -302,10 +356,10 @@ def _is_shape(shape: Any) -> bool:
     return isinstance(shape, tuple) and len(shape) < 33 and all(type(n) is int and 0 <= n < 2**63 for n in shape)
 
 
-def shown(value: Any) -> str:
-    """A stranger's value, cut short for a log line; of what may be long or deep, only what it is.
+def abbreviate(value: Any) -> str:
+    """Format an untrusted value for a log line, abbreviated; of large or nested values only the type.
 
-    >>> shown("north"), shown(10**5000), shown([[]])
+    >>> abbreviate("north"), abbreviate(10**5000), abbreviate([[]])
     ("'north'", 'a whole number of 16610 bits', 'a list')
     """
     if isinstance(value, str):

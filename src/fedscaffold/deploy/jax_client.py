@@ -1,10 +1,11 @@
-"""A learner for JAX: a loss on any pytree of parameters, rows of arrays as data; the same loss as in simulation.
+"""Learner for JAX: a loss on any pytree of parameters, as in simulation.
 
     def learner(settings):
         return JaxLearner(loss, params, data, precision=settings.precision)
 
-`loss(params, batch)` is the mean loss over a batch, `data(site)` the site's records: a tree of arrays with one row a
-record, as `fs.Problem` takes them.
+`loss(params, batch)` returns the mean loss over a batch. `data(site)` returns the site's records: a pytree of arrays
+with one row per record, as in `fs.Problem`. A loss with an argument named `key` gets a random key at every local step,
+derived from the site's seed of the round, and None in evaluation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from fedscaffold.checks import InputError, one_number, takes_weights
+from fedscaffold.checks import InputError, one_number, takes_key, takes_weights
 from fedscaffold.deploy.arrays_client import descend
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
@@ -23,10 +24,11 @@ from fedscaffold.deploy.schema import Array, Schema
 __all__ = ["JaxLearner"]
 
 Tree: TypeAlias = Any
+STEPS, AT_X = 2, 3  # streams of a site's key, as in simulation: local steps, gradient at x
 
 
 class JaxLearner:
-    """A JAX loss and its parameters; see the module.
+    """Local training with a JAX loss; see the module's documentation.
 
     >>> loss = lambda params, batch: ((batch[0] @ params["w"] - batch[1]) ** 2).mean()
     >>> learner = JaxLearner(loss, {"w": np.zeros(3)}, lambda site: (np.ones((4, 3)), np.ones(4)))
@@ -51,12 +53,13 @@ class JaxLearner:
         self.buffers: dict[str, Array] = {}
         self.data, self.test = data, test or data
         self.loss, self.params, self.clients = loss, params, data
-        metrics = {name: _on_batch(name, function) for name, function in (metrics or {}).items()}
-        self._of_batch = _on_batch("loss", loss)
+        metrics = {name: _bind_arguments(name, function) for name, function in (metrics or {}).items()}
+        self._bound_loss = _bind_arguments("loss", loss)
         self.precise = precision == "float64"
+        self.random = takes_key(loss)
         measures = {"loss": self._loss, **metrics}
-        self._measures = {name: self._compiled(function) for name, function in measures.items()}
-        self._gradient = self._compiled(jax.grad(self._loss))
+        self._measures = {name: self._compile(function) for name, function in measures.items()}
+        self._gradient = self._compile(jax.grad(self._loss))
         self.metrics = metrics
 
     def site(self, name: str) -> Site:
@@ -67,32 +70,33 @@ class JaxLearner:
             raise InputError(f"the arrays of {name} must have one row a record each, got lengths {sorted(sizes)}")
         number = sizes.pop()
 
-        def gradient(y: Array, rows: Array | None) -> Array:
-            batch = records if rows is None else jax.tree.map(lambda a: a[rows], records)
-            leaves = jax.tree.leaves(self._gradient(y, batch))
-            return np.concatenate([np.asarray(leaf, self.schema.dtype).ravel() for leaf in leaves])
-
         def train(work: Work) -> Trained:
+            def gradient(y: Array, rows: Array | None, step: int | None) -> Array:
+                batch = records if rows is None else jax.tree.map(lambda a: a[rows], records)
+                key = step_key(work.seed, step) if self.random else None
+                leaves = jax.tree.leaves(self._gradient(y, batch, key))
+                return np.concatenate([np.asarray(leaf, self.schema.dtype).ravel() for leaf in leaves])
+
             return descend(work, number, gradient)
 
         return Site(number, train, lambda x, buffers: self._evaluate(x, self.test(name)))
 
-    def _loss(self, params: Tree, batch: Tree) -> Any:
-        value = self._of_batch(params, batch)
+    def _loss(self, params: Tree, batch: Tree, key: Any = None) -> Any:
+        value = self._bound_loss(params, batch, key)
         one_number("loss(params, batch)", np.shape(value))
         return value
 
-    def _compiled(self, function: Callable[[Tree, Tree], Any]) -> Callable[[Array, Tree], Any]:
-        """A function of parameters as one of the flat vector, compiled, in the learner's precision."""
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function of parameters as one of the flat vector, in the learner's precision."""
 
-        def of_vector(y: Any, batch: Tree) -> Any:
-            return function(jax.tree.unflatten(self.structure, list(self.schema.unflatten(y).values())), batch)
+        def of_vector(y: Any, batch: Tree, key: Any) -> Any:
+            return function(jax.tree.unflatten(self.structure, list(self.schema.unflatten(y).values())), batch, key)
 
         compiled = jax.jit(of_vector)
 
-        def call(y: Array, batch: Tree) -> Any:
+        def call(y: Array, batch: Tree, key: Any = None) -> Any:
             with jax.enable_x64(self.precise):
-                return compiled(y, batch)
+                return compiled(y, batch, key)
 
         return call
 
@@ -100,14 +104,24 @@ class JaxLearner:
         return {name: float(measure(x, records)) for name, measure in self._measures.items()}
 
 
-def _on_batch(name: str, function: Callable[..., Any]) -> Callable[[Tree, Tree], Any]:
-    """A function of (params, batch); one that takes `weights` is given even ones, as a site's batches are real."""
-    if not takes_weights(name, function):
-        return function
+def step_key(seed: int, step: int | None) -> Any:
+    """Return the random key of a local step, counted from 0; None for the gradient at x over all data."""
+    words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    site = jax.random.wrap_key_data(jax.numpy.asarray(words), impl="threefry2x32")
+    return jax.random.fold_in(site, AT_X) if step is None else jax.random.fold_in(jax.random.fold_in(site, STEPS), step)
 
-    def weighed(params: Tree, batch: Tree) -> Any:
+
+def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of (params, batch, key) that passes on `weights` and `key` only if `function` takes them.
+
+    Batches of a site contain no padding, so the weights are equal.
+    """
+    weighed, random = takes_weights(name, function), takes_key(function)
+
+    def called(params: Tree, batch: Tree, key: Any = None) -> Any:
         size = len(jax.tree.leaves(batch)[0])
         dtype = jax.numpy.result_type(*jax.tree.leaves(params))
-        return function(params, batch, weights=jax.numpy.full(size, 1 / size, dtype))
+        even = {"weights": jax.numpy.full(size, 1 / size, dtype)} if weighed else {}
+        return function(params, batch, **even, **({"key": key} if random else {}))
 
-    return weighed
+    return called

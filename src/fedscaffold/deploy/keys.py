@@ -1,4 +1,4 @@
-"""Certificates and keys of a federation: one authority, one server certificate, one key pair for each site."""
+"""Certificates and keys of a federation: an authority, a server certificate, and a key pair per site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PEM = serialization.Encoding.PEM
 
 
 def make_authority(folder: Path, days: int) -> None:
-    """Write ca.crt and ca.key; the key signs server certificates and is needed for nothing else."""
+    """Write ca.crt and ca.key; the key is only used to sign server certificates."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("fedscaffold federation authority")
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
@@ -37,7 +37,7 @@ def make_authority(folder: Path, days: int) -> None:
 
 
 def make_server(authority: Path, folder: Path, hosts: Sequence[str], days: int) -> None:
-    """Write server.crt and server.key for the host names and addresses that sites will call."""
+    """Write server.crt and server.key for the host names and addresses that sites connect to."""
     signer = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
     key = ec.generate_private_key(ec.SECP256R1())
@@ -53,7 +53,7 @@ def make_server(authority: Path, folder: Path, hosts: Sequence[str], days: int) 
 
 
 def make_site_key(private: Path, public: Path) -> None:
-    """Write a site's key pair, in OpenSSH form on the curve P-384, as Flower's SuperNodes take it."""
+    """Write a site's key pair on the curve P-384 in OpenSSH format, as Flower's SuperNodes require."""
     key = ec.generate_private_key(ec.SECP384R1())
     openssh, plain = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     _write(private, key.private_bytes(PEM, openssh, plain), secret=True)
@@ -62,12 +62,12 @@ def make_site_key(private: Path, public: Path) -> None:
 
 
 def make_secret(path: Path) -> None:
-    """Write the secret that the link and its executor share."""
+    """Write the shared secret of the SuperLink and its SuperExec."""
     _write(path, secrets.token_bytes(32), secret=True)
 
 
 def days_left(certificate: Path) -> float:
-    """Days until a certificate expires; below 0 when it has."""
+    """Return the days until a certificate expires; negative if it has expired."""
     end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
     return (end - dt.datetime.now(dt.UTC)).total_seconds() / 86400
 

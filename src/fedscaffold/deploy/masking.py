@@ -1,17 +1,17 @@
-"""Secure sums: the server learns the sum of the clients' vectors and, of each single one, nothing.
+"""Secure aggregation by pairwise masks: the server learns the sum of the clients' vectors, but no single one.
 
-What SCAFFOLD's server needs of a round is linear: D = sum p_i d_i / heard (and with plain SGD and equal steps the move
-is K lr D). So the vectors may be masked before they leave the clients. Numbers become whole numbers modulo 2^64, in
-steps of 2^-BITS, and every pair of clients shares a secret stream that one adds and the other subtracts:
+SCAFFOLD's server needs only the linear D = sum p_i d_i / heard (with plain SGD and equal steps the move is K lr D), so
+vectors can be masked before they leave the clients. Numbers are converted to integers modulo 2^64, in units of 2^-BITS,
+and every pair of clients shares a secret stream that one adds and the other subtracts:
 
     sent_i = round(2^BITS p_i d_i) + sum over j > i of stream_ij - sum over j < i of stream_ij      (mod 2^64)
 
-Each sent vector alone is uniformly random; in their sum all streams cancel. The streams come from a Diffie-Hellman key
-exchange (X25519) through ChaCha20, fresh for every round.
+Each masked vector alone is uniformly random; in the sum all streams cancel. The streams are ChaCha20 keyed by a
+Diffie-Hellman exchange (X25519), fresh for every round.
 
-This shows that the message fits; it is not a whole protocol. The streams of a client that drops out do not cancel: the
-round must then be done again among the others (Bonawitz et al. 2017 share the secrets so that they can be recovered).
-And clients must know each other's public keys to be each other's, or the server could play all of them.
+This demonstrates that SCAFFOLD's message can be masked; it is not a complete protocol. If a client drops out, its
+streams do not cancel and the round must be repeated without it (Bonawitz et al. 2017 recover them by secret sharing).
+Clients must also authenticate each other's public keys, or the server could impersonate them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,29 @@ from numpy.typing import NDArray
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.schema import Array
 
-__all__ = ["BITS", "masked", "unmasked"]
+__all__ = ["BITS", "mask_vector", "sum_masked"]
 
 BITS = 40
 Words = NDArray[np.uint64]
 
 
-def masked(
+def mask_vector(
     site: str, vector: Array, own: X25519PrivateKey, publics: Mapping[str, bytes], run: str, round: int
 ) -> Words:
-    """A client's vector, times its weight, as it may be sent: random to all who do not hold the other clients' keys.
+    """Mask a client's weighted vector.
+
+    Args:
+        site: This client.
+        vector: Its vector, times its weight.
+        own: Its private key.
+        publics: Raw public keys of all clients, by site.
+        run: Id of the run.
+        round: Number of the round.
 
     >>> keys = {site: X25519PrivateKey.generate() for site in ("a", "b", "c")}
     >>> publics = {site: key.public_key().public_bytes_raw() for site, key in keys.items()}
-    >>> sent = [masked(site, np.array([0.25, -1.0]), key, publics, "run", 1) for site, key in keys.items()]
-    >>> unmasked(sent)
+    >>> sent = [mask_vector(site, np.array([0.25, -1.0]), key, publics, "run", 1) for site, key in keys.items()]
+    >>> sum_masked(sent)
     array([ 0.75, -3.  ])
     """
     if not np.isfinite(vector).all() or np.abs(vector).max(initial=0) * 2.0**BITS * len(publics) >= 2.0**62:
@@ -56,8 +64,8 @@ def masked(
     return total
 
 
-def unmasked(sent: list[Words]) -> Array:
-    """The sum of the clients' vectors, from what all of them sent."""
+def sum_masked(sent: list[Words]) -> Array:
+    """Return the sum of the clients' vectors from the masked vectors of all of them."""
     total = np.zeros_like(sent[0])
     for words in sent:
         total = total + words
@@ -65,7 +73,7 @@ def unmasked(sent: list[Words]) -> Array:
 
 
 def _stream(own: X25519PrivateKey, public: bytes, label: str, size: int) -> Any:
-    """The secret stream of a pair of clients in a round."""
+    """Return the secret stream of a pair of clients in a round."""
     shared = own.exchange(X25519PublicKey.from_public_bytes(public))
     key = HKDF(hashes.SHA256(), 32, None, b"fedscaffold mask " + label.encode()).derive(shared)
     return np.frombuffer(

@@ -1,4 +1,4 @@
-"""What the server says: of a message, of a round under way, of a round that is over."""
+"""Results of the server: of a reply, an open round and a closed round."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Open", "Outcome", "Verdict"]
 
 
 class Verdict(NamedTuple):
-    """What became of a message."""
+    """Result of receiving a reply."""
 
     counted: bool
     reason: str
 
 
 class Outcome(NamedTuple):
-    """What became of a round."""
+    """Result of a closed round."""
 
     committed: bool
     kind: str
@@ -26,15 +26,15 @@ class Outcome(NamedTuple):
     refused: dict[str, str]
     missing: tuple[str, ...]
     metrics: dict[str, float]
-    """Weighted means over the clients heard, measured at the model they were sent."""
+    """Weighted means over the clients that replied, measured at the model they were sent."""
     unmeasured: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
-    """By metric: clients where it was no finite number; they are not in its mean."""
+    """By metric: clients where it was not finite, which its mean leaves out."""
     absent: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """Sites that could not be asked, and why."""
 
 
 class Open(NamedTuple):
-    """A round under way."""
+    """An open round."""
 
     kind: str
     asked: dict[str, Asked]

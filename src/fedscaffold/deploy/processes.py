@@ -1,4 +1,4 @@
-"""Processes of our own: their groups, their descendants, and ending them without touching anybody else's."""
+"""Managing child processes: process groups, descendants, and ending them without affecting other processes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Kin", "alive", "descendants", "end", "ended", "free_port", "signal_group"]
+__all__ = ["Kin", "descendants", "end_processes", "free_port", "has_ended", "is_alive", "signal_group"]
 
 
 class Kin(NamedTuple):
-    """A process and when it was started: a number alone may be given to another."""
+    """A process id with its start time, as ids are reused."""
 
     pid: int
     started: str
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a TCP port that is currently unused."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
-def ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended; it is not reaped, so that its number stays its own until its group is ended too."""
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a child has ended, without reaping it: its id stays reserved until its group is ended too."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def alive(pid: int) -> bool:
-    """Whether a process that is no child of ours is there, and not a zombie.
+def is_alive(pid: int) -> bool:
+    """Return whether a process (not a child) exists and is not a zombie.
 
-    >>> alive(os.getpid())
+    >>> is_alive(os.getpid())
     True
     """
     try:
@@ -49,13 +49,13 @@ def alive(pid: int) -> bool:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Signal a process group; what is gone is gone."""
+    """Send a signal to a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
 
 def descendants(pid: int) -> list[Kin]:
-    """All processes below one, by /proc; none where there is no /proc."""
+    """Return all descendants of a process from /proc; none where /proc does not exist."""
     below: dict[int, list[Kin]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
@@ -70,23 +70,23 @@ def descendants(pid: int) -> list[Kin]:
     return found
 
 
-def end(kin: list[Kin], patience: float = 5.0) -> None:
-    """Give processes some time to end by themselves, then end them."""
+def end_processes(kin: list[Kin], patience: float = 5.0) -> None:
+    """Wait up to `patience` seconds for processes to end, then kill them."""
     until = time.monotonic() + patience
-    while (left := [one for one in kin if _same(one)]) and time.monotonic() < until:
+    while (left := [one for one in kin if _is_running(one)]) and time.monotonic() < until:
         time.sleep(0.05)
     for one in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.pid, signal.SIGKILL)
 
 
-def _same(one: Kin) -> bool:
+def _is_running(one: Kin) -> bool:
     fields = _stat(one.pid)
     return len(fields) > 19 and fields[19] == one.started and fields[0] != "Z"
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent ... start time of a process: the fields of /proc/PID/stat after its name."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, ..., start time; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

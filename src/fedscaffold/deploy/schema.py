@@ -1,14 +1,14 @@
-"""A model on the wire: one flat vector, and a schema that says which slice of it is which array.
+"""Serialisation of a model: one flat vector, and a schema of the named arrays in it.
 
-Only raw little-endian numbers travel. Their number, shape and dtype are known to the receiver beforehand, so that
-nothing a sender claims is believed, parsed or allocated: bytes have the one length they must have, or are refused.
+Messages contain raw little-endian numbers only. The receiver knows their number, shape and dtype in advance, so no
+claim of the sender is trusted, parsed or allocated for; bytes of any other length are refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
-from fedscaffold.state.tensors import bfloat16
+from fedscaffold.layers import Split, split
+from fedscaffold.state.safetensors_io import bfloat16
 
 __all__ = ["Array", "Blob", "Fact", "Packet", "Schema", "blob", "digest_of", "fingerprint"]
 
@@ -26,7 +27,7 @@ Fact: TypeAlias = str | int | float | bool
 
 
 class Blob(NamedTuple):
-    """An array as it travels: what it claims to be, and its bytes."""
+    """A serialised array: claimed dtype and shape, and raw bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,14 +35,14 @@ class Blob(NamedTuple):
 
 
 class Packet(NamedTuple):
-    """A message: a few scalars by name, and arrays by name. Nothing else can travel."""
+    """A message: named scalars and named arrays."""
 
     facts: dict[str, Fact]
     blobs: dict[str, Blob]
 
 
 class Schema(NamedTuple):
-    """What a model is made of: trained arrays, all of one dtype, and buffers and frozen arrays, kept apart by name.
+    """The arrays of a model: trained ones, all of one dtype, buffers, and frozen ones.
 
     >>> schema = Schema(("w", "b"), ((2, 3), (2,)), "float32")
     >>> schema.size, schema.nbytes
@@ -52,11 +53,11 @@ class Schema(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     buffers: tuple[tuple[str, tuple[int, ...], str], ...] = ()
-    """(name, shape, dtype) of what a model keeps but does not train: running means, counters."""
+    """(name, shape, dtype) of arrays that change but are not trained: running means, counters."""
     frozen: tuple[tuple[str, tuple[int, ...], str, str], ...] = ()
-    """(name, shape, dtype, fingerprint) of what never changes, and must be the same on the server and at every site."""
+    """(name, shape, dtype, fingerprint) of arrays that never change and must be identical everywhere."""
     stored: tuple[tuple[str, str, str], ...] = ()
-    """(name in the model's file, name of the array, dtype in the file); () for the arrays as they are."""
+    """(name in the model's file, name of the array, dtype in the file); () to store all arrays unchanged."""
 
     @classmethod
     def of(
@@ -67,7 +68,7 @@ class Schema(NamedTuple):
         frozen: Mapping[str, Array] | None = None,
         stored: tuple[tuple[str, str, str], ...] = (),
     ) -> Schema:
-        """Return the schema of named arrays that are to travel as `dtype`.
+        """Return the schema of named arrays that are sent as `dtype`.
 
         >>> Schema.of({"w": np.zeros((2, 2))}, "float64").digest == Schema.of({"w": np.zeros(4)}, "float64").digest
         False
@@ -85,13 +86,17 @@ class Schema(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one vector on the wire."""
+        """Size of one serialised vector in bytes."""
         return self.size * np.dtype(self.dtype).itemsize
 
     @property
     def digest(self) -> str:
-        """Short fingerprint of names, shapes, dtypes and the values of frozen arrays: equal models, equal digests."""
+        """Digest of names, shapes, dtypes and the values of frozen arrays."""
         return digest_of(list(self))
+
+    def split(self, chosen: Collection[str]) -> Split:
+        """Split the coordinates into those of the named arrays and the rest."""
+        return split(self.names, self.shapes, chosen)
 
     def flatten(self, arrays: Mapping[str, Array]) -> Array:
         """Lay named arrays one after the other.
@@ -102,13 +107,13 @@ class Schema(NamedTuple):
         return np.concatenate([np.asarray(arrays[name], self.dtype).ravel() for name in self.names])
 
     def unflatten(self, vector: Any) -> dict[str, Any]:
-        """Cut a vector into its named arrays: views, NumPy in, NumPy out; torch in, torch out."""
+        """Return views of the named arrays of a NumPy or torch vector."""
         bounds = [0, *accumulate(prod(shape) for shape in self.shapes)]
         slices = zip(self.names, pairwise(bounds), self.shapes, strict=True)
         return {name: vector[begin:end].reshape(shape) for name, (begin, end), shape in slices}
 
     def filed(self, vector: Array, kept: Mapping[str, Array]) -> dict[str, Array]:
-        """The model as its file has it: the trained arrays, and those it keeps; tied ones under each of their names.
+        """Return the arrays of the model's file: trained and other arrays; tied ones under each of their names.
 
         >>> schema = Schema.of({"w": np.zeros(1)}, "float64", stored=(("in", "w", "float16"), ("out", "w", "float64")))
         >>> schema.filed(np.array([3.0]), {})
@@ -124,7 +129,7 @@ class Schema(NamedTuple):
 
 
 def blob(array: Array) -> Blob:
-    """Make an array ready to travel.
+    """Serialise an array.
 
     >>> blob(np.array([1.0, 2.0], np.float32)).shape
     (2,)
@@ -134,7 +139,7 @@ def blob(array: Array) -> Blob:
 
 
 def fingerprint(vector: Array | None) -> str:
-    """Fingerprint of a vector's bits; "" for None, which stands for zeros that nobody needs to keep.
+    """Return a digest of a vector's bits; "" for None, which stands for the initial zeros.
 
     >>> fingerprint(None), len(fingerprint(np.zeros(3)))
     ('', 32)
@@ -145,7 +150,7 @@ def fingerprint(vector: Array | None) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Short fingerprint of plain JSON.
+    """Return a short digest of a JSON value.
 
     >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
     True

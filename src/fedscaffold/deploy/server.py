@@ -1,23 +1,24 @@
-"""The server: one round at a time, every reply through the gate, every round committed before the next request.
+"""The deployment server: runs one round at a time and commits each before the next request is sent.
 
-    open     -> requests        choose a cohort among those present, one nonce for each request, start the clock
-    receive  -> verdict         a reply passes the gate or is refused by name; the round goes on
-    due      -> bool            all have answered or failed, or the deadline has passed
-    close    -> outcome         quorum met: aggregate and commit; else: nothing has changed, try again
+    open     -> requests        sample a cohort among the sites present, draw one nonce per request, start the deadline
+    receive  -> verdict         validate a reply (`gate.py`); a refused reply does not end the round
+    due      -> bool            all sites have replied or failed, or the deadline has passed
+    close    -> outcome         quorum met: aggregate and commit; otherwise the state is unchanged, to be retried
 
-The server knows no transport and no wall clock: `drive` feeds it messages, deadlines run on a monotonic clock. It may
-be killed at any moment: what was committed is the truth, and what was not never happened. Clients learn from the next
-request what became of their last reply (`told`, and the digest of the c_i they must hold).
+The server is independent of the transport (`server_loop.drive` passes it messages), and its deadlines use a monotonic
+clock. It can be killed at any time and resumes from the last commit. Each request tells the client whether its
+previous reply was applied (`told`, and the digest of the c_i it must hold).
 
-Where clients keep their own c_i and one of them has lost it (or brings an old one, or another run's), c would keep a
-share that nobody holds. Then the next round is a resync: all report their c_i, c is made anew from them, and who does
-not report starts again from zeros. A member that says so again and again would halve everybody's progress: after its
-third time it rests for 8 rounds, then 16, 32 ..., so that R rounds take no more than 3 + log2(R / 4) resyncs of it.
+With `state = "client"`, a client may lose its c_i or return with an outdated one. Then c would contain a term that no
+client holds, so the next round is a resync: every client reports its c_i, c is recomputed from the reports, and clients
+that do not report restart from zeros. To bound the cost, a member that reports a loss more than `FREE` times is
+excluded from training for 8 rounds, then 16, 32, ...: at most 3 + log2(R / 4) resyncs of one member in R rounds.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import time
 from collections import Counter
@@ -27,27 +28,47 @@ from typing import Any
 
 import numpy as np
 
+from fedscaffold.algorithms.round import exchange, fitted
 from fedscaffold.checks import InputError
-from fedscaffold.deploy import cohorts, gate, requests, rounds
+from fedscaffold.deploy import aggregation, gate, messages, site_sampling
+from fedscaffold.deploy.aggregation import Member, State
 from fedscaffold.deploy.attendance import Attendance
-from fedscaffold.deploy.audit import Audit, verified
-from fedscaffold.deploy.gate import Refused, Update
+from fedscaffold.deploy.audit import Audit, read_verified
+from fedscaffold.deploy.gate import Reach, Refused, Update
 from fedscaffold.deploy.outcomes import Open, Outcome, Verdict
-from fedscaffold.deploy.rounds import Member, State
+from fedscaffold.deploy.record_arithmetic import Record, blank_memory, flatten
 from fedscaffold.deploy.schema import Array, Packet, Schema, fingerprint
+from fedscaffold.deploy.server_state import SavedState, load_state, save_state
 from fedscaffold.deploy.settings import Settings, algorithm_of
-from fedscaffold.deploy.store import Kept, keep, recall
 from fedscaffold.metrics import complaint
 
 __all__ = ["Outcome", "Server", "Verdict"]
 
-FREE = 3  # times that a member may lose its c_i before it rests: disks do fail
-REST = 8  # rounds of its first rest; each is twice as long as the one before
-HEAVY = 0.5  # share of all weight that a site should not have by its own word alone
+FREE = 3  # losses of c_i that a member may report before it is excluded: disks do fail
+REST = 8  # rounds of the first exclusion; each later one is twice as long
+DIGEST = re.compile(r"[0-9a-f]{32}")
+HEAVY = 0.5  # share of the total weight above which an unconfirmed number of records is warned about
 
 
 class Server:
-    """The server's side of the protocol; `state` is what was committed last."""
+    """The server's side of the protocol.
+
+    Args:
+        settings: The deployment's settings; `deploy.sites` must not be empty.
+        schema: The arrays of the model.
+        start: The initial model, used when `folder` holds no state.
+        folder: Folder of the committed state and the audit log.
+        buffers: Initial values of the arrays that the model keeps but does not train.
+        clock: Monotonic clock in seconds.
+        token: Seed of the run id and the nonces; random by default.
+
+    Attributes:
+        state: The last committed state.
+        resync: Whether the next round recomputes c from the clients' c_i.
+        attempt: Consecutive rounds that missed their quorum.
+        seen: When each site was last heard of, by `clock`.
+        declined: Why sites that have greeted were not admitted.
+    """
 
     def __init__(
         self,
@@ -62,47 +83,59 @@ class Server:
         if not settings.deploy.sites:
             raise InputError("deploy.sites must name the sites that may take part")
         self.settings, self.schema, self.folder, self.clock = settings, schema, Path(folder), clock
-        self.algorithm = algorithm_of(settings)
+        self.algorithm = fitted(algorithm_of(settings), schema)
         self.server_keeps = settings.deploy.state == "server"
-        self.token = secrets.token_hex(8) if token is None else token  # makes the nonces of this life its own
+        self.clients_keep = not self.server_keeps and self.algorithm.remember is not None
+        self.token = secrets.token_hex(8) if token is None else token  # nonces differ between restarts
         self.open_round: Open | None = None
         self.attempt = self.lives = 0
         self.seen: dict[str, float] = {}
-        self._gauge: tuple[State, float] | None = None
+        self._residual_cache: tuple[State, float] | None = None
         self.untrained = dict(buffers or {})
         if not {row[0] for row in (*schema.buffers, *schema.frozen)} <= self.untrained.keys():
             raise InputError("the model keeps arrays that are not trained; give the server buffers=learner.buffers")
-        kept = recall(self.folder / "state", settings, schema)
+        kept = load_state(self.folder / "state", settings, schema)
         if kept is None:
             x = np.asarray(start, settings.precision)
-            c = np.zeros(x.size) if self.algorithm.remember is not None else None
             averaged = schema.buffers if settings.local.buffers == "average" else ()
-            state = State(0, x, c, {}, {}, {name: self.untrained[name] for name, *_ in averaged})
-            kept = Kept(state, secrets.token_hex(8) if token is None else token, 0, False, ())
+            state = aggregation.initial_state(self.algorithm, x, {name: self.untrained[name] for name, *_ in averaged})
+            kept = SavedState(state, secrets.token_hex(8) if token is None else token, 0, False, ())
         self.audit = Audit(self.folder / "audit.jsonl", kept.audit)
-        self.attendance = Attendance(verified(self.audit.path))
+        events = read_verified(self.audit.path)
+        self.attendance = Attendance(events)
         self.declined: dict[str, str] = {}
-        """Why sites that have greeted could not be let in."""
         for warning in kept.warnings:
             self.audit.write("fallback", note=warning)
-        self.state, self.run, self.generation, self.resync = kept.state, kept.run, kept.generation, kept.resync
+        self.state, self.run, self.generation = kept.state, kept.run, kept.generation
+        self.resync = kept.resync and self.clients_keep
+        self.behind = _rollback_warning(events, self.state.round)
+        if self.behind:
+            self.audit.write("behind", round=self.state.round, note=self.behind)
         self.audit.write("started", run=self.run, round=self.state.round, algorithm=self.algorithm.name)
         if self.fault is not None:
             self.audit.write("unsound", round=self.state.round, note=self.fault)
         if self.audit.broken:
-            self._commit(self.state, self.resync)  # the new log is the one to go by from here on
+            self._commit(self.state, self.resync)  # the state now refers to the new log
 
-    # Who is in
+    # Membership
 
     def hello(self, site: str, packet: Packet) -> None:
-        """Let a site in, or renew its registration, between rounds; `Refused` where it may not take part."""
-        self._idle()
+        """Register a site, or renew its registration, between rounds.
+
+        Args:
+            site: The site's name.
+            packet: Its greeting.
+
+        Raises:
+            Refused: If the site may not take part.
+        """
+        self._require_idle()
         try:
-            records = self._registered(site, packet)
+            records = self._check_registration(site, packet)
         except Refused as refusal:
             if site in self.settings.deploy.sites:
-                cause = self.declined[site] = str(refusal).removeprefix("failed: ")  # it says so itself
-                self._write("refused", site=site, code=refusal.code, reason=cause, round=self.state.round + 1)
+                cause = self.declined[site] = str(refusal).removeprefix("failed: ")  # the site's own report
+                self._log("refused", site=site, code=refusal.code, reason=cause, round=self.state.round + 1)
             else:
                 self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
             raise
@@ -113,43 +146,52 @@ class Server:
         if old is not None and (old.records, old.mass) == (records, mass):
             return
         member = Member(records, mass) if old is None else old._replace(records=records, mass=mass)
-        moved = old is not None and old.mass != mass and old.digest != ""  # we do not have the c_i it weighs
-        state = rounds.joined(self.state, site, member)
+        # a new mass rescales a c_i that only the client holds, so c must be recomputed
+        moved = self.clients_keep and old is not None and old.mass != mass and old.digest != ""
+        state = aggregation.add_member(self.algorithm, self.state, site, member)
         self.audit.write("joined" if old is None else "changed", site=site, records=records, members=len(state.roster))
         self._commit(state, self.resync or moved)
 
-    def leave(self, site: str, c_i: Array | None = None) -> None:
-        """Take a site out of the roster, between rounds; the c_i it keeps itself is wanted, else a resync follows."""
-        self._idle()
+    def leave(self, site: str, memory: Record = None) -> None:
+        """Remove a site from the roster between rounds.
+
+        Args:
+            site: A member.
+            memory: The client's own memory, where clients keep it; without it a resync follows.
+        """
+        self._require_idle()
         member = self.state.roster.get(site)
         if member is None:
             raise InputError(f"{site!r} is not in the roster; members: {', '.join(sorted(self.roster)) or 'none'}")
-        known = self.server_keeps or not member.digest or fingerprint(c_i) == member.digest
-        state = rounds.left(self.state, site, c_i if known else None)
+        told = None if memory is None else flatten(memory)
+        known = self.server_keeps or not member.digest or fingerprint(told) == member.digest
+        state = aggregation.remove_member(self.algorithm, self.state, site, memory if known else None)
         self.audit.write("left", site=site, members=len(state.roster))
         self._commit(state, self.resync or not known)
 
     @property
     def roster(self) -> dict[str, Member]:
-        """The members."""
+        """Members by site."""
         return self.state.roster
 
     @property
     def residual(self) -> float | None:
-        """|c - sum p_i c_i|, the health gauge; None where the clients keep the c_i, and only they know."""
-        return self._gauged(self.state)
+        """|c - sum p_i c_i|; None where clients keep the c_i, which the server then does not know."""
+        return self._residual_of(self.state)
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the state, where the residual is more than rounding explains."""
+        """A message if the residual exceeds what rounding explains, else None."""
         gap = self.residual
-        return None if gap is None else complaint(self.state.round, gap, rounds.rounding(self.state))
+        return None if gap is None else complaint(self.state.round, gap, aggregation.rounding_bound(self.state))
 
     @property
     def warnings(self) -> list[str]:
-        """What the operator should know, in sentences: what is not bounded, who weighs much, who rests, c, the log."""
-        deploy, p = self.settings.deploy, rounds.shares(self.roster)
-        out = [] if deploy.clip is not None else ["deploy.clip is off: nothing bounds how far one site moves the model"]
+        """Warnings for the operator, one sentence each."""
+        deploy, p = self.settings.deploy, aggregation.shares(self.roster)
+        out: list[str] = []
+        if deploy.clip is None:
+            out.append("deploy.clip is off: nothing bounds how far one site moves the model")
         if self.settings.weights == "records" and len(p) > 2:
             out += [
                 f"{site} has {share:.0%} of all weight by its own word: confirm its records under [deploy.records]"
@@ -161,17 +203,18 @@ class Server:
             for site, member in sorted(self.roster.items())
             if member.rests > self.state.round
         ]
-        return out + [said for said in (self.fault, self.audit.broken, self.audit.trouble) if said]
+        notes = (self.fault, self.behind, self.audit.broken, self.audit.trouble)
+        return out + [message for message in notes if message]
 
     @property
     def never(self) -> list[str]:
-        """Sites that have not counted in any round, though they were to."""
-        sites, missed = self.settings.deploy.sites, self.attendance.missed
-        return [site for site in sites if site in missed and not (site in self.roster and self.roster[site].applied)]
+        """Sites that were due in some round and have not counted in any."""
+        counted = {site for site, member in self.roster.items() if member.applied}
+        return [site for site in self.settings.deploy.sites if site in self.attendance.missed and site not in counted]
 
     @property
     def missed(self) -> dict[str, dict[str, object]]:
-        """Sites that did not count, the last time and why; `sentence` says it in a line."""
+        """By site that missed a round: the last time, the cause, and a `sentence` for display."""
         never = self.never
         return {
             site: {**missed._asdict(), "never_counted": site in never, "sentence": missed.sentence(site, site in never)}
@@ -179,47 +222,55 @@ class Server:
             if site in self.settings.deploy.sites
         }
 
-    # A round
+    # Rounds
 
     def open(self, present: Collection[str], evaluate: bool = False) -> dict[str, Packet]:
-        """Open a round among the members present; returns the requests, none where the quorum cannot be met."""
-        self._idle()
+        """Open a round.
+
+        Args:
+            present: Sites that can be reached.
+            evaluate: Measure the model at every member instead of training.
+
+        Returns:
+            Requests by site; empty if too few members are present for the quorum.
+        """
+        self._require_idle()
         members = [site for site in self.settings.deploy.sites if site in self.roster]
         here = [site for site in members if site in present]
         kind = "evaluate" if evaluate else "resync" if self.resync else "train"
-        size = cohorts.size_of(self.settings.cohort, len(members)) if kind == "train" else len(members)
-        need = 1 if evaluate else cohorts.needed(self.settings.deploy.quorum, size)
+        size = site_sampling.cohort_size(self.settings.cohort, len(members)) if kind == "train" else len(members)
+        need = 1 if evaluate else site_sampling.quorum_size(self.settings.deploy.quorum, size)
         absent = self._absent(here)
         if len(here) < max(need, 1):
             self.attempt += 1
-            self._write("waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent)
+            self._log("waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent)
             return {}
         awake = [site for site in here if kind != "train" or self.roster[site].rests <= self.state.round]
-        cohort = cohorts.chosen(
+        cohort = site_sampling.sample_sites(
             awake if len(awake) >= max(need, 1) else here, size, self.settings.seed, self.state.round, self.attempt
         )
         life = f"{self.run} {self.token} {self.attempt} {self.lives}"
         self.lives += 1
         told = self.state, self.schema, self.settings, self.algorithm
-        asked = {site: requests.asked_of(site, kind, *told, life) for site in cohort}
+        asked = {site: messages.make_asked(site, kind, *told, life) for site in cohort}
         self.open_round = Open(kind, asked, {}, {}, self.clock(), need, absent)
         self.audit.write("opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt)
         return {
-            site: requests.request_for(asked[site], kind, self.run, self.state, self.settings, self.algorithm)
+            site: messages.make_request(asked[site], kind, self.run, self.state, self.settings, self.algorithm)
             for site in cohort
         }
 
     def receive(self, site: str, packet: Packet) -> Verdict:
-        """Judge a reply. Whatever is wrong with it, the round goes on."""
+        """Validate a reply and add it to the open round; an invalid one is refused and logged, not raised."""
         self.seen[site] = self.clock()
         try:
-            return self._admitted(site, packet)
+            return self._admit(site, packet)
         except Refused as refusal:
             self._refuse(site, refusal)
             return Verdict(False, str(refusal))
 
     def failed(self, site: str, reason: str) -> None:
-        """Note that the transport lost a client of this round."""
+        """Record that the transport could not deliver a reply of `site`."""
         current = self.open_round
         if current is not None and site in current.asked and site not in current.updates:
             current.failed.setdefault(site, reason)
@@ -227,74 +278,75 @@ class Server:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Whom the open round waits for."""
+        """Sites of the open round that have neither replied nor failed."""
         current = self.open_round
         return () if current is None else tuple(s for s in current.asked if s not in current.updates | current.failed)
 
     def due(self) -> bool:
-        """Whether the open round is to be closed: nobody is left to wait for, or the deadline has passed."""
+        """Whether the open round should be closed: no site is awaited, or the deadline has passed."""
         current = self.open_round
         late = current is not None and self.clock() - current.began >= self.settings.deploy.deadline
         return late or not self.waiting
 
     def close(self) -> Outcome:
-        """Close the round: commit it if its quorum was heard, else leave everything as it was."""
+        """Close the round: commit it if the quorum is met, otherwise leave the state unchanged."""
         current = self.open_round
         if current is None:
             raise RuntimeError("no round is open")
-        missing, state = self.waiting, self._settled(current)
+        missing, state = self.waiting, self._next_state(current)
         heard, committed = tuple(sorted(current.updates)), state is not None
         number = self.state.round + 1 if state is None else state.round
         for site in missing:
-            self._tell(site, f"too late for round {number}: it was closed without you", state)
+            self._set_told(site, f"too late for round {number}: it was closed without you", state)
         done = "evaluated" if current.kind == "evaluate" else "committed"
         event = done if committed else "abandoned"
-        gauge = {} if state is None else {"residual": self._gauged(state)}
+        gauge = {} if state is None else {"residual": self._residual_of(state)}
         facts = {"heard": list(heard), "failed": current.failed, "missing": list(missing), "absent": current.absent}
         self.open_round = None
         self.attempt = 0 if committed else self.attempt + 1
-        metrics, unmeasured = self._means(current) if committed else ({}, {})
-        # before the commit, which holds the log's head: a crash between the two leaves a line too many, and no alarm
+        metrics, unmeasured = self._mean_metrics(current) if committed else ({}, {})
+        # Logged before the commit, which stores the log's head: a crash in between leaves a log longer than its head,
+        # which is valid.
         facts |= {"unmeasured": unmeasured} if unmeasured else {}
-        self._write(event, round=number, kind=current.kind, **facts, **gauge)
+        self._log(event, round=number, kind=current.kind, **facts, **gauge)
         self._commit(state or self.state, self.resync and not (committed and current.kind == "resync"))
         failed = dict(current.failed)
         return Outcome(committed, current.kind, number, heard, failed, missing, metrics, unmeasured, current.absent)
 
-    # Inside
+    # Internals
 
-    def _write(self, event: str, **facts: Any) -> None:
-        """Log an event that says who did not count."""
+    def _log(self, event: str, **facts: Any) -> None:
+        """Write an event to the audit log and the attendance record."""
         self.audit.write(event, **facts)
         self.attendance.take({"event": event, **facts})
 
     def _absent(self, here: Collection[str]) -> dict[str, str]:
-        """Why those who are not here are not."""
+        """Return the cause of absence of every site not in `here`."""
         return {
             site: self.declined.get(site, "its node is not online" if site in self.roster else "it has not joined")
             for site in self.settings.deploy.sites
             if site not in here
         }
 
-    def _idle(self) -> None:
+    def _require_idle(self) -> None:
         if self.open_round is not None:
             raise RuntimeError("a round is open; close it first")
 
-    def _registered(self, site: str, packet: Packet) -> int:
-        """The number of records of a site that may take part."""
-        if site not in self.settings.deploy.sites or gate.text(packet.facts, "site") != site:
+    def _check_registration(self, site: str, packet: Packet) -> int:
+        """Return the number of records that a greeting registers; raise `Refused` if it is not admissible."""
+        if site not in self.settings.deploy.sites or gate.read_text(packet.facts, "site") != site:
             raise Refused("stranger", f"{site!r} is not one of the sites of this federation")
-        if gate.text(packet.facts, "kind", "") == "refusal":
-            raise Refused("failed", gate.said(packet.facts, "reason"))
+        if gate.read_text(packet.facts, "kind", "") == "refusal":
+            raise Refused("failed", gate.read_printable(packet.facts, "reason"))
         for what, mine in (("schema", self.schema.digest), ("settings", self.settings.digest)):
-            if gate.text(packet.facts, what) != mine:
-                other = gate.frozen_apart(packet, self.schema) if what == "schema" else []
+            if gate.read_text(packet.facts, what) != mine:
+                other = gate.frozen_mismatches(packet, self.schema) if what == "schema" else []
                 if other:
                     more = f" and {len(other) - 3} more" if len(other) > 3 else ""
                     said = f"frozen parameters of {site} are not the server's: {', '.join(other[:3])}{more}"
                     raise Refused("config", f"{said}; load them from the same file everywhere")
                 raise Refused("config", f"its {what} differ from the server's; give it the same app and TOML")
-        records = gate.whole(packet.facts, "records")
+        records = gate.read_int(packet.facts, "records")
         if not 1 <= records <= self.settings.deploy.max_records:
             raise Refused("implausible", f"{records} records; 1 to {self.settings.deploy.max_records} are allowed")
         agreed, old = self.settings.deploy.records.get(site), self.roster.get(site)
@@ -306,55 +358,58 @@ class Server:
         return records
 
     def _refuse(self, site: str, refusal: Refused) -> None:
-        """Name a reply that was not let in: in the round, to its sender, in the log."""
+        """Record a refused reply in the round, the log and the sender's next request."""
         current = self.open_round
         if current is not None and site in current.asked and refusal.code not in ("stale", "late"):
             current.failed.setdefault(site, str(refusal))
             current.updates.pop(site, None)
-        self._tell(site, f"refused, {refusal}")
+        self._set_told(site, f"refused, {refusal}")
         self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
 
-    def _tell(self, site: str, told: str, state: State | None = None) -> None:
+    def _set_told(self, site: str, told: str, state: State | None = None) -> None:
         roster = (state or self.state).roster
         if site in roster:
             roster[site] = roster[site]._replace(told=told)
 
-    def _admitted(self, site: str, packet: Packet) -> Verdict:
+    def _admit(self, site: str, packet: Packet) -> Verdict:
         if site not in self.roster:
             raise Refused("stranger", f"{site!r} is not in the roster")
         current = self.open_round
         if current is None or site not in current.asked:
             raise Refused("late", "no reply of it is awaited: the round is closed, or went to others")
         asked = current.asked[site]
-        if gate.text(packet.facts, "kind", "") in ("lost", "refusal"):
-            gate.fresh(packet, asked)
-            return self._declined(site, packet, current)
+        if gate.read_text(packet.facts, "kind", "") in ("lost", "lost own", "refusal"):
+            gate.check_fresh(packet, asked)
+            return self._handle_decline(site, packet, current)
         update = gate.admit(packet, asked)
         if site in current.updates:
             return Verdict(True, "already here: counted once")
         current.failed.pop(site, None)
-        current.updates[site] = self._limited(site, update, current.kind)
+        current.updates[site] = self._check_update(site, update, current.kind)
         return Verdict(True, "")
 
-    def _declined(self, site: str, packet: Packet, current: Open) -> Verdict:
-        """A client that says itself why it cannot take part."""
-        reason = gate.said(packet.facts, "reason")
-        counts = not self.server_keeps and site not in current.updates and current.kind != "evaluate"
+    def _handle_decline(self, site: str, packet: Packet, current: Open) -> Verdict:
+        """Handle a reply by which a client declines the request or reports lost state."""
+        reason = gate.read_printable(packet.facts, "reason")
+        if packet.facts["kind"] == "lost own" and self.roster[site].own:
+            self.audit.write("lost", site=site, round=self.state.round + 1, reason=reason)
+            self.roster[site] = self.roster[site]._replace(own="")  # private state restarts; no one else depends on it
+        counts = self.clients_keep and site not in current.updates and current.kind != "evaluate"
         if packet.facts["kind"] == "lost" and counts:
             if not self.roster[site].digest:
                 raise Refused("implausible", "it says that its c_i is lost where zeros are expected of it")
             self.audit.write("lost", site=site, round=self.state.round + 1, reason=reason)
-            if current.kind == "resync":  # it has answered: it holds nothing, and starts again from zeros
+            if current.kind == "resync":  # a valid answer: the client restarts from zeros
                 current.updates[site] = Update({}, 1, {}, "", {})
                 return Verdict(True, reason)
             if site not in current.failed:
-                self._forgetful(site)
+                self._count_loss(site)
             self.resync = True
         self.failed(site, reason)
         return Verdict(False, reason)
 
-    def _forgetful(self, site: str) -> None:
-        """Count a loss of c_i; who loses it too often rests."""
+    def _count_loss(self, site: str) -> None:
+        """Count a reported loss of c_i; exclude the member from training after too many."""
         member = self.roster[site]
         lost = member.lost + 1
         rests = self.state.round + 1 + REST * 2 ** (lost - FREE - 1) if lost > FREE else member.rests
@@ -362,93 +417,106 @@ class Server:
         if lost > FREE:
             self.audit.write("resting", site=site, lost=lost, until=rests)
 
-    def _limited(self, site: str, update: Update, kind: str) -> Update:
-        """Check a reported c_i against its digest; clip or refuse a pair that is too long."""
+    def _check_update(self, site: str, update: Update, kind: str) -> Update:
+        """Check the digests of an admitted reply; measure and clip its update."""
         if kind == "resync":
-            c_i, digest = update.vectors["c_i"], self.roster[site].digest
-            if (fingerprint(c_i) != digest) if digest else np.any(c_i):
+            memory, digest = flatten(self._reported_memory(update)), self.roster[site].digest
+            if (fingerprint(memory) != digest) if digest else np.any(memory):
                 raise Refused("implausible", "the c_i it reports is not the one that counted last")
-            return update._replace(length=gate.length_of(c_i))
+            return update._replace(length=gate.norm(memory))
         if kind == "evaluate":
             return update
-        if not self.server_keeps and self.algorithm.remember is not None and len(update.memory) != 32:
+        if self.clients_keep and not DIGEST.fullmatch(update.memory):
             raise Refused("schema", "it does not say which c_i it holds now")
-        clip, travel = self.settings.deploy.clip, self._travel(update)
-        update = gate.measured(update, self.state.told, travel)
-        if self.algorithm.normalised and self.open_round is not None:  # it counts per step: few claimed, much moved
-            most = max(asked.most_steps for asked in self.open_round.asked.values())
-            update = update._replace(length=update.length * most / update.steps)
+        if update.memory and not self.clients_keep:  # a later "lost" would trigger a needless resync
+            raise Refused("schema", "it names a c_i of its own where sites keep none")
+        if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.own is not None):
+            raise Refused("schema", "it does not say what it keeps for itself now, or says so where nothing is kept")
+        clip, reach = self.settings.deploy.clip, self._reach(update)
+        update = gate.measure(update, reach)
         if clip is None or update.length <= clip:
             return update
         self.audit.write("clipped", site=site, round=self.state.round + 1, norm=update.length, cap=clip)
-        return gate.clipped(update, self.state.told, travel, clip)
+        return gate.clip_update(update, reach, clip)
+
+    def _reach(self, update: Update) -> Reach:
+        travel = most = self._travel(update)
+        if exchange(self.algorithm).travel and self.open_round is not None:  # scaled per step, by others' steps
+            most = self.settings.local.lr * max(asked.most_steps for asked in self.open_round.asked.values())
+        return Reach(self.algorithm, self.state.told, travel, most)
 
     def _travel(self, update: Update) -> float:
         return update.steps * self.settings.local.lr
 
-    def _settled(self, current: Open) -> State | None:
-        """The state after a round, without those whose replies would spoil it for all; None below the quorum."""
+    def _reported_memory(self, update: Update) -> Record:
+        """Return the memory that a client reported in a resync."""
+        return type(blank_memory(self.algorithm, self.state.x))(**update.vectors)
+
+    def _next_state(self, current: Open) -> State | None:
+        """Return the state after the round, dropping replies that would make it non-finite; None below the quorum."""
         if current.kind == "evaluate":
             return self.state if len(current.updates) >= current.need else None
         lengths = {site: update.length for site, update in current.updates.items()}
-        self._compare(lengths, self.state.x)
+        self._refuse_outsized(lengths, self.state.x)
         for name, usual in self.state.buffers.items():
             if usual.dtype.kind == "f":
                 came = {site: update.buffers.get(name) for site, update in current.updates.items()}
-                self._compare({site: gate.length_of(one) for site, one in came.items() if one is not None}, usual)
+                self._refuse_outsized({site: gate.norm(one) for site, one in came.items() if one is not None}, usual)
         while len(current.updates) >= current.need:
             with np.errstate(over="ignore", invalid="ignore"):
-                state = self._after(current)
-            what = rounds.overflowed(state)
+                state = self._apply_updates(current)
+            what = aggregation.find_nonfinite(state)
             if what is None:
-                return self._remade(state)
-            # its own c_i, or the longest: the round is tried again without it
+                return self._recompute_means(state)
+            # retry without the site whose c_i overflowed, or without the longest update
             site = what if what in current.updates else max(sorted(current.updates), key=lambda one: lengths[one])
             self._refuse(site, Refused("overflow", f"with it {what} would not be finite"))
         return None
 
-    def _compare(self, lengths: dict[str, float], usual: Array) -> None:
-        """Refuse what would drown the others' numbers; `usual` is the size to go by where nobody else replied."""
-        for site, refusal in gate.outsized(lengths, gate.length_of(usual), usual.dtype).items():
+    def _refuse_outsized(self, lengths: dict[str, float], usual: Array) -> None:
+        """Refuse outsized replies; `usual` sets the scale when there is only one reply."""
+        for site, refusal in gate.find_outsized(lengths, gate.norm(usual), usual.dtype).items():
             self._refuse(site, refusal)
 
-    def _after(self, current: Open) -> State:
+    def _apply_updates(self, current: Open) -> State:
         if current.kind == "resync":
-            return rounds.resynced(self.state, {s: u.vectors["c_i"] for s, u in current.updates.items() if u.vectors})
+            reports = {s: self._reported_memory(u) for s, u in current.updates.items() if u.vectors}
+            return aggregation.resync_means(self.algorithm, self.state, reports)
         travel = {site: self._travel(update) for site, update in current.updates.items()}
-        return rounds.aggregated(self.algorithm, self.state, current.updates, travel, self.server_keeps)
+        return aggregation.aggregate(self.algorithm, self.state, current.updates, travel, self.server_keeps)
 
-    def _remade(self, state: State) -> State:
-        """The state with c made anew from the c_i where it still carries the rounding of larger ones that are gone.
+    def _recompute_means(self, state: State) -> State:
+        """Recompute c from the c_i if it still carries rounding errors of larger c_i that have since been replaced.
 
-        A site that once sent numbers of 1e15 would otherwise leave c off by 0.1 for good. What rounding does not
-        explain is left as it is: that is a fault, and the gauge is to show it.
+        Otherwise a site that once sent numbers of 1e15 would leave c off by 0.1 permanently. A residual that rounding
+        does not explain is a fault and is left for `residual` to show.
         """
-        gap = self._gauged(state)
-        if gap is None or state.c is None:
+        gap = self._residual_of(state)
+        if gap is None or not self.algorithm.means:
             return state
-        now = state._replace(scale=rounds.scale_of(state))
-        if not rounds.rounding(now) < gap <= rounds.rounding(state):
+        now = state._replace(scale=aggregation.memory_scale(self.algorithm, state))
+        if not aggregation.rounding_bound(now) < gap <= aggregation.rounding_bound(state):
             return state
         self.audit.write("remade", round=state.round, residual=gap)
-        return now._replace(c=rounds.mean_of(state))
+        return now._replace(server=state.server._replace(**aggregation.memory_means(self.algorithm, state)))
 
-    def _gauged(self, state: State) -> float | None:
-        """|c - sum p_i c_i| of a state, once each: it costs as much as a round's sum."""
+    def _residual_of(self, state: State) -> float | None:
+        """Return |c - sum p_i c_i| of a state, cached because it costs as much as an aggregation."""
         if not self.server_keeps:
             return None
-        if self._gauge is None or self._gauge[0] is not state:
-            self._gauge = state, rounds.residual(state)
-        return self._gauge[1]
+        if self._residual_cache is None or self._residual_cache[0] is not state:
+            self._residual_cache = state, aggregation.residual(self.algorithm, state)
+        return self._residual_cache[1]
 
     def _commit(self, state: State, resync: bool) -> None:
-        kept = Kept(state, self.run, self.generation, resync, (), self.audit.head)
-        self.generation = keep(self.folder / "state", kept, self.settings, self.schema)
+        resync = resync and self.clients_keep
+        kept = SavedState(state, self.run, self.generation, resync, (), self.audit.head, self.algorithm.means)
+        self.generation = save_state(self.folder / "state", kept, self.settings, self.schema)
         self.state, self.resync = state, resync
 
-    def _means(self, current: Open) -> tuple[dict[str, float], dict[str, list[str]]]:
-        """Means of the metrics that most report, over those where they are finite; and where they are not."""
-        p, updates = rounds.shares(self.roster), current.updates
+    def _mean_metrics(self, current: Open) -> tuple[dict[str, float], dict[str, list[str]]]:
+        """Average the metrics that most clients report; also return, by metric, the sites where it is not finite."""
+        p, updates = aggregation.shares(self.roster), current.updates
         means: dict[str, float] = {}
         unmeasured: dict[str, list[str]] = {}
         named = Counter(name for update in updates.values() for name in update.metrics)
@@ -461,3 +529,12 @@ class Server:
             if len(finite) < len(values):
                 unmeasured[name] = [site for site in values if site not in finite]
         return means, unmeasured
+
+
+def _rollback_warning(events: list[dict[str, Any]], round_: int) -> str:
+    """Return a warning if the state is older than its log; "" otherwise, or if a crash explains the difference."""
+    rounds_ = [event["round"] for event in events if event["event"] == "committed" and event.get("kind") == "train"]
+    if not rounds_ or rounds_[-1] <= round_ + 1:
+        return ""
+    lost = "is gone: training began anew" if round_ == 0 else f"is that of round {round_}: an older one was put back"
+    return f"the log knows of {rounds_[-1]} rounds, and the state {lost}"

@@ -1,4 +1,4 @@
-"""What a federation is told: one TOML with the simulator's keys for the algorithm, and a table for the deployment.
+"""Settings of a deployment: TOML with the simulator's keys and a table `[deploy]`.
 
     seed = 0
     rounds = 20
@@ -15,7 +15,7 @@
     [deploy]
     sites = ["north", "south"]
 
-An unknown key is refused with the nearest known one. Standard library only: a client needs no more to read it.
+`format` is the version of the file format, 1 by default. Unknown keys are refused with a suggestion.
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ from typing import Any, NamedTuple
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, make
+from fedscaffold.algorithms.round import exchange, shift_of, work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.schema import digest_of
-from fedscaffold.parsing import toml
+from fedscaffold.parsing import format_of, toml
+from fedscaffold.run_config import KEYS
 
 __all__ = ["Deploy", "Local", "Settings", "algorithm_of", "load", "parse"]
 
-DEPLOYABLE = {"name", "direction", "server", "shift", "remember", "at_x", "one_step", "by_move", "normalised"}
-MOST = 2**31 - 1  # rounds, steps and epochs are counted in 32 bits, as in the simulator
+DEPLOYABLE = {
+    "name", "direction", "message", "update", "init", "memory", "shift", "remember", "means", "renew", "references",
+    "work", "needs", "form", "own", "start", "keep", "personal", "fit", "private",
+}  # fmt: skip
+FORMAT = 1
+PLAIN = ("sgd", "plain sgd")  # conditions of an algorithm that local.optimizer = "sgd" meets
 OPTIMIZERS = ("sgd", "momentum", "adam", "own")
 RESERVED = {
     "app", "authority", "ca", "engine", "executor", "hub", "keys", "link", "logs", "run", "secrets", "server", "site",
@@ -42,7 +48,7 @@ RESERVED = {
 
 
 class Local(NamedTuple):
-    """What a client does in a round."""
+    """Local training of a client."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -50,37 +56,37 @@ class Local(NamedTuple):
     lr: float = 0.1
     draw: str = "auto"
     optimizer: str = "sgd"
-    """sgd, momentum, adam, or "own": the one that the app makes itself."""
+    """sgd, momentum, adam, or "own" for the app's optimiser."""
     momentum: float = 0.9
     buffers: str = "average"
-    """What becomes of BatchNorm's running means and the like: "average" over the clients, or "local" to each."""
+    """Buffers such as BatchNorm's running means: "average" over the clients, or "local" to each."""
 
 
 class Deploy(NamedTuple):
-    """How the federation is run."""
+    """Sites, protocol and limits of the federation."""
 
     sites: tuple[str, ...] = ()
-    """Who may take part, by name."""
+    """Names of the sites that may take part."""
     state: str = "server"
-    """Who keeps the c_i: "server", or "client" in a durable file."""
+    """Where the c_i are stored: "server", or "client" in a durable file."""
     deadline: float = 600.0
-    """Seconds that a round may take."""
+    """Time limit of a round in seconds."""
     quorum: float | int = 0.5
-    """Share or number of the cohort that must be heard for a round to count."""
+    """Share or number of the cohort that must reply for a round to count."""
     retries: int = 10
-    """Rounds in a row that may fail their quorum before the run stops."""
+    """Consecutive rounds that may miss their quorum before the run stops."""
     wait: float = 300.0
     """Seconds to wait for the sites before the first round."""
     clip: float | None = None
     """Largest norm of a client's pair (move, change of c_i), in units of the model."""
     max_records: int = 10**9
-    """Most records that a site may claim."""
+    """Largest number of records that a site may register."""
     records: dict[str, int] = {}  # noqa: RUF012 (never changed)
-    """The operator's word on sites' numbers of records; of others, their first word counts."""
+    """Numbers of records confirmed by the operator; other sites are held to the first number they register."""
 
 
 class Settings(NamedTuple):
-    """Everything that makes a deployment."""
+    """Settings of a deployment."""
 
     seed: int = 0
     rounds: int = 100
@@ -94,12 +100,12 @@ class Settings(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Fingerprint of what server and clients must agree on: all that changes the mathematics of a client."""
+        """Digest of the settings that server and clients must share: those that affect a client's computation."""
         return digest_of([self.seed, self.precision, self.algorithm, list(self.local), self.deploy.state])
 
     @property
     def plain(self) -> bool:
-        """Whether (x - y) / (K lr) is the clients' mean direction."""
+        """Whether the clients' mean direction is (x - y) / (K lr), as with plain SGD."""
         return self.local.optimizer == "sgd"
 
 
@@ -116,7 +122,7 @@ def load(path: Path | str) -> Settings:
 
 
 def parse(text: str, source: str = "settings") -> Settings:
-    r"""Make settings from TOML text.
+    r"""Parse settings from TOML text.
 
     >>> parse("rounds = 5\n[local]\nsteps = 3\nlr = 0.2").local.lr
     0.2
@@ -125,66 +131,93 @@ def parse(text: str, source: str = "settings") -> Settings:
     fedscaffold.checks.InputError: settings: unknown key 'deploy.quorm' (did you mean 'deploy.quorum'?); known: ...
     """
     table = toml(text, source)
+    format_of(table.pop("format", None), FORMAT, source)
     try:
-        return _checked(table)
+        return _build_settings(table)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
 
 
 def algorithm_of(settings: Settings) -> Algorithm:
-    r"""The algorithm that the settings name; refused where a client or the gate could not follow it.
+    r"""Return the algorithm of the settings; raise `InputError` if it cannot be deployed.
 
     >>> algorithm_of(parse("[algorithm]\nname = 'fedprox'\nmu = 0.5")).name
     'fedprox'
     """
     parameters = {key: value for key, value in settings.algorithm.items() if key != "name"}
     algorithm = make(settings.algorithm["name"], **parameters)
-    for field, value in algorithm._asdict().items():
-        if field not in DEPLOYABLE and value != algorithm._field_defaults.get(field):
-            raise InputError(f"{algorithm.name} cannot be deployed yet, as it uses {field!r}; simulate it instead")
+    why = _undeployable(algorithm)
+    if why is not None:
+        raise InputError(f"{algorithm.name} cannot be deployed yet: {why}; simulate it instead")
     return algorithm
 
 
-def _checked(table: dict[str, Any]) -> Settings:
-    _known(table, (*Settings._fields,), "")
+def _undeployable(algorithm: Algorithm) -> str | None:
+    """Return why an algorithm cannot be deployed; None if it can."""
+    for condition, _ in algorithm.needs:  # sites may be absent or skip steps; messages are not compressed
+        if condition not in (*PLAIN, "exact messages"):
+            return f"it needs {condition!r}, which no deployment can promise"
+    for field, value in algorithm._asdict().items():
+        if field not in DEPLOYABLE and value != algorithm._field_defaults.get(field):
+            return f"it uses {field!r}"
+    if work_of(algorithm, 1).geometric:
+        return "it draws the number of local steps of a round"
+    if algorithm.memory is not None and any(algorithm.memory(1.0)):
+        return "what its clients remember does not begin at zero"
+    if exchange(algorithm).told or isinstance(
+        shift_of(algorithm, algorithm.init(0.0), _blank_memory(algorithm)), tuple
+    ):
+        return "its clients are sent more than one vector beside x"
+    return None
+
+
+def _blank_memory(algorithm: Algorithm) -> Any:
+    return None if algorithm.memory is None else algorithm.memory(0.0)
+
+
+def _build_settings(table: dict[str, Any]) -> Settings:
+    _check_keys(table, (*Settings._fields,), "")
     local = _table(table, "local", Local._fields)
     deploy = _table(table, "deploy", Deploy._fields)
     cohort = _table(table, "cohort", ("size",))
     algorithm = {"name": "scaffold", **_table(table, "algorithm", None)}
     settings = Settings(
-        checks.whole("seed", table.get("seed", 0), at_least=0, at_most=2**63 - 1),
-        checks.whole("rounds", table.get("rounds", 100), at_most=MOST),
-        checks.choice("weights", table.get("weights", "equal"), ("equal", "records")),
-        checks.choice("precision", table.get("precision", "float32"), ("float32", "float64")),
-        checks.whole("evaluate_every", table.get("evaluate_every", 1)),
-        algorithm,
-        _local(local),
-        checks.share("cohort.size", cohort.get("size", 1.0), "sites"),
-        _deploy(deploy),
+        **{name: _read(table, name) for name in ("seed", "rounds", "weights", "precision", "evaluate_every")},
+        algorithm=algorithm,
+        local=_local(local),
+        cohort=_read(cohort, "cohort.size"),
+        deploy=_deploy(deploy),
     )
-    if algorithm_of(settings).normalised and not settings.plain:
-        raise InputError(f"{algorithm['name']} needs local.optimizer = 'sgd': it divides by the distance travelled")
+    for condition, why in algorithm_of(settings).needs:
+        if condition in PLAIN and not settings.plain:
+            raise InputError(f"{algorithm['name']} needs local.optimizer = 'sgd': it {why}")
     if settings.deploy.clip is not None and settings.deploy.state == "client":
         raise InputError('deploy.clip needs deploy.state = "server": a client that was clipped must know it')
     return settings
 
 
+def _read(table: dict[str, Any], key: str) -> Any:
+    """Read a key that is shared with the simulator, with its check and default in `run_config.KEYS`."""
+    stated = KEYS[key]
+    return stated.read(key, table.get(key.rpartition(".")[2], stated.default))
+
+
 def _local(table: dict[str, Any]) -> Local:
-    steps, epochs = table.get("steps"), table.get("epochs")
-    if steps is None and epochs is None:
-        epochs = 1
-    if steps is not None and epochs is not None:
+    shared = ("steps", "epochs", "batch_size", "lr", "draw", "momentum")
+    given = {name: _read(table, f"local.{name}") for name in shared}
+    if given["steps"] is not None and given["epochs"] is not None:
         raise InputError("give either local.steps or local.epochs, one of the two")
-    batch = table.get("batch_size")
+    if given["steps"] is None and given["epochs"] is None:
+        given["epochs"] = 1
+    if isinstance(given["steps"], list):
+        raise InputError("a deployment does not take local.steps by client; give one number, or local.epochs")
+    if isinstance(given["lr"], str):
+        raise InputError(f"a deployment does not take local.lr = {given['lr']!r}; give a number above 0")
+    optimizer = table.get("optimizer", KEYS["local.optimizer"].default)
     return Local(
-        None if steps is None else checks.whole("local.steps", steps, at_most=MOST),
-        None if epochs is None else checks.whole("local.epochs", epochs, at_most=MOST),
-        None if batch is None else checks.share("local.batch_size", batch, "records"),
-        checks.number("local.lr", table.get("lr", 0.1), above=0),
-        checks.choice("local.draw", table.get("draw", "auto"), ("auto", "replacement", "shuffle")),
-        checks.choice("local.optimizer", table.get("optimizer", "sgd"), OPTIMIZERS),
-        checks.number("local.momentum", table.get("momentum", 0.9), at_least=0),
-        checks.choice("local.buffers", table.get("buffers", "average"), ("average", "local")),
+        **given,
+        optimizer=checks.choice("local.optimizer", optimizer, OPTIMIZERS),
+        buffers=checks.choice("local.buffers", table.get("buffers", "average"), ("average", "local")),
     )
 
 
@@ -193,7 +226,7 @@ def _deploy(table: dict[str, Any]) -> Deploy:
     if not isinstance(sites, list) or not all(isinstance(s, str) and _is_name(s) for s in sites):
         allowed = "names of at most 64 letters (a to z), digits, - and _, which begin with a letter or digit"
         raise InputError(f"deploy.sites must be a list of {allowed}, got {checks.shown(sites)}")
-    plain = [site.lower() for site in sites]  # as file systems see them that do not tell A from a
+    plain = [site.lower() for site in sites]  # for case-insensitive file systems
     if len(set(plain)) != len(sites):
         raise InputError(f"deploy.sites must name each site once, and not by capitals alone, got {checks.shown(sites)}")
     if taken := [site for site in sites if site.lower() in RESERVED]:
@@ -226,10 +259,12 @@ def _table(table: dict[str, Any], name: str, known: tuple[str, ...] | None) -> d
     if not isinstance(part, dict):
         raise InputError(f"{name} must be a table, written [{name}], got {checks.shown(part)}")
     if known is not None:
-        _known(part, known, f"{name}.")
+        _check_keys(part, known, f"{name}.")
     return part
 
 
-def _known(table: dict[str, Any], known: tuple[str, ...], prefix: str) -> None:
+def _check_keys(table: dict[str, Any], known: tuple[str, ...], prefix: str) -> None:
     for key in table:
+        if prefix + key in KEYS and key not in known:
+            raise InputError(f"a deployment does not take {prefix + key}: it is for simulations; leave it out")
         checks.choice("key", prefix + key, [prefix + name for name in known])

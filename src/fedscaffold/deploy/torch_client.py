@@ -1,19 +1,19 @@
-"""A learner for torch: any `nn.Module`, any loss, any data that gives batches, any optimiser, CPU or CUDA.
+"""Learner for torch: any `nn.Module`, loss, batched data and optimiser, on CPU or CUDA.
 
     def learner(settings):
         return TorchLearner(model, loss, data, precision=settings.precision)
 
-`model()` makes the module, `loss(module, batch)` the mean loss over a batch (None: skip this batch), `data(site)` the
-site's records: a tuple of tensors or a `Dataset`, cut into batches by the settings, or a `DataLoader`, used as it is.
+`model()` creates the module. `loss(module, batch)` returns the mean loss over a batch, or None to skip it. `data(site)`
+returns the site's records: a tuple of tensors or a `Dataset`, batched by the settings, or a `DataLoader`, used as is.
 
-The local model is one flat vector y; a step adds the flat shift to the flat gradient once, for all layers at a time.
-After every backward pass the gradients are read from the parameters, and after every step the parameters are written
-from y (or read, where the app's own optimiser moved them): nothing depends on what a loss does to `.grad` or to where
-a tensor lies in memory. A loss that changes the parameters themselves is refused.
+The local model is one flat vector y; each step adds the flat shift to the flat gradient, for all layers at once. After
+every backward pass the gradients are copied from the parameters, and after every step the parameters are copied from y
+(or to y, with the app's own optimiser), so nothing depends on what a loss does to `.grad` or on the tensors' storage. A
+loss that changes the parameters is refused.
 
-Parameters that need no gradient stay what `model()` made them, and must be the same at every site. Buffers (BatchNorm's
-running means) are no parameters: they get no correction and travel apart, by name. A step counts when the optimiser
-performed it: one that a `GradScaler` skipped leaves no trace in the mean direction.
+Parameters with `requires_grad=False` keep their values and must be identical at every site. Buffers (running means of
+BatchNorm) get no correction and are sent separately, by name. Only steps that the optimiser performed count: one that a
+`GradScaler` skipped is left out of the mean direction.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError, one_number
-from fedscaffold.deploy.arrays_client import draws
-from fedscaffold.deploy.client import Site, Trained, Work
+from fedscaffold.deploy.arrays_client import draw_batches
+from fedscaffold.deploy.client import Site, Trained, Work, make_walk
 from fedscaffold.deploy.schema import Array, Schema, fingerprint
 from fedscaffold.deploy.settings import Local
 
@@ -37,7 +38,7 @@ Batch: TypeAlias = Any
 
 
 class TorchLearner:
-    """A torch model and how it learns; see the module.
+    """Local training of a torch model; see the module's documentation.
 
     >>> def loss(module, batch):
     ...     return ((module(batch[0]) - batch[1]) ** 2).mean()
@@ -60,19 +61,19 @@ class TorchLearner:
         device: str = "auto",
         seed: int = 0,
     ) -> None:
-        """Make a learner.
+        """Create a learner.
 
         Args:
-            model: makes the module; called with torch's random seed at `seed`, so it is the same everywhere.
+            model: creates the module; called with torch's random seed set to `seed`, so that all sites agree.
             loss: (module, batch) -> mean loss over the batch, or None to skip it.
-            data: site -> its records.
-            metrics: (module, batch) -> means over a batch, beside the loss; measured in eval mode.
-            test: site -> the records to measure on; those of `data` unless given.
-            optimizer: module -> a torch optimiser, fresh every round; asked for by `local.optimizer = "own"`.
-            scaler: makes a `torch.amp.GradScaler`, for mixed precision (use autocast in `loss`).
+            data: site -> the site's records.
+            metrics: (module, batch) -> further metrics, as means over the batch; called in eval mode.
+            test: site -> the records to evaluate on; `data` by default.
+            optimizer: module -> a torch optimiser, created anew every round; used with `local.optimizer = "own"`.
+            scaler: creates a `torch.amp.GradScaler` for mixed precision (use autocast in `loss`).
             precision: float32 or float64.
             device: cpu, cuda, cuda:1 ... or auto.
-            seed: of the starting model.
+            seed: seed of the initial model.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,10 +89,10 @@ class TorchLearner:
         self.parameters = dict(self.module.named_parameters(remove_duplicate=False))
         self.trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.kept = tuple(name for name, _ in self.module.named_buffers() if name in kinds)
-        frozen = self._frozen()
+        frozen = self._frozen_parameters()
         self.buffers = {**self._read_buffers(), **frozen}
         arrays = {name: p.detach().cpu().numpy() for name, p in self.trained.items()}
-        stored = _stored(self.module, kinds, self.dtype)
+        stored = _state_dict_rows(self.module, kinds, self.dtype)
         buffers = {name: self.buffers[name] for name in self.kept}
         self.schema = Schema.of(arrays, precision, buffers, frozen, stored)
         self.start = self.schema.flatten(arrays)
@@ -102,7 +103,7 @@ class TorchLearner:
     def site(self, name: str) -> Site:
         """Open a site's data."""
         records = self.data(name)
-        number = _count(records)
+        number = _count_records(records)
         if number < 1:
             raise InputError(f"{name} holds no records; every site needs at least one")
 
@@ -112,28 +113,28 @@ class TorchLearner:
         return Site(number, train, lambda x, buffers: self._evaluate(x, buffers, self.test(name)))
 
     def _write_parameters(self) -> None:
-        """Bring y into the module."""
+        """Copy y into the module."""
         with torch.no_grad():
             for name, values in self.schema.unflatten(self.y).items():
                 self.trained[name].copy_(values)
 
     def _read_parameters(self) -> None:
-        """Bring the module, which its own optimiser has moved, into y."""
+        """Copy the module's parameters into y."""
         for name, values in self.schema.unflatten(self.y).items():
             values.copy_(self.trained[name].detach())
 
     def _read_buffers(self) -> dict[str, Array]:
-        """The buffers of now: a module may bind a name to another tensor."""
+        """Return copies of the current buffers, looked up by name as a module may rebind them."""
         now = dict(self.module.named_buffers())
         return {name: now[name].detach().cpu().numpy().copy() for name in self.kept}
 
-    def _frozen(self) -> dict[str, Array]:
-        """The parameters that are not trained; not copied where they lie in the machine's own memory."""
+    def _frozen_parameters(self) -> dict[str, Array]:
+        """Return the parameters that are not trained; views of them on CPU."""
         return {name: p.detach().cpu().numpy() for name, p in self.module.named_parameters() if not p.requires_grad}
 
     def _check_frozen(self) -> None:
-        """Refuse a round that has moved what nobody trains: it would stay at this site."""
-        now = self._frozen()
+        """Raise if training changed a frozen parameter: the change would stay at this site."""
+        now = self._frozen_parameters()
         for name, _, _, print_ in self.schema.frozen:
             if fingerprint(now[name]) != print_:
                 raise InputError(
@@ -150,28 +151,33 @@ class TorchLearner:
                     now[name].copy_(torch.from_numpy(buffers[name].copy()))
 
     def _train(self, work: Work, records: Any) -> Trained:
-        """K local steps from x; the mean direction where it is wanted."""
-        algorithm = work.algorithm
+        """Run the local steps of a round."""
+        if isinstance(work.start, tuple):
+            raise InputError(
+                f"{work.algorithm.name} trains several models at once, and a torch module is one: deploy it with "
+                "ArraysLearner or JaxLearner"
+            )
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(work.seed)
-            self._load(work.x, work.buffers)
-            self.module.train()
-            x = self.y.clone()
-            shift = None if work.shift is None else torch.from_numpy(work.shift.copy()).to(self.device)
             at_x = None
-            if algorithm.at_x:
-                at_x = algorithm.direction(self._full_gradient(records), x, x, shift).cpu().numpy()
-                self._load(work.x, work.buffers)  # that pass has moved running means
-            total, steps = self._descend(work, records, x, shift)
+            if work.at_x:
+                self._load(work.x, work.buffers)
+                self.module.train()
+                at_x = self._full_gradient(records).cpu().numpy()
+            self._load(work.start, work.buffers)  # again: the full gradient updated running means
+            self.module.train()
+            total, steps = self._descend(work, records)
         self._check_frozen()
         mean = (total / max(steps, 1)).cpu().numpy() if work.collect else None
-        return Trained(self.y.cpu().numpy().copy(), steps, mean if at_x is None else at_x, self._read_buffers())
+        return Trained(make_walk(work, self.y.cpu().numpy().copy(), steps, mean, at_x), steps, self._read_buffers())
 
-    def _descend(self, work: Work, records: Any, x: Tensor, shift: Tensor) -> tuple[Tensor, int]:
-        """The steps; returns the sum of the directions performed, and how many they were."""
+    def _descend(self, work: Work, records: Any) -> tuple[Tensor, int]:
+        """Perform the local steps; return the sum of the directions (if collected) and the number of steps."""
+        x = torch.from_numpy(work.x.copy()).to(self.device)
+        shift = None if work.shift is None else torch.from_numpy(work.shift.copy()).to(self.device)
         own = work.local.optimizer == "own"
-        targets = self.trained if own else {"y": torch.nn.Parameter(self.y)}  # which shares the memory of y
+        targets = self.trained if own else {"y": torch.nn.Parameter(self.y)}  # shares storage with y
         optimizer = self._make_optimizer(work.local, targets)
         scaler = None if self.scaler is None else self.scaler()
         total, d, steps = torch.zeros_like(self.y), self.g, 0
@@ -183,32 +189,38 @@ class TorchLearner:
                 total.add_(d)
 
         optimizer.register_step_post_hook(performed)
-        for batch in _batches(records, work.local, work.seed, work.algorithm.one_step):
+        for batch in _batches(records, work):
             scales = None if batch is None else scaler
             if batch is None:
                 self.g.copy_(self._full_gradient(records))
             elif not self._gradient(batch, scales):
                 continue
             if scales is not None:
-                given = self._give(self.g, targets)
+                given = self._set_gradients(self.g, targets)
                 scales.unscale_(optimizer)
                 self.g.copy_(torch.cat([grad.reshape(-1) for grad in given.values()]))
-            d = work.algorithm.direction(self.g, self.y, x, shift)
-            given = self._give(d, targets)
+            d = work.algorithm.direction(self._batch_gradient, self.y, x, shift)
+            given = self._set_gradients(d, targets)
             if scales is None:
                 optimizer.step()
             else:
                 scales.step(optimizer)
                 scales.update()
             if own:
-                _check_taken(targets, given)
+                _check_gradients_used(targets, given)
                 self._read_parameters()
             else:
                 self._write_parameters()
         return total, steps
 
-    def _give(self, d: Tensor, targets: dict[str, Any]) -> dict[str, Tensor]:
-        """Make d the gradient of what the optimiser moves: copies, as it may work on them in place."""
+    def _batch_gradient(self, z: Tensor) -> Tensor:
+        """Return the gradient of the current batch at z, which must be y."""
+        if z is not self.y:
+            raise InputError("a torch model has its batch's gradient at y alone; deploy such an algorithm with arrays")
+        return self.g
+
+    def _set_gradients(self, d: Tensor, targets: dict[str, Any]) -> dict[str, Tensor]:
+        """Set d as the gradient of the optimiser's targets, as copies since the optimiser may modify them."""
         parts = self.schema.unflatten(d) if targets is self.trained else {"y": d}
         given = {name: part.clone() for name, part in parts.items()}
         for name, grad in given.items():
@@ -227,12 +239,12 @@ class TorchLearner:
         return value
 
     def _gradient(self, batch: Batch, scaler: Any = None) -> bool:
-        """The gradient of a batch (scaled, by a scaler) in g; False where the loss says to skip it."""
-        value = self._loss(_moved(batch, self.device))
+        """Compute the gradient of a batch into `self.g`, scaled by `scaler`; return False if the loss skips it."""
+        value = self._loss(_to_device(batch, self.device))
         if value is None:
             return False
         for parameter in self.trained.values():
-            parameter.grad = None  # whatever the loss left there is no gradient of its value
+            parameter.grad = None  # discard anything the loss left there
         if value.requires_grad:
             (value if scaler is None else scaler.scale(value)).backward()
         self._check_untouched()
@@ -248,7 +260,7 @@ class TorchLearner:
         return True
 
     def _check_untouched(self) -> None:
-        """Refuse a loss that has changed the parameters: only steps may, or the mean direction is not x - y."""
+        """Raise if the loss changed the parameters, as x - y would no longer be the sum of the steps."""
         now = dict(self.module.named_parameters(remove_duplicate=False))
         values, moved = self.schema.unflatten(self.y), {id(p) for p in self.trained.values()}
         for name, parameter in (self.parameters | now).items():
@@ -266,17 +278,17 @@ class TorchLearner:
             )
 
     def _full_gradient(self, records: Any) -> Tensor:
-        """The mean gradient over all records, batch by batch."""
+        """Return the mean gradient over all records, accumulated by batch."""
         total, number = torch.zeros_like(self.g), 0
-        for batch in _passes(records):
+        for batch in _iterate_once(records):
             if self._gradient(batch):
-                size = _rows(batch)
+                size = _batch_rows(batch)
                 total.add_(self.g, alpha=size)
                 number += size
         return total / max(number, 1)
 
     def _make_optimizer(self, local: Local, targets: dict[str, Any]) -> Any:
-        """The optimiser of one round: on the flat vector, or the app's own on the module."""
+        """Create the optimiser of a round: on the flat vector, or the app's own on the module."""
         if local.optimizer == "own":
             if self.optimizer is None:
                 raise InputError('local.optimizer = "own" needs TorchLearner(..., optimizer=module -> optimiser)')
@@ -290,15 +302,15 @@ class TorchLearner:
         return torch.optim.SGD(flat, lr=local.lr, momentum=momentum)
 
     def _evaluate(self, x: Array, buffers: dict[str, Array], records: Any) -> dict[str, float]:
-        """Means of the loss and the metrics over the records, in eval mode."""
+        """Return the means of the loss and the metrics over the records, in eval mode."""
         self._load(x, buffers)
         self.module.eval()
         sums: dict[str, float] = {}
         counts: dict[str, int] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)  # a loader that shuffles must not change the last bit of a mean
-            for batch in _passes(records):
-                moved, size = _moved(batch, self.device), _rows(batch)
+            torch.manual_seed(0)  # fixes the order of a shuffling loader, and so the rounding
+            for batch in _iterate_once(records):
+                moved, size = _to_device(batch, self.device), _batch_rows(batch)
                 value = self._loss(moved)
                 means = {} if self.metrics is None else dict(self.metrics(self.module, moved))
                 means |= {} if value is None else {"loss": float(value)}
@@ -309,7 +321,7 @@ class TorchLearner:
 
 
 def _check_module(module: Module) -> None:
-    """Refuse a module whose parameters cannot be laid out in one vector."""
+    """Raise if the module's parameters cannot be flattened into one vector."""
     places: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
@@ -321,8 +333,8 @@ def _check_module(module: Module) -> None:
             raise InputError(f"{name!r} shares the memory of {other!r}; tie them by assigning the Parameter itself")
 
 
-def _stored(module: Module, kinds: dict[str, Any], precision: Any) -> tuple[tuple[str, str, str], ...]:
-    """Which array stands under each name of `state_dict()`, and in what dtype: the module's own, at `precision`."""
+def _state_dict_rows(module: Module, kinds: dict[str, Any], precision: Any) -> tuple[tuple[str, str, str], ...]:
+    """Return (name, array, dtype) of each entry of `state_dict()`, for `Schema.stored`."""
     known = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
     rows = []
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -337,7 +349,7 @@ def _stored(module: Module, kinds: dict[str, Any], precision: Any) -> tuple[tupl
 
 
 def _check_optimizer(optimizer: Any, trained: dict[str, Any], parameters: dict[str, Any]) -> None:
-    """Refuse an optimiser that does not move exactly what the federation trains."""
+    """Raise if the optimiser's parameters are not those that the federation trains."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optimizer(module) must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
     moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -348,8 +360,8 @@ def _check_optimizer(optimizer: Any, trained: dict[str, Any], parameters: dict[s
         raise InputError("the optimiser moves parameters that are none of the module's; make them part of the module")
 
 
-def _check_taken(targets: dict[str, Any], given: dict[str, Tensor]) -> None:
-    """Refuse an optimiser that steps along gradients of its own making: the correction never reaches the model."""
+def _check_gradients_used(targets: dict[str, Any], given: dict[str, Tensor]) -> None:
+    """Raise if the optimiser replaced the gradients, so that the correction would not reach the model."""
     for name, grad in given.items():
         if targets[name].grad is not None and targets[name].grad is not grad:
             raise InputError(
@@ -359,21 +371,24 @@ def _check_taken(targets: dict[str, Any], given: dict[str, Tensor]) -> None:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype are the same, NaN included."""
+    """Return whether two tensors are bitwise equal, so that NaN equals itself."""
     bits = torch.int64 if a.dtype == torch.float64 else torch.int32
     return a.dtype == b.dtype and bool(torch.equal(a.view(bits), b.view(bits)))
 
 
-def _batches(records: Any, local: Local, seed: int, one_step: bool) -> Iterator[Batch]:
-    """The batches of a round; None stands for all records at once where they do not lie in tensors."""
-    if one_step and not isinstance(records, tuple):
-        yield None
-    elif isinstance(records, tuple):
-        for rows in draws(local, len(records[0]), seed, one_step):
+def _batches(records: Any, work: Work) -> Iterator[Batch]:
+    """Yield the batches of a round; None stands for all records of a data set or loader."""
+    algorithm, local = work.algorithm, work.local
+    if isinstance(records, tuple):
+        for rows in draw_batches(algorithm, local, len(records[0]), work.seed):
             yield records if rows is None else tuple(t[torch.from_numpy(rows)] for t in records)
+    elif work_of(algorithm, 1, 1).batch_size is None:  # full batches: one step per epoch
+        for _ in range(work_of(algorithm, local.steps or local.epochs or 1).steps):
+            yield None
     else:
         loader = _loader(records, local)
-        left = local.steps if local.steps is not None else (local.epochs or 1) * len(loader)
+        asked = local.steps if local.steps is not None else (local.epochs or 1) * len(loader)
+        left = work_of(algorithm, asked, local.batch_size).steps
         while left > 0:
             for batch in loader:
                 yield batch
@@ -383,18 +398,23 @@ def _batches(records: Any, local: Local, seed: int, one_step: bool) -> Iterator[
 
 
 def _loader(records: Any, local: Local) -> Any:
-    """A data set cut into batches by the settings; a loader as it is."""
+    """Return a shuffling loader of a data set; a loader as it is."""
     if isinstance(records, torch.utils.data.DataLoader):
         if local.batch_size is not None:
             raise InputError("local.batch_size and a DataLoader's own batch size are both given; leave one out")
         return records
     number, size = len(records), local.batch_size
-    batch = number if size is None else max(1, round(size * number)) if isinstance(size, float) else size
+    if size is None:
+        batch = number
+    elif isinstance(size, float):
+        batch = max(1, round(size * number))
+    else:
+        batch = size
     return torch.utils.data.DataLoader(records, batch_size=batch, shuffle=True)
 
 
-def _passes(records: Any) -> Iterator[Batch]:
-    """All records once, in batches."""
+def _iterate_once(records: Any) -> Iterator[Batch]:
+    """Yield all records once, in batches."""
     if isinstance(records, tuple):
         yield records
     elif isinstance(records, torch.utils.data.DataLoader):
@@ -403,23 +423,23 @@ def _passes(records: Any) -> Iterator[Batch]:
         yield from torch.utils.data.DataLoader(records, batch_size=256)
 
 
-def _count(records: Any) -> int:
+def _count_records(records: Any) -> int:
     if isinstance(records, tuple):
         return len(records[0])
     return len(records.dataset if isinstance(records, torch.utils.data.DataLoader) else records)
 
 
-def _moved(batch: Batch, device: Any) -> Batch:
-    """A batch on the device: tensors, and tuples, lists and dicts of them."""
+def _to_device(batch: Batch, device: Any) -> Batch:
+    """Move a batch (tensors, or nested tuples, lists and dicts of them) to the device."""
     if isinstance(batch, dict):
-        return {key: _moved(value, device) for key, value in batch.items()}
+        return {key: _to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_moved(value, device) for value in batch)
+        return type(batch)(_to_device(value, device) for value in batch)
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
-def _rows(batch: Batch) -> int:
-    """Records in a batch: the length of its first tensor."""
+def _batch_rows(batch: Batch) -> int:
+    """Return the number of records in a batch: the length of its first tensor."""
     if isinstance(batch, dict):
-        return _rows(next(iter(batch.values())))
-    return _rows(batch[0]) if isinstance(batch, (list, tuple)) else len(batch)
+        return _batch_rows(next(iter(batch.values())))
+    return _batch_rows(batch[0]) if isinstance(batch, (list, tuple)) else len(batch)

@@ -1,4 +1,4 @@
-"""The simulator behind scikit-learn's conventions: fit, predict, score, clone, pipelines, grid searches."""
+"""scikit-learn estimators on top of the simulator."""
 
 from fedscaffold.estimators.classifier import FederatedClassifier
 from fedscaffold.estimators.regressor import FederatedRegressor

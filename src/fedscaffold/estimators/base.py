@@ -1,62 +1,66 @@
-"""What both estimators share: plain parameters, rows with owners, a model that goes on round by round."""
+"""Base class of the estimators: parameters, data by client, and incremental training."""
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 
-from fedscaffold import algorithms
+from fedscaffold import algorithms, checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
-from fedscaffold.estimators.training import METRICS, Client, Kept, kept, one_more, owners, trained
+from fedscaffold.estimators.training import (
+    METRICS,
+    Client,
+    TrainingState,
+    group_by_owner,
+    train,
+    train_one_round,
+    training_state,
+)
 from fedscaffold.problems import Problem
-from fedscaffold.simulation.setup import Request
+from fedscaffold.run_config import ARGUMENTS, RunConfig
 
 __all__ = ["Federated"]
 
-UNKNOWN_L = 0.1  # step size where L is not known, as for networks
+DEFAULTS = {"local_epochs": 5, "lr": "auto", "weights": "records", "rounds": 100}
+RUN_PARAMETERS = ("rounds", "local_epochs", "local_steps", "batch_size", "lr", "cohort", "weights", "precision")
+"""Arguments of `simulate` that are parameters of the estimators."""
+OWN_PARAMETERS: dict[str, tuple[Any, str]] = {
+    "algorithm_params": (None, 'the named algorithm\'s own parameters, such as {"mu": 0.1} of "fedprox"'),
+    "l2": (0.0, "the penalty l2/2 |params|^2, intercepts included"),
+    "random_state": (0, "seed of cohorts, batches and the network's start"),
+}
+SENTENCES = {
+    "lr": 'local step size; "auto" is 1 / L where L is known (all but "mlp"), else 0.1',
+    "local_steps": "steps in a round; where given, `local_epochs` is not looked at",
+    "weights": 'of the clients in the objective: "records" (the loss over all rows, as if they were pooled), "equal", '
+    "or one number for each in the order of `clients_`",
+}
+"""Descriptions of arguments whose meaning differs from `simulate`."""
+UNKNOWN_L = 0.1  # step size if L is unknown, as for networks
 
 
 class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no types
     """Parameters and training of the federated estimators."""
 
+    algorithm: str | Algorithm
     seed_: int
     history_: dict[str, NDArray[Any]]
 
-    def __init__(
-        self,
-        algorithm: str | Algorithm = "scaffold",
-        *,
-        algorithm_params: dict[str, Any] | None = None,
-        rounds: int = 100,
-        local_epochs: int = 5,
-        local_steps: int | None = None,
-        batch_size: int | float | None = None,
-        lr: float | str = "auto",
-        cohort: int | float = 1.0,
-        weights: str | ArrayLike = "records",
-        l2: float = 0.0,
-        precision: str = "float32",
-        random_state: Any = 0,
-    ) -> None:
-        self.algorithm = algorithm
-        self.algorithm_params = algorithm_params
-        self.rounds = rounds
-        self.local_epochs = local_epochs
-        self.local_steps = local_steps
-        self.batch_size = batch_size
-        self.lr = lr
-        self.cohort = cohort
-        self.weights = weights
-        self.l2 = l2
-        self.precision = precision
-        self.random_state = random_state
+    PARAMETERS: ClassVar[dict[str, tuple[Any, str]]] = {}
+    """Parameters of a subclass: name to default and description."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        _add_parameters(cls)
 
     def _learn(
         self,
@@ -64,18 +68,27 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
         x: NDArray[Any],
         y: NDArray[Any],
         clients: ArrayLike | None,
-        before: Kept | None,
+        before: TrainingState | None,
         once: bool,
     ) -> None:
-        """Train `model(records, seed)` from the start or one round more; what is known stays if this fails."""
-        who = owners(clients, len(x))
+        """Train from the start, or one more round; fitted attributes are unchanged on failure.
+
+        Args:
+            model: (records of each client, seed) -> problem.
+            x: Features.
+            y: Targets.
+            clients: Owner of each row, or None.
+            before: State to continue from, or None to start.
+            once: Whether to run a single round.
+        """
+        who = group_by_owner(clients, len(x))
         seed = self._seed() if before is None else self.seed_
-        request = self._request(model(who.parts(x, y), seed), seed)
+        config = self._run_config(model(who.parts(x, y), seed), seed)
         if before is None:
-            run = trained(request._replace(rounds=1) if once else request)
+            run = train(replace(config, rounds=1) if once else config)
             self.history_ = run.history
         else:
-            run = one_more(request, before, who.labels)
+            run = train_one_round(config, before, who.labels)
             new = {name: column[before.rounds :] for name, column in run.history.items()}
             self.history_ = {name: np.concatenate([column, new[name]]) for name, column in self.history_.items()}
         self.seed_ = seed
@@ -83,33 +96,23 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
         self.residual_ = run.residual
         self.n_iter_ = run.rounds
         self.clients_ = who.labels
-        self._kept = kept(run, request, who.labels)
+        self._training = training_state(run, config, who.labels)
 
     def _seed(self) -> int:
-        """The user's own seed, or one drawn from their random state."""
+        """Return the user's seed, or one drawn from their random state."""
         state = self.random_state
         if isinstance(state, numbers.Integral):
             return int(state)
         return int(check_random_state(state).randint(np.iinfo(np.int32).max))
 
-    def _request(self, problem: Problem, seed: int) -> Request:
+    def _run_config(self, problem: Problem, seed: int) -> RunConfig:
         automatic = UNKNOWN_L if problem.smoothness is None else 1 / problem.smoothness
         if isinstance(self.lr, str) and self.lr != "auto":
             raise InputError(f"lr must be a number above 0 or 'auto', got {self.lr!r}")
-        return Request(
-            self._algorithm(),
-            problem,
-            self.rounds,
-            local_steps=self.local_steps,
-            local_epochs=self.local_epochs if self.local_steps is None else None,
-            lr=automatic if isinstance(self.lr, str) else self.lr,
-            cohort=self.cohort,
-            batch_size=self.batch_size,
-            weights=self.weights,
-            metrics=METRICS,
-            precision=self.precision,
-            seeds=(seed,),
-        )
+        given = {name: getattr(self, name) for name in RUN_PARAMETERS}
+        given |= {"lr": automatic if isinstance(self.lr, str) else self.lr, "metrics": METRICS, "seed": seed}
+        given |= {} if self.local_steps is None else {"local_epochs": None}
+        return RunConfig(self._algorithm(), problem, progress=False, **given)
 
     def _algorithm(self) -> Algorithm:
         given = self.algorithm_params or {}
@@ -118,3 +121,26 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
         if given:
             raise InputError("algorithm_params go with an algorithm's name; fs.fedprox(mu=0.1) has its own already")
         return self.algorithm
+
+
+def _add_parameters(estimator: type[Federated]) -> None:
+    """Add the constructor and the parameters' docstring lines to an estimator."""
+    stated: dict[str, tuple[Any, str]] = estimator.PARAMETERS | OWN_PARAMETERS
+    for name in RUN_PARAMETERS:
+        argument = ARGUMENTS[name]
+        stated[name] = DEFAULTS.get(name, argument.default), SENTENCES.get(name, argument.sentence)
+
+    def init(self: Federated, algorithm: str | Algorithm = "scaffold", **given: Any) -> None:
+        for name in given:
+            checks.choice(f"parameter of {estimator.__name__}", name, stated)
+        self.algorithm = algorithm
+        for name, (default, _) in stated.items():
+            setattr(self, name, given.get(name, default))
+
+    own = [one for one in inspect.signature(init).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=at) for name, (at, _) in stated.items()]
+    init.__signature__ = inspect.Signature([*own, *named])  # type: ignore[attr-defined]
+    init.__name__ = "__init__"
+    estimator.__init__ = init  # type: ignore[method-assign, assignment]
+    lines = "\n".join(f"        {name}: {sentence}." for name, (_, sentence) in stated.items())
+    estimator.__doc__ = (estimator.__doc__ or "").replace("        PARAMETERS", lines)

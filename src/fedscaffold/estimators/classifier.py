@@ -1,9 +1,9 @@
-"""`FederatedClassifier`: softmax or logistic regression, or a network, trained where the rows are held."""
+"""`FederatedClassifier`: softmax or logistic regression, or a network, trained on data held by clients."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,10 +13,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from fedscaffold import checks, problems
-from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.estimators.base import Federated
-from fedscaffold.estimators.training import Client, Kept
+from fedscaffold.estimators.training import Client, TrainingState
 from fedscaffold.problems import Problem
 from fedscaffold.problems.models import logits
 
@@ -24,23 +23,11 @@ __all__ = ["FederatedClassifier"]
 
 
 class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # scikit-learn has no types
-    """A classifier whose rows stay with their owners: `fit(X, y, clients=...)`, then as any of scikit-learn's.
+    """Federated classifier with scikit-learn's interface; `fit(X, y, clients=...)` takes the owner of each row.
 
     Args:
         algorithm: a name such as "scaffold" or "fedavg", or an algorithm such as `fs.fedprox(mu=0.1)`.
-        model: "softmax", "mlp:WIDTH" (a hidden layer with ReLU), or "logistic" (two classes).
-        algorithm_params: the named algorithm's own parameters, such as {"mu": 0.1} of "fedprox".
-        rounds: communication rounds of `fit`.
-        local_epochs: passes of a client over its rows in a round.
-        local_steps: steps in a round; where given, `local_epochs` is not looked at.
-        batch_size: rows in a batch: a number (int), a share of the client's own (float), or None for all.
-        lr: local step size; "auto" is 1 / L where L is known (all but "mlp"), else 0.1.
-        cohort: who takes part in a round, drawn at random: a share (float) or a number (int) of the clients.
-        weights: of the clients in the objective: "records" (the loss over all rows, as if they were pooled), "equal",
-            or one number for each in the order of `clients_`.
-        l2: the penalty l2/2 |params|^2, intercepts included.
-        precision: "float32" or "float64".
-        random_state: seed of cohorts, batches and the network's start.
+        PARAMETERS
 
     After `fit`: `classes_`, `clients_`, `params_` (the model's arrays), `history_` (columns by round), `residual_`
     (|c - sum p_i c_i|: more than rounding is a bias), `n_iter_` (rounds), `seed_`.
@@ -54,57 +41,40 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
 
     classes_: NDArray[Any]
 
-    def __init__(
-        self,
-        algorithm: str | Algorithm = "scaffold",
-        *,
-        model: str = "softmax",
-        algorithm_params: dict[str, Any] | None = None,
-        rounds: int = 100,
-        local_epochs: int = 5,
-        local_steps: int | None = None,
-        batch_size: int | float | None = None,
-        lr: float | str = "auto",
-        cohort: int | float = 1.0,
-        weights: str | ArrayLike = "records",
-        l2: float = 0.0,
-        precision: str = "float32",
-        random_state: Any = 0,
-    ) -> None:
-        super().__init__(
-            algorithm,
-            algorithm_params=algorithm_params,
-            rounds=rounds,
-            local_epochs=local_epochs,
-            local_steps=local_steps,
-            batch_size=batch_size,
-            lr=lr,
-            cohort=cohort,
-            weights=weights,
-            l2=l2,
-            precision=precision,
-            random_state=random_state,
-        )
-        self.model = model
+    PARAMETERS: ClassVar[dict[str, tuple[Any, str]]] = {
+        "model": ("softmax", '"softmax", "mlp:WIDTH" (a hidden layer with ReLU), or "logistic" (two classes)'),
+    }
 
     def fit(self, X: Any, y: Any, clients: ArrayLike | None = None) -> FederatedClassifier:
-        """Train from the start; `clients` names the owner of each row, None that one client holds them all."""
+        """Train from the start.
+
+        Args:
+            X: (rows, features).
+            y: (rows,) labels.
+            clients: (rows,) owner of each row; None if a single client holds all rows.
+        """
         X, y = validate_data(self, X, y, dtype=np.float64)
-        return self._taught(X, y, None, clients, None, once=False)
+        return self._train_classes(X, y, None, clients, None, once=False)
 
     def partial_fit(
         self, X: Any, y: Any, classes: ArrayLike | None = None, clients: ArrayLike | None = None
     ) -> FederatedClassifier:
-        """Train one round more, or the first; `classes` names them all where the first `y` does not have them all.
+        """Train one more round, or the first one.
 
-        A client known from before goes on with its control variate, whichever rows it holds now; a new one starts at 0.
+        A client seen before keeps its control variate, whichever rows it holds now; a new client starts at 0.
+
+        Args:
+            X: (rows, features).
+            y: (rows,) labels.
+            classes: All classes; needed at the first call if `y` does not contain all of them.
+            clients: (rows,) owner of each row; None if a single client holds all rows.
         """
-        before: Kept | None = getattr(self, "_kept", None)
+        before: TrainingState | None = getattr(self, "_training", None)
         X, y = validate_data(self, X, y, dtype=np.float64, reset=before is None)
-        return self._taught(X, y, classes, clients, before, once=True)
+        return self._train_classes(X, y, classes, clients, before, once=True)
 
     def predict_proba(self, X: Any) -> NDArray[Any]:
-        """The probabilities of the classes, one row each, in the order of `classes_`."""
+        """Return (rows, classes) probabilities, in the order of `classes_`."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
         if self.model == "logistic":
@@ -116,18 +86,18 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
         return likely
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """The most probable class of each row."""
+        """Return the most probable class of each row."""
         likely = self.predict_proba(X)
         found: NDArray[Any] = self.classes_[likely.argmax(axis=1)]
         return found
 
-    def _taught(
+    def _train_classes(
         self,
         x: NDArray[Any],
         y: Any,
         classes: ArrayLike | None,
         clients: ArrayLike | None,
-        before: Kept | None,
+        before: TrainingState | None,
         *,
         once: bool,
     ) -> FederatedClassifier:
@@ -162,7 +132,7 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
 
 
 def with_intercept(clients: list[Client]) -> list[Client]:
-    """A last column of ones: the regressions have no intercept of their own.
+    """Append a column of ones to the features: the regressions have no intercept of their own.
 
     >>> with_intercept([(np.zeros((1, 1)), np.zeros(1))])[0][0]
     array([[0., 1.]])

@@ -1,4 +1,4 @@
-"""`FederatedRegressor`: linear regression, trained where the rows are held."""
+"""`FederatedRegressor`: linear regression trained on data held by clients."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from fedscaffold import problems
 from fedscaffold.estimators.base import Federated
 from fedscaffold.estimators.classifier import with_intercept
-from fedscaffold.estimators.training import Client, Kept
+from fedscaffold.estimators.training import Client, TrainingState
 from fedscaffold.problems import Problem
 
 __all__ = ["FederatedRegressor"]
 
 
 class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # scikit-learn has no types
-    """Linear regression whose rows stay with their owners: half the mean squared error, plus l2/2 |params|^2.
+    """Federated linear regression: half the mean squared error plus l2/2 |params|^2.
 
-    The parameters are those of `FederatedClassifier`, but for `model`; so are the attributes, but for `classes_`,
-    beside `coef_` and `intercept_`. The penalty includes the intercept.
+    Args:
+        algorithm: a name such as "scaffold" or "fedavg", or an algorithm such as `fs.fedprox(mu=0.1)`.
+        PARAMETERS
+
+    After `fit`: the attributes of `FederatedClassifier` but for `classes_`, beside `coef_` and `intercept_`.
 
     >>> import fedscaffold as fs
     >>> X = np.array([[-1.0], [0.0], [1.0], [2.0]])
@@ -32,20 +35,26 @@ class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # sci
     """
 
     def fit(self, X: Any, y: Any, clients: ArrayLike | None = None) -> FederatedRegressor:
-        """Train from the start; `clients` names the owner of each row, None that one client holds them all."""
+        """Train from the start.
+
+        Args:
+            X: (rows, features).
+            y: (rows,) responses.
+            clients: (rows,) owner of each row; None if a single client holds all rows.
+        """
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         self._learn(self._model, X, column_or_1d(y, warn=True), clients, None, False)
         return self
 
     def partial_fit(self, X: Any, y: Any, clients: ArrayLike | None = None) -> FederatedRegressor:
-        """Train one round more, or the first; see `FederatedClassifier.partial_fit`."""
-        before: Kept | None = getattr(self, "_kept", None)
+        """Train one more round, or the first one; see `FederatedClassifier.partial_fit`."""
+        before: TrainingState | None = getattr(self, "_training", None)
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, reset=before is None)
         self._learn(self._model, X, column_or_1d(y, warn=True), clients, before, True)
         return self
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """The expected response of each row."""
+        """Return the predicted response of each row."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
         expected: NDArray[Any] = X @ self.coef_ + self.intercept_
@@ -53,13 +62,13 @@ class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # sci
 
     @property
     def coef_(self) -> NDArray[Any]:
-        """The weights of the features."""
+        """Weights of the features."""
         check_is_fitted(self)
         return np.asarray(self.params_[:-1], np.float64)
 
     @property
     def intercept_(self) -> float:
-        """What is predicted where all features are 0."""
+        """Prediction where all features are 0."""
         check_is_fitted(self)
         return float(self.params_[-1])
 

@@ -1,57 +1,57 @@
-"""From rows with owners to a trained model, and one round more from where the training stands."""
+"""Group rows by client, train, and continue training by one round."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold.checks import InputError
-from fedscaffold.problems.problem import Problem, weights_of
-from fedscaffold.simulation.engine import Seconds, start
-from fedscaffold.simulation.run import Run, finished, noise_key, simulate
-from fedscaffold.simulation.setup import Request, prepare
-from fedscaffold.simulation.spec import Settings, State
+from fedscaffold.problems.problem import weights_of
+from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation import Run, Simulator
+from fedscaffold.simulation.spec import State
 
-__all__ = ["Kept", "Owners", "kept", "one_more", "owners", "trained"]
+__all__ = ["Owners", "TrainingState", "group_by_owner", "train", "train_one_round", "training_state"]
 
 Client = tuple[NDArray[Any], NDArray[Any]]
-METRICS = ("loss",)  # the training loss; scores on data set apart are the user's business, as ever in scikit-learn
+METRICS = ("loss",)  # the training loss; held-out scores are computed by the user, as usual in scikit-learn
 
 
 class Owners(NamedTuple):
-    """Who holds which rows."""
+    """Rows by client."""
 
     labels: NDArray[Any]
     """The clients, in sorted order."""
     rows: list[NDArray[np.intp]]
-    """The rows of each."""
+    """Row indices of each client."""
 
     def parts(self, x: NDArray[Any], y: NDArray[Any]) -> list[Client]:
-        """The records of each client."""
+        """Return the records of each client."""
         return [(x[rows], y[rows]) for rows in self.rows]
 
 
-class Kept(NamedTuple):
-    """What the next round starts from: the model, c, and the clients with their c_i."""
+class TrainingState(NamedTuple):
+    """State from which the next round starts."""
 
-    x: NDArray[Any]
-    c: NDArray[Any] | None
-    c_i: NDArray[Any] | None
-    """One row for each client."""
+    server: Any
+    memory: Any
+    """Clients' memory: each field a table of one row per client; None if the algorithm has none."""
+    own: Any
+    """Clients' private state, likewise."""
     labels: NDArray[Any]
     weights: NDArray[Any]
     rounds: int
     scale: float
-    """The largest size of the c_i so far."""
+    """The largest root mean square of the clients' memory so far."""
 
 
-def owners(clients: ArrayLike | None, rows: int) -> Owners:
-    """Sort rows by their owners; without any, one client holds them all.
+def group_by_owner(clients: ArrayLike | None, rows: int) -> Owners:
+    """Group rows by owner; a single client holds all rows if `clients` is None.
 
-    >>> owners(["b", "a", "b"], 3).rows
+    >>> group_by_owner(["b", "a", "b"], 3).rows
     [array([1]), array([0, 2])]
     """
     if clients is None:
@@ -62,7 +62,7 @@ def owners(clients: ArrayLike | None, rows: int) -> Owners:
             f"clients must say of each of the {rows} rows who holds it, got shape {labels.shape}; "
             "in a pipeline it is passed as STEP__clients"
         )
-    missing = sum(map(_absent, labels.tolist())) if labels.dtype == object else int((labels != labels).sum())
+    missing = sum(map(_is_missing, labels.tolist())) if labels.dtype == object else int((labels != labels).sum())
     if missing:
         raise InputError(
             f"clients must say of every row who holds it, got {missing} without (NaN or None); "
@@ -77,70 +77,68 @@ def owners(clients: ArrayLike | None, rows: int) -> Owners:
     return Owners(known, np.split(order, np.cumsum(np.bincount(index))[:-1]))
 
 
-def _absent(label: Any) -> bool:
-    """Whether a label stands for none: None, NaN, or pandas' NA, which is neither equal to itself nor not."""
+def _is_missing(label: Any) -> bool:
+    """Return whether a label is None, NaN or pandas' NA, whose comparison has no truth value."""
     try:
         return label is None or bool(label != label)
     except TypeError:
         return True
 
 
-def trained(request: Request) -> Run:
+def train(config: RunConfig) -> Run:
     """Run all rounds from the start."""
-    asked = request._asdict()
-    (seed,) = asked.pop("seeds")
-    return sound(simulate(**asked, seed=seed, progress=False))
+    return refuse_divergence(Simulator.of(config).run())
 
 
-def one_more(request: Request, before: Kept, labels: NDArray[Any]) -> Run:
-    """Run the round after those of `before`, whose draws follow from the seed and its number."""
-    (seed,) = request.seeds
-    done = before.rounds
-    asked = request._replace(rounds=done + 1)
-    with jax.enable_x64(request.precision == "float64"):
-        ready = prepare(asked)
-        ready = ready._replace(start=_state(ready.start, before, asked, labels))
-        settings = Settings(ready.lr, noise_key(seed), np.array(ready.target, request.precision))
-        engine, state = start(ready, settings, [seed], 1, None)
-        state, rows = engine.advance(state, done, 1)
-        earlier = np.full((done, rows.shape[-1]), np.nan, rows.dtype)
-        state = jax.tree.map(np.asarray, state)
-        run = finished(asked, ready, seed, state, np.concatenate([earlier, rows]), Seconds(0.0, 0.0, 0.0))
-    return sound(run)
+def train_one_round(config: RunConfig, before: TrainingState, labels: NDArray[Any]) -> Run:
+    """Run the round after those of `before`; its draws follow from the seed and the round's number."""
+    simulator = Simulator.of(replace(config, rounds=before.rounds + 1))
+    state, rows = simulator.step(_resume_state(simulator.ready.start, before, config, labels))
+    return refuse_divergence(simulator.result(state, rows))
 
 
-def kept(run: Run, request: Request, labels: NDArray[Any]) -> Kept:
-    """What the next round starts from."""
-    weights = weights_of(request.problem, request.weights)
-    return Kept(run.vector, run.server.c, run.clients.c_i, labels, weights, run.rounds, run.scale)
+def training_state(run: Run, config: RunConfig, labels: NDArray[Any]) -> TrainingState:
+    """Return the state from which the next round starts."""
+    weights = weights_of(config.problem, config.weights)
+    return TrainingState(run.server, run.clients.memory, run.clients.own, labels, weights, run.rounds, run.scale)
 
 
-def sound(run: Run) -> Run:
-    """Refuse a run that diverged, with what to do about it."""
+def refuse_divergence(run: Run) -> Run:
+    """Return the run; raise InputError with its advice if it diverged."""
     if run.advice is not None:
         raise InputError(run.advice)
     return run
 
 
-def _state(fresh: State, before: Kept, request: Request, labels: NDArray[Any]) -> State:
-    """The state to go on from: c as it was among the same clients, else again the mean of the c_i there are now."""
-    x = before.x.astype(request.precision)
-    c, c_i, mean = before.c, before.c_i, None
-    if c_i is not None:
-        c_i, p = _carried(before, request.problem, labels), weights_of(request.problem, request.weights)
-        mean = p @ c_i
-        if not (np.array_equal(labels, before.labels) and np.array_equal(p, before.weights)):
-            c = mean
-    scale = np.asarray(before.scale, request.precision)
-    return fresh._replace(x=x, c=c, c_i=c_i, mean=mean, scale=scale, round=np.int32(before.rounds))
+def _resume_state(fresh: State, before: TrainingState, config: RunConfig, labels: NDArray[Any]) -> State:
+    """Return the state to continue from; c is recomputed as the mean of the c_i if clients or weights changed."""
+    server = type(fresh.server)(*(np.asarray(a, b.dtype) for a, b in zip(before.server, fresh.server, strict=True)))
+    memory, own = (
+        _carry_rows(held, new, before.labels, labels)
+        for held, new in ((before.memory, fresh.memory), (before.own, fresh.own))
+    )
+    p, means = weights_of(config.problem, config.weights), config.algorithm.means
+    mean = tuple(p @ getattr(memory, of) for _, of in means)
+    if not (np.array_equal(labels, before.labels) and np.array_equal(p, before.weights)):
+        server = server._replace(**{field: total for (field, _), total in zip(means, mean, strict=True)})
+    return fresh._replace(
+        server=server,
+        memory=memory,
+        own=own,
+        mean=mean,
+        scale=np.asarray(before.scale, config.precision),
+        round=np.int32(before.rounds),
+    )
 
 
-def _carried(before: Kept, problem: Problem, labels: NDArray[Any]) -> NDArray[Any]:
-    """The c_i of the clients there are now: each its own, zero for those who are new."""
-    assert before.c_i is not None
-    c_i = np.zeros((problem.num_clients, problem.dim), before.c_i.dtype)
-    where = {label: row for row, label in enumerate(before.labels.tolist())}
-    for row, label in enumerate(labels.tolist()):
-        if label in where:
-            c_i[row] = before.c_i[where[label]]
-    return c_i
+def _carry_rows(held: Any, fresh: Any, labels_then: NDArray[Any], labels: NDArray[Any]) -> Any:
+    """Return the tables of the present clients: known clients keep their rows, new ones have initial rows."""
+    if held is None:
+        return None
+    where = {label: row for row, label in enumerate(labels_then.tolist())}
+    known = [row for row, label in enumerate(labels.tolist()) if label in where]
+    rows = [where[label] for label in labels[known].tolist()]
+    tables = [np.array(table) for table in fresh]
+    for table, old in zip(tables, held, strict=True):
+        table[known] = old[rows]
+    return type(fresh)(*tables)

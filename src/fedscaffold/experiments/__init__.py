@@ -1,1 +1,1 @@
-"""Experiments: configurations, comparisons, and later the papers' figures and tables, one file each."""
+"""Experiments from configuration files: problems, runs, comparisons, and checks of the installation."""

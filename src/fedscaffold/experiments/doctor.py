@@ -1,13 +1,12 @@
-"""Is this installation fit for use? Every line says ok, warning or missing, and how to mend what is not ok.
+"""Check the installation: each finding is ok, warning or missing, with a remedy.
 
-Only the standard library and NumPy are needed to ask, so that the answer comes also where everything else is missing.
+Needs only NumPy and `packaging`, so that it works when everything else is missing.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import socket
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
+
+from packaging.requirements import Requirement
 
 from fedscaffold.data.files import VARIABLE, exists
 from fedscaffold.data.loaders import DEBIAN, HOSPITALS
@@ -35,7 +36,7 @@ EXTRAS = {
     "log": "for TensorBoard event files",
 }
 NEEDED = ("sim", "cli")
-MODULES = {"scikit-learn": "sklearn"}  # where the module is called otherwise than its package
+MODULES = {"scikit-learn": "sklearn"}  # modules whose name differs from their package's
 FILES = {
     "emnist": ("emnist", ["emnist_byclass62.npz"]),
     "emnist47": ("emnist", ["emnist_balanced47_small.npz"]),
@@ -53,18 +54,18 @@ TOOLS = ("flower-superlink", "flower-superexec", "flower-supernode", "flwr")
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """Result of one check."""
 
     what: str
     state: State
     said: str
     mend: str = ""
     needed: bool = False
-    """Whether nothing works without it."""
+    """Whether it is required."""
 
 
 def examine() -> list[Finding]:
-    """Look at everything.
+    """Run all checks.
 
     >>> examine()[0].what
     'Python'
@@ -73,7 +74,7 @@ def examine() -> list[Finding]:
 
 
 def usable(findings: list[Finding]) -> bool:
-    """Whether nothing that is needed is missing.
+    """Return whether everything that is required is present.
 
     >>> usable([Finding("extra torch", "missing", "torch")])
     True
@@ -89,34 +90,38 @@ def _python() -> Finding:
 
 
 def _extras() -> Iterator[Finding]:
-    """One finding for what is always needed, one for each extra; by the requirements we were installed with."""
+    """Yield one finding for the package and one for each extra, from the installed requirements."""
     try:
         wanted = metadata.requires("fedscaffold") or []
         yield Finding("fedscaffold", "ok", metadata.version("fedscaffold"))
     except metadata.PackageNotFoundError:
         yield Finding("fedscaffold", "warning", "found, but not installed", "pip install 'fedscaffold[all]'")
         return
+    requirements = [Requirement(text) for text in wanted]
     for extra, purpose in EXTRAS.items():
-        mine = [r.partition(";")[0] for r in wanted if re.search(rf"extra == ['\"]{extra}['\"]", r)]
-        base = [r for r in wanted if ";" not in r] if extra == "sim" else []
-        yield _extra(extra, purpose, [*base, *mine])
+        yield _extra(extra, purpose, [one for one in requirements if _belongs_to(extra, one)])
 
 
-def _extra(extra: str, purpose: str, wanted: list[str]) -> Finding:
+def _belongs_to(extra: str, requirement: Requirement) -> bool:
+    """Return whether a requirement belongs to an extra; unconditional ones count for `sim`."""
+    if requirement.marker is None:
+        return extra == "sim"
+    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
+
+
+def _extra(extra: str, purpose: str, wanted: list[Requirement]) -> Finding:
     what, mend = f"extra {extra}", f"pip install 'fedscaffold[{extra}]'  ({purpose})"
     needed = extra in NEEDED
-    name = re.compile(r"[\w.-]+")
-    pairs = [(found.group(), text[found.end() :].strip()) for text in wanted if (found := name.match(text))]
-    versions = {package: _version(package) for package, _ in pairs}
+    versions = {one.name: _version(one.name) for one in wanted}
     absent = [package for package, version in versions.items() if version is None]
-    if not pairs:
+    if not wanted:
         return Finding(what, "warning", "unknown to the version that was installed", mend, needed)
     if absent:
         return Finding(what, "missing", f"{', '.join(absent)} not installed", mend, needed)
     strange = [
-        f"{package} {versions[package]} ({bounds})"
-        for package, bounds in pairs
-        if not within(versions[package] or "", bounds)
+        f"{one.name} {versions[one.name]} ({one.specifier})"
+        for one in wanted
+        if not one.specifier.contains(versions[one.name] or "", prereleases=True)
     ]
     if strange:
         return Finding(what, "warning", f"not a version we support: {', '.join(strange)}", mend, needed)
@@ -131,32 +136,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def within(version: str, bounds: str) -> bool:
-    """Whether a version keeps bounds such as ">=0.10,<0.11"; >=, < and == are used, and only numbers count.
-
-    >>> within("0.10.2", "<0.11,>=0.10"), within("0.11.0", "<0.11,>=0.10"), within("2.0", ">=2")
-    (True, False, True)
-    """
-
-    def key(text: str) -> list[int]:
-        numbers = [int(part) for part in re.findall(r"\d+", text)[:3]]
-        return numbers + [0] * (3 - len(numbers))
-
-    least = [key(text) for text in re.findall(r">=([\d.]+)", bounds)]
-    below = [key(text) for text in re.findall(r"<([\d.]+)", bounds)]
-    same = [key(text) for text in re.findall(r"==([\d.]+)", bounds)]
-    mine = key(version)
-    return all(mine >= b for b in least) and all(mine < b for b in below) and all(mine == b for b in same)
-
-
 def _jax() -> Finding:
-    """Whether JAX computes, on what, and with how many threads."""
+    """Check that JAX computes; report devices and threads."""
     try:
         import jax
 
         right = float(jax.numpy.arange(4.0).sum()) == 6.0
         devices = ", ".join(f"{device.platform} {device.id}" for device in jax.devices())
-    except Exception as error:  # whatever stands in its way is the finding
+    except Exception as error:  # any failure is the finding
         reason = (str(error).splitlines() or [""])[0]
         return Finding("JAX", "missing", f"does not start: {reason}", "pip install --upgrade 'fedscaffold[sim]'", True)
     if not right:
@@ -166,25 +153,25 @@ def _jax() -> Finding:
 
 
 def _data() -> Finding:
-    """Which data sets are at hand; digits always are."""
+    """Check which data sets are available; digits always is."""
     root = os.environ.get(VARIABLE, "")
     mend = f"set {VARIABLE} to the folder with your copies; docs/data.md says where they are to be had"
     if root and not Path(root).expanduser().is_dir():
         return Finding("data", "warning", f"{VARIABLE} names {root}, which is no folder", mend)
     places = [Path(root).expanduser()] if root else []
-    here = [name for name, (within, files) in FILES.items() if _at_hand(places, within, files)]
+    here = [name for name, (within, files) in FILES.items() if _is_available(places, within, files)]
     absent = [name for name in FILES if name not in here]
     said = f"{', '.join(['digits', *here])}" + (f"; not at hand: {', '.join(absent)}" if absent else "")
     return Finding("data", "ok" if here else "warning", said, mend if absent else "")
 
 
-def _at_hand(roots: list[Path], within: str, files: list[str]) -> bool:
+def _is_available(roots: list[Path], within: str, files: list[str]) -> bool:
     places = [place for root in roots for place in (root / within, root)] + [DEBIAN]
     return all(any(exists(place / (file + end)) for place in places for end in ("", ".gz")) for file in files)
 
 
 def _cache() -> Finding:
-    """The folder of compiled programs."""
+    """Check that the folder of compiled programs can be written."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or home / "fedscaffold" / "jax")
     try:
@@ -205,7 +192,7 @@ def _disk() -> Finding:
 
 
 def _port() -> Finding:
-    """Whether a loopback port can be bound: federations on this machine and live pages need one."""
+    """Check that a loopback port can be bound, which local federations and live pages need."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return Finding("loopback", "ok", f"127.0.0.1 lends ports, such as {server.getsockname()[1]}")
@@ -215,7 +202,7 @@ def _port() -> Finding:
 
 
 def _tools() -> Iterator[Finding]:
-    """Flower's programs, where Flower is."""
+    """Check for Flower's programs, if Flower is installed."""
     if util.find_spec("flwr") is None:
         return
     beside = Path(sys.executable).parent
@@ -228,7 +215,7 @@ def _tools() -> Iterator[Finding]:
 
 
 def _clock() -> Finding:
-    """A clock that is behind our own files is wrong, and certificates will seem not yet valid."""
+    """Check the clock against our own files: if it is behind, certificates will seem not yet valid."""
     now, installed = time.time(), Path(__file__).stat().st_mtime
     said = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < installed - 60:

@@ -1,4 +1,4 @@
-"""WHAT is minimised: objective, gradient oracle, client data, known facts (optimum, mu, L, noise)."""
+"""Problems: objective, gradient oracle, client data, known facts (optimum, mu, L, noise)."""
 
 from fedscaffold.problems.approximation import (
     expected_system,

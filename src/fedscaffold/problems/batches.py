@@ -1,10 +1,13 @@
-"""How a function of (params, batch) is evaluated on records: the three kinds of functions that users bring.
+"""Evaluation of functions of (params, batch) on records, for three kinds of functions.
 
 mean       Its value on a batch is the mean of its values on the single records. Records can be evaluated in any
            grouping, so a batch may be padded with records of weight zero.
 weighted   It takes `weights` by name: one number for each record, summing to 1, zero for padding.
 coupled    Anything else: Cox, contrastive losses, batch normalisation, AUC. It is only ever called with real
            batches of real records, so every batch size that occurs has a branch of its own in the program.
+
+A function may also take `key` by name: a random key in training, None where it is measured. What it draws with a key
+depends on the batch's shape, so its gradient has a kind of its own, found with the key held fixed.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fedscaffold.checks import InputError, one_number
+from fedscaffold.checks import InputError, one_number, takes_key
 
-__all__ = ["Functions", "Kind", "Kinds", "call", "gradient", "no_loss", "record_values", "value"]
+__all__ = ["Functions", "Kind", "Kinds", "call", "gradient", "keyed", "no_loss", "record_values", "value"]
 
 Tree: TypeAlias = Any
 Array: TypeAlias = Any
@@ -27,24 +30,29 @@ NO_LOSS = "{} has an oracle but no loss: watch 'distance' or 'grad_norm' instead
 
 
 def no_loss(params: Tree, batch: Tree) -> Any:
-    """The loss of a problem that has only an oracle: whoever asks for it is told so."""
+    """Loss of a problem that has only an oracle; raises an InputError."""
     raise InputError(NO_LOSS.format("this problem"))
 
 
 class Functions(NamedTuple):
-    """The problem's mathematics, apart from its data: what a compiled program depends on."""
+    """The functions of a problem, without its data; static in compiled programs."""
 
     loss: Callable[..., Any]
     """(params, batch) -> the batch's loss; may take `weights`."""
     accuracy: Callable[..., Any] | None = None
     """(params, batch) -> share of the batch's records predicted right, or another score; may take `weights`."""
     gradient: Callable[..., Tree] | None = None
-    """(params, batch) -> what the clients descend along; the gradient of the loss unless given."""
+    """(params, batch) -> descent direction of the clients; None for the gradient of the loss."""
 
     @property
     def has_loss(self) -> bool:
-        """Whether the oracle is the gradient of anything."""
+        """Whether the problem has a loss."""
         return self.loss is not no_loss
+
+    @property
+    def random(self) -> bool:
+        """Whether the gradient takes a random key."""
+        return takes_key(self.gradient or self.loss)
 
 
 class Kinds(NamedTuple):
@@ -53,11 +61,23 @@ class Kinds(NamedTuple):
     loss: Kind = "mean"
     accuracy: Kind = "mean"
     gradient: Kind = "mean"
-    """Of what the clients descend along: that of the loss, unless a gradient is given."""
+    """Kind of the gradient: that of the loss, unless a gradient is given."""
 
 
-def call(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree) -> Any:
-    """A function's value on a real batch."""
+def keyed(function: Callable[..., Any], key: Array | None) -> Callable[..., Any]:
+    """Bind the random key of a function that takes one; None means evaluation without randomness."""
+    if not takes_key(function):
+        return function
+
+    def fixed(params: Tree, batch: Tree, **by_name: Array) -> Any:
+        return function(params, batch, key=key, **by_name)
+
+    return fixed
+
+
+def call(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree, key: Array | None = None) -> Any:
+    """Return a function's value on a batch without padding."""
+    function = keyed(function, key)
     if kind != "weighted":
         return function(params, batch)
     leaf = jax.tree.leaves(batch)[0]
@@ -66,15 +86,16 @@ def call(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree) ->
 
 
 def record_values(function: Callable[[Tree, Tree], Any], params: Tree, batch: Tree) -> Any:
-    """A function's value on every record alone: on batches of one."""
+    """Return a function's value on each record, as batches of one."""
     return jax.vmap(function, in_axes=(None, 0))(params, jax.tree.map(lambda a: a[:, None], batch))
 
 
 def value(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree, weights: Array | None) -> Array:
-    """A function's value on a batch, or on one padded with records of weight zero.
+    """Return a function's value on a batch, without randomness; padding has weight 0.
 
-    A coupled function must be given a real batch, and `weights` None.
+    `weights` is None for a batch without padding, as it must be for a coupled function.
     """
+    function = keyed(function, None)
     if weights is None:
         return call(function, kind, params, batch)
     if kind == "mean":
@@ -90,24 +111,27 @@ def gradient(
     batch: Tree,
     weights: Array | None,
     sizes: Sequence[int] = (),
+    key: Array | None = None,
 ) -> Tree:
-    """What a client descends along on a batch, which may be padded with records of weight zero.
+    """Return a client's gradient on a batch, which may be padded with records of weight 0.
 
     Args:
-        functions: the problem's functions.
-        kinds: their kinds.
-        params: the model.
-        batch: records, the real ones first.
-        weights: of the records, zero for padding; None for a batch without padding.
-        sizes: for a coupled function, the numbers of real records that may occur, in rising order.
+        functions: The problem's functions.
+        kinds: Their kinds.
+        params: The model.
+        batch: Records, the real ones first.
+        weights: Record weights, 0 for padding; None for a batch without padding.
+        sizes: For a coupled function, the possible numbers of real records in ascending order.
+        key: A random key for a function that takes one.
 
     Returns:
-        A tree like `params`.
+        A pytree like `params`.
     """
-    given = functions.gradient
+    given = None if functions.gradient is None else keyed(functions.gradient, key)
+    of_batch = keyed(functions.loss, key)
 
     def loss(params: Tree, batch: Tree, **by_name: Array) -> Any:
-        result = functions.loss(params, batch, **by_name)
+        result = of_batch(params, batch, **by_name)
         one_number("loss(params, batch)", jnp.shape(result))
         return result
 
@@ -125,7 +149,7 @@ def gradient(
 
 
 def _on_real_records(evaluate: Callable[[Tree], Tree], batch: Tree, weights: Array, sizes: Sequence[int]) -> Tree:
-    """Evaluate on the records of a padded batch that are real, of which there are as many as one of `sizes`."""
+    """Evaluate on the real records of a padded batch, with one branch per size."""
 
     def branch(size: int) -> Callable[[Tree], Tree]:
         return lambda batch: evaluate(jax.tree.map(lambda a: a[:size], batch))

@@ -1,13 +1,13 @@
-"""A model is a vector: which slice of it is which layer.
+"""`Layout`: the mapping between a model's pytree and its flat vector.
 
-`Layout` is the only thing that knows of layers. A tree of arrays is flattened where it enters and unflattened where a
-gradient is computed; everything that is kept, sent or averaged is the flat vector in between.
+Pytrees are flattened on input and unflattened where a gradient is computed; everything that is stored, sent or averaged
+is a flat vector.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from numpy.typing import NDArray
+
+from fedscaffold.layers import Split, split
 
 __all__ = ["Layout"]
 
@@ -39,21 +41,29 @@ class Layout(NamedTuple):
 
     @property
     def bounds(self) -> list[int]:
-        """Where each array begins in the vector, and where the last one ends."""
+        """Offsets of the arrays in the vector, and its length."""
         return [0, *np.cumsum([prod(shape) for shape in self.shapes]).tolist()]
 
     @property
     def size(self) -> int:
-        """Number of coordinates, d."""
+        """Length d of the vector."""
         return sum(prod(shape) for shape in self.shapes)
 
     @property
     def digest(self) -> str:
-        """Short fingerprint of names and shapes."""
+        """Short hash of names and shapes."""
         return hashlib.sha256(repr((self.names, self.shapes)).encode()).hexdigest()[:12]
 
+    def split(self, chosen: Collection[str]) -> Split:
+        """Return the coordinates of some layers, chosen by name.
+
+        >>> Layout.of({"w": np.zeros((2, 3)), "b": np.zeros(2)}).split(["b"]).ranges
+        ((0, 2),)
+        """
+        return split(self.names, self.shapes, chosen)
+
     def flatten(self, tree: Any, dtype: Any = np.float64) -> NDArray[Any]:
-        """Lay the arrays of `tree` one after the other.
+        """Concatenate the arrays of `tree` into a vector.
 
         >>> Layout.of([np.zeros(1), np.zeros((1, 2))]).flatten([np.ones(1), np.zeros((1, 2))])
         array([1., 0., 0.])
@@ -61,16 +71,16 @@ class Layout(NamedTuple):
         return np.concatenate([np.asarray(leaf, dtype).ravel() for leaf in jax.tree.leaves(tree)])
 
     def leaves(self, vector: Any) -> list[Any]:
-        """Cut a vector into its arrays: NumPy in, NumPy out; traced in, traced out."""
+        """Split a vector into its arrays; works on NumPy and traced arrays."""
         return [
             vector[start:end].reshape(shape)
             for (start, end), shape in zip(pairwise(self.bounds), self.shapes, strict=True)
         ]
 
     def tree(self, leaves: Sequence[Any]) -> Any:
-        """Put arrays back into the user's own structure."""
+        """Return the pytree with these arrays as leaves."""
         return jax.tree.unflatten(self.structure, leaves)
 
     def unflatten(self, vector: Any) -> Any:
-        """Return the tree that `vector` stands for."""
+        """Return the pytree of a flat vector."""
         return self.tree(self.leaves(vector))

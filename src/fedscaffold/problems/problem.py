@@ -1,8 +1,8 @@
-"""WHAT is minimised: f(x) = sum p_i f_i(x), f_i the mean loss over the records of client i.
+"""Federated problems: minimise f(x) = sum p_i f_i(x), f_i the mean loss over the records of client i.
 
-A problem is a loss on a model and a batch of records, a model to start from, and every client's records. The records
-of all clients lie one after the other in flat arrays, with `offsets` telling where each client begins: clients may
-hold any number of records and nothing is padded.
+A problem is a loss on a model and a batch of records, an initial model, and every client's records. The records of all
+clients are concatenated in flat arrays; `offsets` holds the start of each client, so clients may have any number of
+records and nothing is padded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedscaffold import checks
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss
-from fedscaffold.problems.inspection import Inspection, inspect_functions
+from fedscaffold.problems.function_kinds import Inspection, inspect_functions
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.records import counted, is_float, joined, model, reals, refuse_non_finite
 
@@ -30,7 +30,7 @@ Floats: TypeAlias = NDArray[Any]  # of float64
 
 
 class Facts(NamedTuple):
-    """What is known of a problem in closed form; None where it is not."""
+    """Closed-form facts of a problem; None if unknown."""
 
     def __repr__(self) -> str:
         return brief(self)
@@ -48,15 +48,15 @@ class Facts(NamedTuple):
     noise_covariance: Callable[[Floats, int | None], Floats] | None = None
     """(x, batch_size) -> covariance of the stochastic gradient at x, one (d, d) per client."""
     population: tuple[Floats, Floats] | None = None
-    """A (N, d, d) and b (N, d) of the mean oracles A_i x - b_i over what the clients' records were drawn from."""
+    """A (N, d, d) and b (N, d) of the mean oracles A_i x - b_i over the distributions of the clients' records."""
 
 
 class Problem:
-    """A federated problem: a loss, a starting model, and every client's records.
+    """A federated problem: a loss, an initial model, and every client's records.
 
-    The client's objective f_i is the loss over its records: `loss(params, batch)` is most often a mean over the batch's
-    records, but may couple them in any way (Cox, contrastive losses, batch normalisation, AUC for `accuracy`). What is
-    no mean over records is recognised by a check before the first run, and is then only ever called with real batches.
+    The objective f_i of client i is the loss over its records. `loss(params, batch)` is usually a mean over the batch's
+    records, but may couple them in any way (Cox, contrastive losses, batch normalisation, AUC for `accuracy`). Coupled
+    functions are detected before the first run and are never called with padded batches.
 
     Args:
         loss: `loss(params, batch)`, one number, for any JAX pytree `params`. It may take `weights` by name: one number
@@ -136,14 +136,14 @@ class Problem:
 
     @cached_property
     def inspected(self) -> Inspection:
-        """What the problem's functions are: found out once, when first needed."""
+        """Inspection of the problem's functions, computed on first use."""
         return inspect_functions(self)
 
     def with_clients(self, clients: Sequence[Tree]) -> Problem:
-        """The same functions and model on other clients' records; what was found out about them is kept.
+        """Return a problem with the same functions and model on other clients' records, without a new inspection.
 
         Args:
-            clients: as for `Problem`.
+            clients: As for `Problem`.
 
         Returns:
             A problem without test data, facts or noise.
@@ -155,12 +155,12 @@ class Problem:
 
     @property
     def num_clients(self) -> int:
-        """N."""
+        """Number of clients N."""
         return len(self.offsets) - 1
 
     @property
     def dim(self) -> int:
-        """d, the number of coordinates of the model."""
+        """Number of parameters d of the model."""
         return self.layout.size
 
     @property
@@ -170,12 +170,12 @@ class Problem:
 
     @property
     def mu(self) -> float | None:
-        """Strong convexity of the clients' losses, where known."""
+        """Strong convexity constant of the clients' losses; None if unknown."""
         return self.facts.mu
 
     @property
     def smoothness(self) -> float | None:
-        """L of the clients' losses, where known."""
+        """Smoothness constant L of the clients' losses; None if unknown."""
         return self.facts.smoothness
 
     def optimum(self, weights: str | ArrayLike = "equal") -> Floats:
@@ -192,7 +192,7 @@ class Problem:
         return self.facts.optimum(weights_of(self, weights))
 
     def ideal_controls(self, weights: str | ArrayLike = "equal") -> Floats:
-        """Return the c_i at which SCAFFOLD rests: every client's gradient at the optimum, one a row."""
+        """Return the (N, d) fixed point of SCAFFOLD's c_i: every client's gradient at the optimum."""
         optimum = self.optimum(weights)
         assert self.facts.client_gradients is not None, "a problem that knows its optimum knows its gradients"
         return self.facts.client_gradients(optimum)
@@ -206,7 +206,7 @@ class Problem:
         return float(weights_of(self, weights) @ self.facts.client_losses(optimum))
 
     def on_device(self, dtype: str) -> tuple[Tree, Tree]:
-        """Records and test data as device arrays of the given float type, sent there once."""
+        """Return records and test data as device arrays of the given float dtype, cached."""
         if dtype not in self._device:
             held = jax.tree.map(lambda a: a.astype(dtype) if is_float(a) else a, (self.records, self.test))
             self._device[dtype] = jax.device_put(held)
@@ -215,7 +215,7 @@ class Problem:
 
 
 def weights_of(problem: Problem, weights: str | ArrayLike) -> Floats:
-    """Return the clients' weights p_i, summing to 1: "equal", "records", or N numbers of the user's.
+    """Return the clients' weights p_i, summing to 1, from "equal", "records", or N numbers.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=4, dim=2, seed=0)
@@ -241,7 +241,7 @@ def weights_of(problem: Problem, weights: str | ArrayLike) -> Floats:
 
 
 def _noise_factor(noise: ArrayLike, num_clients: int, dim: int) -> Floats:
-    """Square root of the noise covariance: a number, one (1, d, d) matrix, or one (d, d) matrix per client."""
+    """Return the square root of the noise covariance: a scalar, (1, d, d), or (N, d, d)."""
     covariance = reals("noise", noise)
     if not np.isfinite(covariance).all():
         raise InputError("noise must be finite")

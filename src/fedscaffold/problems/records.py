@@ -1,4 +1,4 @@
-"""What a user brings, as arrays: a model to start from and the clients' records. What cannot be used is named."""
+"""Conversion of the user's model and client records to arrays, with validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Table: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
 
 
 def model(params: Tree) -> Tree:
-    """The starting model as NumPy arrays: every leaf is trained, so it must be floating-point numbers.
+    """Return the initial model as NumPy arrays; all leaves are trained, so they must be floating point.
 
     >>> model({"w": [0.0, 1.0], "steps": 0})
     Traceback (most recent call last):
@@ -44,14 +44,14 @@ def model(params: Tree) -> Tree:
 
 
 def counted(clients: Sequence[Tree]) -> NDArray[np.int64]:
-    """How many records each client holds."""
+    """Return the number of records of each client."""
     if len(clients) == 0:
         raise InputError("clients must hold at least one client, got an empty list")
     return np.array([_rows(i, client) for i, client in enumerate(clients)], np.int64)
 
 
 def joined(clients: Sequence[Tree]) -> Tree:
-    """The records of all clients, one after the other."""
+    """Concatenate the records of all clients."""
     if any(hasattr(leaf, "columns") for leaf in jax.tree.leaves(clients[0])):
         _refuse_other_columns(clients)
     try:
@@ -64,7 +64,7 @@ def joined(clients: Sequence[Tree]) -> Tree:
 
 
 def tables(clients: Sequence[Any]) -> list[Table]:
-    """Clients that hold x (records, features) and y (records,), as arrays.
+    """Return the clients' x (records, features) and y (records,) as arrays, after checking them.
 
     >>> tables([([[1.0, 2.0]], [1]), ([[3.0]], [0])])
     Traceback (most recent call last):
@@ -91,7 +91,7 @@ def tables(clients: Sequence[Any]) -> list[Table]:
 
 
 def reals(name: str, given: ArrayLike) -> NDArray[Any]:
-    """Numbers as an array of float64; text, truth values and rows of unlike lengths are refused.
+    """Convert numbers to a float64 array; raise InputError for text, bools and ragged rows.
 
     >>> reals("weights", [1, 2])
     array([1., 2.])
@@ -106,12 +106,12 @@ def reals(name: str, given: ArrayLike) -> NDArray[Any]:
 
 
 def is_float(array: NDArray[Any]) -> bool:
-    """Whether an array holds floating-point numbers."""
+    """Return whether an array is of floating point."""
     return bool(np.issubdtype(array.dtype, np.floating))
 
 
 def refuse_non_finite(what: str, tree: Tree) -> None:
-    """Raise an InputError where numbers are NaN or infinite."""
+    """Raise an InputError if a leaf has NaN or infinite values."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_float(leaf) and not np.isfinite(leaf).all():
             bad = int((~np.isfinite(leaf)).sum())
@@ -119,7 +119,7 @@ def refuse_non_finite(what: str, tree: Tree) -> None:
 
 
 def refuse_words(what: str, tree: Tree) -> None:
-    """Raise an InputError where there are words, dates or objects instead of numbers."""
+    """Raise an InputError if a leaf holds text, dates or objects instead of numbers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if leaf.dtype.kind in "OUSTMm":
             words = (value for value in leaf.ravel().tolist() if not isinstance(value, (int, float)))
@@ -130,7 +130,7 @@ def refuse_words(what: str, tree: Tree) -> None:
 
 
 def _numbers(array: NDArray[Any]) -> NDArray[Any]:
-    """Objects that are all numbers, as numbers: pandas gives columns of truth values and of numbers so."""
+    """Convert an object array of numbers, as pandas returns for mixed columns, to a numeric one."""
     if array.dtype == object:
         try:
             return array.astype(np.float64)
@@ -154,7 +154,7 @@ def _rows(i: int, client: Tree) -> int:
 
 
 def _odd_one(clients: Sequence[Tree]) -> str | None:
-    """The first client whose rows are not shaped as those of client 0, in words."""
+    """Describe the first client whose rows are not shaped like those of client 0; None if all are."""
     first = _shapes(clients[0])
     for i, client in enumerate(clients):
         here = _shapes(client)
@@ -175,7 +175,7 @@ def _shapes(client: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse_other_columns(clients: Sequence[Tree]) -> None:
-    """Arrays are joined by position: tables whose columns have names must have the same, in the same order."""
+    """Raise an InputError if tables have other column names, or another order, than those of client 0."""
     first: list[Any] = []
     for i, client in enumerate(clients):
         names = [list(getattr(leaf, "columns", ())) for leaf in jax.tree.leaves(client)]

@@ -1,20 +1,23 @@
-"""HOW a federation is simulated: one compiled program for all rounds, clients in cache-sized blocks."""
+"""Simulation of a federation: one compiled program for all rounds, clients in cache-sized blocks."""
 
 from fedscaffold.simulation import compression, stale
+from fedscaffold.simulation.callbacks import Callback, Look
 from fedscaffold.simulation.checkpoint import Interrupted
-from fedscaffold.simulation.extrapolation import Richardson, richardson
-from fedscaffold.simulation.follow import Stretch
-from fedscaffold.simulation.hosts import Lost, join
-from fedscaffold.simulation.run import Run, simulate
-from fedscaffold.simulation.sources import problem_on_disk
+from fedscaffold.simulation.distributed import Lost, join
+from fedscaffold.simulation.on_disk import problem_on_disk
+from fedscaffold.simulation.result import Run
+from fedscaffold.simulation.richardson_romberg import Richardson, richardson
+from fedscaffold.simulation.simulator import Simulator, simulate
 from fedscaffold.simulation.sweeps import Sweep, sweep
 
 __all__ = [
+    "Callback",
     "Interrupted",
+    "Look",
     "Lost",
     "Richardson",
     "Run",
-    "Stretch",
+    "Simulator",
     "Sweep",
     "compression",
     "join",

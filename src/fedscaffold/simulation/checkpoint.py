@@ -1,8 +1,8 @@
-"""Checkpoints: a run's whole state in one atomic commit, and going on from it with the same bits.
+"""Checkpoints: atomic commits of a run's state, from which it resumes bit-identically.
 
-A commit holds the state the next round needs, the metrics of the rounds so far, and the facts that make the run this
-run. As every round has random streams of its own, that is all: whoever continues draws what the first would have drawn.
-A signal ends the run after the stretch of rounds at work, with a commit.
+A commit holds the state, the metrics of the rounds so far, and a fingerprint of the run. Every round has its own random
+streams, so no generator state is needed. On SIGINT or SIGTERM the run finishes the current chunk of rounds, commits and
+raises `Interrupted`.
 """
 
 from __future__ import annotations
@@ -23,30 +23,41 @@ from numpy.typing import NDArray
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
-from fedscaffold.simulation import parts
-from fedscaffold.simulation.away import Away
-from fedscaffold.simulation.health import Watch
-from fedscaffold.simulation.hosts import most, tried
-from fedscaffold.simulation.identity import differences
-from fedscaffold.simulation.mesh import OF_CLIENTS, Shards
+from fedscaffold.parsing import format_of
+from fedscaffold.simulation import sharded_checkpoint
+from fedscaffold.simulation.distributed import allreduce_max, run_everywhere
+from fedscaffold.simulation.fingerprint import differences
+from fedscaffold.simulation.invariants import InvariantMonitor
+from fedscaffold.simulation.out_of_core import OutOfCoreClients
+from fedscaffold.simulation.sharding import OF_CLIENTS, Shards
 from fedscaffold.simulation.spec import State
 from fedscaffold.state import Snapshot, StateError, commit, latest
 from fedscaffold.state.commit import generations
 
-__all__ = ["Checkpoint", "Interrupted", "Progress", "StateWarning", "discard", "last_round", "listening", "unfinished"]
+__all__ = [
+    "Checkpoint",
+    "Interrupted",
+    "Progress",
+    "StateWarning",
+    "catch_signals",
+    "discard",
+    "last_round",
+    "unfinished",
+]
 
-SECONDS = 20.0  # between two commits by the clock
-SHARE = 50.0  # a commit takes at most one part in so many of the time
+FORMAT = 2  # version 0.1.0 wrote format 1, which has a fixed state and no format field
+SECONDS = 20.0  # least time between two commits if `every` is None
+SHARE = 50.0  # commits take at most 1 / SHARE of the time
 METRICS = "metrics"
 ROWS = tuple(f"state.{name}" for name in OF_CLIENTS)
 
 
 class StateWarning(UserWarning):
-    """A checkpoint was passed over, and an older one is used."""
+    """A damaged checkpoint was skipped and an older one is used."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the run after a commit; calling again with the same folder goes on."""
+    """A signal ended the run after a commit; run again with the same folder to resume."""
 
     def __init__(self, number: int, round: int, folder: Path) -> None:
         super().__init__(f"{signal.Signals(number).name} after round {round}; the checkpoint in {folder} has it all")
@@ -54,7 +65,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Progress(NamedTuple):
-    """How far a run is."""
+    """Progress of a run: state, tables of metrics, and number of rounds done."""
 
     state: State
     table: list[NDArray[Any]]
@@ -62,21 +73,21 @@ class Progress(NamedTuple):
 
 
 class Checkpoint:
-    """The checkpoints of one run in `folder`, every so many rounds, or by the clock where `every` is None."""
+    """Checkpoints of a run in `folder`, every `every` rounds; by default time-based, with at most 2 % overhead."""
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: Path,
         every: int | None,
         identity: dict[str, Any],
         rounds: int,
-        watch: Watch,
+        monitor: InvariantMonitor,
         signals: list[int],
-        away: Away | None = None,
+        away: OutOfCoreClients | None = None,
         shards: Shards | None = None,
     ) -> None:
-        self.folder, self.every = Path(folder), None if every is None else checks.whole("every", every)
-        self.identity, self.rounds, self.watch, self.signals = identity, rounds, watch, signals
+        self.folder, self.every = folder, every
+        self.identity, self.rounds, self.monitor, self.signals = identity, rounds, monitor, signals
         self.away, self.shards = away, shards
         self.shared = shards is not None and jax.process_count() > 1
         self.own = slice(0, identity["problem.num_clients"]) if shards is None else shards.own
@@ -86,18 +97,20 @@ class Checkpoint:
         self.pause, self.spent = SECONDS, 0.0
 
     def begin(self, start: State) -> Progress:
-        """Where to go on: the newest whole checkpoint, or the start, which is committed at once."""
-        snapshot = self.newest()
+        """Return the progress of the newest intact checkpoint; without one, commit and return the initial state."""
+        snapshot = self.load_latest()
         if snapshot is None:
             begun = Progress(start, [], 0)
-            self.keep(begun)
+            self.save(begun)
             return begun
         for sentence in snapshot.warnings:
             warnings.warn(sentence, StateWarning, stacklevel=2)
-        self.generation, self.named = snapshot.generation, [parts.names(snapshot.facts)]
-        found = restored(snapshot, self.committed(start))
+        self.generation, self.named = snapshot.generation, [sharded_checkpoint.names(snapshot.facts)]
+        found = load_progress(snapshot, self.committed(start))
         if self.away is not None:
-            found = found._replace(state=found.state._replace(c_i=start.c_i, heard_at=start.heard_at))
+            found = found._replace(
+                state=found.state._replace(memory=start.memory, own=start.own, heard_at=start.heard_at)
+            )
         if found.done > self.rounds:
             raise InputError(
                 f"the checkpoint in {self.folder} is after round {found.done}; "
@@ -106,8 +119,8 @@ class Checkpoint:
         self.refuse_faults(found.state)
         return found
 
-    def newest(self) -> Snapshot | None:
-        """The newest whole snapshot, with the rows of the clients here; of many processes, the newest all can read."""
+    def load_latest(self) -> Snapshot | None:
+        """Return the newest intact snapshot; with several processes, the newest that all of them can read."""
         if not self.shared:
             return latest(self.folder, accept=self.accept)
         found: dict[int, Snapshot | None] = {}
@@ -118,18 +131,28 @@ class Checkpoint:
             found[generation] = snapshot
             return generation
 
-        seen = tried(partial(look, None))
+        seen = run_everywhere(partial(look, None))
         while len(set(seen)) > 1:
             if 0 in seen:
                 raise InputError(f"{self.folder} must be the same for all: process {seen.index(0)} finds it empty")
             found.clear()
-            seen = tried(partial(look, min(seen)))
+            seen = run_everywhere(partial(look, min(seen)))
         return found[seen[0]]
 
     def accept(self, snapshot: Snapshot, limit: int | None = None) -> None:
-        """Refuse the snapshot of another run; let clients take their rows, or pass it over."""
+        """Check that a snapshot is of this run, and load the rows of this process's clients.
+
+        Raises:
+            InputError: The snapshot is of another run or of an unsupported format.
+            StateError: The snapshot is damaged; an older one may be used.
+        """
         if limit is not None and snapshot.generation > limit:
             raise StateError(f"generation {snapshot.generation} is not whole for another process")
+        if format_of(snapshot.facts.get("format"), FORMAT, f"the checkpoint in {self.folder}") < FORMAT:
+            raise InputError(
+                f"the checkpoint in {self.folder} is of fedscaffold 0.1.0, whose state this version cannot continue: "
+                "finish the run with 0.1.0, or start anew with --fresh or in another folder"
+            )
         changed = differences(snapshot.facts.get("run", {}), self.identity)
         if changed is not None:
             raise InputError(
@@ -138,47 +161,54 @@ class Checkpoint:
             )
         if self.away is not None:
             self.away.restore(snapshot.arrays)
-        if listed := parts.names(snapshot.facts):
-            snapshot.arrays.update(parts.read(self.folder, listed, self.own))
+        if listed := sharded_checkpoint.names(snapshot.facts):
+            snapshot.arrays.update(sharded_checkpoint.read(self.folder, listed, self.own))
         elif self.shards is not None:
-            snapshot.arrays.update({name: a[self.own] for name, a in snapshot.arrays.items() if name in ROWS})
+            snapshot.arrays.update({name: a[self.own] for name, a in snapshot.arrays.items() if name.startswith(ROWS)})
 
     def committed(self, state: State) -> State:
-        """The part of a state that is committed as it is: of clients who are away, their store is."""
-        return state if self.away is None else state._replace(c_i=None, heard_at=None)
+        """Return the state without what the store of out-of-core clients holds."""
+        return state if self.away is None else state._replace(memory=None, own=None, heard_at=None)
 
     def until(self, done: int) -> int:
-        """Rounds to run at most before the next commit."""
+        """Return the number of rounds to run before the next commit."""
         return self.rounds if self.every is None else self.every - done % self.every
 
-    def after(self, progress: Progress) -> None:
-        """Commit if it is time to, or if the run ends here; raise Interrupted if a signal came."""
+    def after(self, progress: Progress, stopped: bool = False) -> None:
+        """Commit if one is due or the run ends here; raise Interrupted after a signal."""
         ended = progress.done >= self.rounds or bool(progress.state.done)
         waited = time.perf_counter() - self.at
         due = int(waited >= self.pause if self.every is None else progress.done % self.every == 0)
         signalled = self.signals[0] if self.signals else 0
         if self.shared:
-            due, signalled = most(due, signalled)
-        if due or ended or signalled:
-            self.keep(progress)
+            due, signalled = allreduce_max(due, signalled)
+        if due or ended or stopped or signalled:
+            self.save(progress)
         if signalled and not ended:
             raise Interrupted(signalled, progress.done, self.folder)
 
-    def keep(self, progress: Progress) -> None:
-        """Commit a state that is sound."""
+    def save(self, progress: Progress) -> None:
+        """Check the invariants of a state and commit it."""
         began = time.perf_counter()
         state = progress.state
         if self.shards is not None and isinstance(state.x, jax.Array):
-            state = self.shards.collected(state)
-        if self.away is None or self.watch.due() or progress.done >= self.rounds:
-            self.refuse_faults(state)  # the rows of clients who are away are read every so often only
-        arrays = {name: np.asarray(leaf) for name, leaf in named(self.committed(state))}
+            state = self.shards.collect(state)
+        # a check reads all rows, which is too slow for every commit if they are out of core
+        if self.away is None or self.monitor.due() or progress.done >= self.rounds:
+            self.refuse_faults(state)
+        arrays = {name: np.asarray(leaf) for name, leaf in named_arrays(self.committed(state))}
         arrays |= {} if self.away is None else self.away.snapshot()
         if progress.table:
             progress.table[:] = [np.concatenate(progress.table)]
             arrays[METRICS] = progress.table[0]
         ended = progress.done >= self.rounds or bool(state.done)
-        facts = {"run": self.identity, "round": int(state.round), "rounds": self.rounds, "ended": ended}
+        facts = {
+            "format": FORMAT,
+            "run": self.identity,
+            "round": int(state.round),
+            "rounds": self.rounds,
+            "ended": ended,
+        }
         self.write(arrays, facts)
         if self.away is not None:
             self.away.store.committed()
@@ -187,10 +217,10 @@ class Checkpoint:
         self.spent += self.at - began
 
     def write(self, arrays: dict[str, NDArray[Any]], facts: dict[str, Any]) -> None:
-        """Commit; of many processes each its part, and the first what is common once all parts are on the disk."""
+        """Commit arrays and facts; with several processes each writes its rows, then process 0 the shared part."""
         listed: list[str] = []
-        if self.shared and (rows := {name: arrays.pop(name) for name in ROWS if name in arrays}):
-            listed = tried(lambda: parts.write(self.folder, self.own, rows, facts["round"]))
+        if self.shared and (rows := {name: arrays.pop(name) for name in list(arrays) if name.startswith(ROWS)}):
+            listed = run_everywhere(lambda: sharded_checkpoint.write(self.folder, self.own, rows, facts["round"]))
             facts = facts | {"parts": listed}
 
         def common() -> int | None:
@@ -200,21 +230,21 @@ class Checkpoint:
                 raise InputError(f"{self.folder} must be one folder that all processes share: {absent[0]} is not there")
             return commit(self.folder, arrays, facts, after=self.generation)
 
-        self.generation = tried(common)[0] if self.shared else common()
+        self.generation = run_everywhere(common)[0] if self.shared else common()
         self.named = [*self.named[-1:], listed]
         if not self.shared or jax.process_index() == 0:
-            parts.sweep(self.folder, {name for names in self.named for name in names})
+            sharded_checkpoint.sweep(self.folder, {name for names in self.named for name in names})
 
     def refuse_faults(self, state: State) -> None:
-        """Raise StateError for a state in which c is not the mean of the c_i."""
-        wrong = self.watch(state)
+        """Raise StateError if the server's fields are not the means of the clients' memories."""
+        wrong = self.monitor(state)
         if wrong is not None:
             whole = f"; the checkpoint in {self.folder} is of before" if self.generation is not None else ""
             raise StateError(f"the state is not sound: {wrong}{whole}")
 
 
 def unfinished(folder: Path) -> int | None:
-    """The round after which the run of a checkpoint folder stopped; None where there is none, or it went to its end.
+    """Return the last round of an unfinished run in a checkpoint folder; None if there is none.
 
     >>> unfinished(Path("nowhere")) is None
     True
@@ -224,7 +254,7 @@ def unfinished(folder: Path) -> int | None:
 
 
 def last_round(folder: Path) -> tuple[int, bool] | None:
-    """The round after which the last checkpoint of a folder is, and whether the run went to its end; None for none.
+    """Return the round of the last checkpoint in a folder and whether the run had ended; None without a checkpoint.
 
     >>> last_round(Path("nowhere")) is None
     True
@@ -237,24 +267,24 @@ def last_round(folder: Path) -> tuple[int, bool] | None:
 
 
 def discard(folder: Path) -> None:
-    """Remove all checkpoints of a folder, the newest first: what is left in between is an older state, whole."""
-    for _, path in generations(folder):  # which refuses a link
+    """Remove all checkpoints of a folder, newest first, so that an interruption leaves an older, intact state."""
+    for _, path in generations(folder):  # raises for a symbolic link
         path.unlink(missing_ok=True)
-    for path in folder.glob("rows-*"):  # of clients whose state was in files: no commit speaks of them any more
+    for path in folder.glob("rows-*"):  # rows of client_state="file", which no commit refers to any more
         path.unlink(missing_ok=True)
-    parts.sweep(folder, ())
+    sharded_checkpoint.sweep(folder, ())
 
 
-def named(state: State) -> list[tuple[str, Any]]:
-    """The arrays of a state with their names."""
+def named_arrays(state: State) -> list[tuple[str, Any]]:
+    """Return the arrays of a state with their names."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return [("state" + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
-def restored(snapshot: Snapshot, like: State) -> Progress:
-    """The progress a snapshot holds, if its arrays are those of this run's state."""
+def load_progress(snapshot: Snapshot, like: State) -> Progress:
+    """Return the progress that a snapshot holds, after checking its arrays against the state `like`."""
     leaves = []
-    for name, leaf in named(like):
+    for name, leaf in named_arrays(like):
         array = snapshot.arrays.get(name)
         if array is None or array.shape != np.shape(leaf) or array.dtype != leaf.dtype:
             raise StateError(f"the checkpoint has no array {name} of {leaf.dtype} {np.shape(leaf)}")
@@ -265,10 +295,10 @@ def restored(snapshot: Snapshot, like: State) -> Progress:
 
 
 @contextmanager
-def listening() -> Iterator[list[int]]:
-    """Note the first SIGINT or SIGTERM instead of dying of it; a second one acts as always.
+def catch_signals() -> Iterator[list[int]]:
+    """Record the first SIGINT or SIGTERM in the list yielded; a second signal is handled as before.
 
-    Only the main thread may do so; signals that were ignored stay ignored.
+    Handlers are installed in the main thread only, and not for signals that are ignored.
     """
     caught: list[int] = []
     before: dict[int, Any] = {}

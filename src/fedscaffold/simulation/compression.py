@@ -40,18 +40,18 @@ INDEX = SEED = SCALE = 4  # bytes
 
 
 class Compressor(NamedTuple):
-    """A way to compress vectors."""
+    """A compressor of vectors."""
 
     name: str
     decoded: Callable[[Array, Array], Array]
-    """(v, key) -> what both sides read, for a vector and a random key."""
+    """(vector, random key) -> the decompressed vector that both sides see."""
     bytes: Callable[[int, int], int]
-    """(d, itemsize) -> bytes of a message with d numbers."""
+    """(d, itemsize) -> size in bytes of a compressed vector with d entries."""
 
 
 @memoised
 def top_k(share: float) -> Compressor:
-    """Keep the `share` of coordinates that are largest in size.
+    """Keep the `share` of coordinates with the largest absolute values.
 
     >>> import numpy as np
     >>> top_k(0.5).decoded(np.array([3.0, -1.0, 0.5, -4.0]), None).tolist(), top_k(0.5).bytes(1000, 4)
@@ -82,7 +82,7 @@ def random_k(share: float) -> Compressor:
 
 @memoised
 def quantise(bits: int) -> Compressor:
-    """Round every coordinate at random to one of 2^bits levels.
+    """Round every coordinate stochastically to one of 2^bits levels.
 
     >>> quantise(4).bytes(640, 4)
     360
@@ -106,7 +106,7 @@ def quantise(bits: int) -> Compressor:
 
 
 def of(text: str) -> Compressor | None:
-    """The compressor that a word names: top_k:0.1, random_k:0.1, quantise:4, or none.
+    """Parse a compressor: top_k:0.1, random_k:0.1, quantise:4, or none.
 
     >>> of("top_k:0.1").name
     'top_k:0.1'
@@ -134,6 +134,6 @@ def _count(share: float, d: int) -> int:
 
 
 def _only(v: Array, rank: Array, share: float) -> Array:
-    """Keep v where `rank` is among the largest."""
+    """Keep the `share` of coordinates with the largest `rank`, zero the others."""
     _, chosen = jax.lax.top_k(rank, _count(share, len(v)))
     return jnp.zeros_like(v).at[chosen].set(jnp.asarray(v)[chosen])

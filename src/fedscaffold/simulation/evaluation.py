@@ -1,4 +1,4 @@
-"""Measuring a round: one row of metrics, inside the compiled program."""
+"""Evaluation inside the compiled program: one row of metrics per round."""
 
 from __future__ import annotations
 
@@ -9,51 +9,55 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedscaffold.metrics import met
 from fedscaffold.problems.batches import Kind, value
 from fedscaffold.problems.problem import Problem
-from fedscaffold.simulation.aging import ages, faded
-from fedscaffold.simulation.double import in_double
+from fedscaffold.simulation.double_precision import in_float64
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES, sum_over
 from fedscaffold.simulation.local import gradient
-from fedscaffold.simulation.mesh import joined
+from fedscaffold.simulation.own_metrics import evaluate_compiled
+from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
+from fedscaffold.simulation.staleness import ages, decay_memory
 
-__all__ = ["evaluate", "usual"]
+__all__ = ["default_metrics", "evaluate"]
 
 
-def usual(problem: Problem) -> tuple[str, ...]:
-    """The metrics that are measured unless others are asked for."""
+def default_metrics(problem: Problem) -> tuple[str, ...]:
+    """Return the default metrics of a problem."""
     accuracy = problem.functions.accuracy is not None
     measured = "loss" if problem.functions.has_loss else "grad_norm"
     return (measured, *(["accuracy"] if accuracy else []), *(["distance"] if problem.facts.optimum is not None else []))
 
 
 def evaluate(
-    spec: Spec, federation: Federation, settings: Settings, state: State, drift: Array, every: Array
+    spec: Spec, federation: Federation, settings: Settings, state: State, drift: Array, due: Array
 ) -> tuple[Array, Array]:
-    """Return one row of metrics and whether the run is over; rounds that are not due have NaN."""
+    """Return one row of metrics, NaN if the round is not due, and whether the run has ended."""
     names = spec.metrics
-    due = state.round % every == 0
     unknown = jnp.full(len(names), jnp.nan, state.x.dtype)
-    measured = (
-        jax.lax.cond(due, lambda: _row(spec, federation, state), lambda: unknown) if names != ("residual",) else unknown
-    )
-    cheap = {"drift": drift, "residual": _residual(state)}
+    measured = unknown
+    if names != ("residual",):
+        measured = jax.lax.cond(due, lambda: _evaluate_row(spec, federation, state), lambda: unknown)
+    cheap = {"drift": drift, "residual": _residual(spec, state)}
     row = jnp.stack([cheap.get(name, measured[j]) for j, name in enumerate(names)])
-    broken = ~jnp.isfinite(state.x).all() | (due & ~jnp.isfinite(row).all())
+    # user-defined metrics may be NaN
+    ours = jnp.stack([row[j] for j, name in enumerate(names) if name not in spec.own_columns])
+    broken = ~jnp.isfinite(state.x).all() | (due & ~jnp.isfinite(ours).all())
     if spec.stop is None:
         return row, broken
-    return row, broken | met(spec.stop, row[names.index(spec.stop)], settings.target)
+    return row, broken | spec.stop.met(row[names.index(spec.stop.metric)], settings.target)
 
 
-def _residual(state: State) -> Array:
-    if state.mean is None:
-        return jnp.zeros((), state.x.dtype)
-    return jnp.linalg.norm(in_double(jnp.subtract)(state.c, state.mean).astype(state.x.dtype))
+def _residual(spec: Spec, state: State) -> Array:
+    """Return the distance of the server's fields from the running means they must equal."""
+    off = [
+        in_float64(jnp.subtract)(getattr(state.server, field), mean).astype(state.x.dtype)
+        for (field, _), mean in zip(spec.algorithm.means, state.mean, strict=True)
+    ]
+    return jnp.linalg.norm(jnp.concatenate(off)) if off else jnp.zeros((), state.x.dtype)
 
 
-def _row(spec: Spec, federation: Federation, state: State) -> Array:
+def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
     leaves = spec.layout.leaves(state.x)
     params = spec.layout.tree(leaves)
 
@@ -61,8 +65,8 @@ def _row(spec: Spec, federation: Federation, state: State) -> Array:
 
     def everywhere(kind: Kind, measure: Callable[[Any, Array], Any]) -> Any:
         if kind == "mean":
-            return joined(spec, _over(federation.records, federation.record_weights, measure))
-        return joined(spec, sum_over(federation.records, federation.evaluation[kind], kind, measure))
+            return sum_over_devices(spec, _sum_over_records(federation.records, federation.record_weights, measure))
+        return sum_over_devices(spec, sum_over(federation.records, federation.evaluation[kind], kind, measure))
 
     def loss() -> Array:
         of_batch = partial(value, spec.functions.loss, kinds.loss, params)
@@ -76,7 +80,7 @@ def _row(spec: Spec, federation: Federation, state: State) -> Array:
         if kind != "mean":
             return sum_over(federation.test, federation.test_evaluation[kind], kind, of_batch)
         size = len(jax.tree.leaves(federation.test)[0])
-        return _over(federation.test, jnp.full(size, 1 / size, state.x.dtype), of_batch)
+        return _sum_over_records(federation.test, jnp.full(size, 1 / size, state.x.dtype), of_batch)
 
     def grad_norm() -> Array:
         total = everywhere(kinds.gradient, lambda batch, w: gradient(spec, leaves, batch, w))
@@ -89,19 +93,22 @@ def _row(spec: Spec, federation: Federation, state: State) -> Array:
         "gap": lambda: loss() - federation.optimal_loss,
         "distance": lambda: jnp.linalg.norm(state.x - federation.optimum),
         "control_error": lambda: _control_error(spec, federation, state),
-        "age": lambda: joined(spec, federation.weights @ ages(state).astype(state.x.dtype)),
+        "age": lambda: sum_over_devices(spec, federation.weights @ ages(state).astype(state.x.dtype)),
     }
-    nothing = jnp.zeros((), state.x.dtype)
-    return jnp.stack([measures[name]() if name in measures else nothing for name in spec.metrics])
+    unknown = jnp.full((), jnp.nan, state.x.dtype)  # filled in by the host or by `evaluate`
+    own = dict.fromkeys(spec.own_columns, unknown) | evaluate_compiled(spec, federation, state)
+    return jnp.stack([measures[name]() if name in measures else own.get(name, unknown) for name in spec.metrics])
 
 
 def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
-    held = jnp.zeros_like(federation.controls) if state.c_i is None else faded(spec, state, state.c_i)
-    return jnp.sqrt(joined(spec, federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1)))
+    held = jnp.zeros_like(federation.controls)
+    if spec.algorithm.means:
+        held = decay_memory(spec, state, getattr(state.memory, spec.algorithm.means[0][1]))
+    return jnp.sqrt(sum_over_devices(spec, federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1)))
 
 
-def _over(records: Any, weights: Array, measure: Callable[[Any, Array], Any]) -> Any:
-    """Sum `measure(batch, weights)` over all records, a stretch of them at a time; the last stretch may overlap."""
+def _sum_over_records(records: Any, weights: Array, measure: Callable[[Any, Array], Any]) -> Any:
+    """Sum `measure(batch, weights)` over all records in chunks; the last chunk may overlap, with weight 0."""
     total = len(weights)
     row_bytes = sum(a.dtype.itemsize * a.size // total for a in jax.tree.leaves(records))
     stretch = max(1, min(total, EVALUATION_BYTES // max(1, row_bytes)))

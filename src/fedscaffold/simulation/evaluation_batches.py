@@ -1,8 +1,7 @@
-"""The batches on which a function that is no mean over records is measured: real ones, of each client's own records.
+"""Evaluation batches of functions that are not means over records: unpadded batches of each client's own records.
 
-A client's value is the mean over its batches, weighted by their numbers of records: one batch of all its records, or
-consecutive batches of the size that the problem states, the last of which may be smaller. Batches of one size are
-evaluated by one piece of the compiled program, several at a time.
+A client's value is the mean over its batches, weighted by their sizes: one batch of all its records, or consecutive
+batches of the size given in the problem, the last of which may be smaller. Batches of equal size are vectorised.
 """
 
 from __future__ import annotations
@@ -19,37 +18,37 @@ from fedscaffold.problems.batches import Kind
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.spec import Array, Spec
 
-__all__ = ["EVALUATION_BYTES", "Batches", "cut", "describe", "evaluation_batches", "sum_over"]
+__all__ = ["EVALUATION_BYTES", "Batches", "describe", "evaluation_batches", "split_into_batches", "sum_over"]
 
-EVALUATION_BYTES = 1 << 22  # evaluated at once: enough to keep matrix products busy, little enough to forget
+EVALUATION_BYTES = 1 << 22  # evaluated at once: large enough for efficient matrix products, small beside the records
 
 
 class Batches(NamedTuple):
-    """Batches of one size, as a table of `width` of them a row; those of share 0 only fill the table up."""
+    """Batches of one size, in a table with `width` batches per row, padded with batches of share 0."""
 
     first: Array
-    """(rows, width) the first record of each."""
+    """(rows, width) first record of each batch."""
     count: Array
-    """How many of its records are real: all, unless the function takes weights."""
+    """(rows, width) number of real records: all, unless the function takes weights."""
     share: Array
-    """Its weight in the mean over all batches."""
+    """(rows, width) weight in the mean over all batches."""
     place: Array
-    """(size,) 0, 1, ...: the length is the size."""
+    """(size,) 0, 1, ..., size - 1."""
 
 
-def cut(
+def split_into_batches(
     offsets: NDArray[np.int64], shares: NDArray[Any], batch: int | None, kind: Kind, width_of: Callable[[int], int]
 ) -> list[Batches]:
-    """Cut clients' records into batches, those of one size together.
+    """Split clients' records into batches, grouped by size.
 
     Args:
-        offsets: where each client's records begin, and where the last one's end.
-        shares: the clients' weights.
-        batch: records in a batch, or None for all of a client's.
-        kind: of the function; one that takes weights is given padded batches, all of one size.
-        width_of: how many batches of a size are evaluated at once.
+        offsets: (N + 1,) offsets of the clients' records.
+        shares: The clients' weights.
+        batch: Batch size, or None for all records of a client.
+        kind: Kind of the function; one that takes weights gets padded batches of one size.
+        width_of: (size) -> number of batches to evaluate at once.
 
-    >>> [b] = cut(np.array([0, 2, 4]), np.array([0.5, 0.5]), None, "coupled", lambda size: 2)
+    >>> [b] = split_into_batches(np.array([0, 2, 4]), np.array([0.5, 0.5]), None, "coupled", lambda size: 2)
     >>> b.first.tolist(), b.count.tolist(), b.share.tolist(), b.place.tolist()
     ([[0, 2]], [[2, 2]], [[0.5, 0.5]], [0, 1])
     """
@@ -89,7 +88,7 @@ def _table(
 def evaluation_batches(
     problem: Problem, kinds: set[Kind], records: Any, offsets: NDArray[np.int64], shares: NDArray[Any]
 ) -> dict[str, list[Batches]]:
-    """By kind of function, the batches of some records that it is measured on; none for means over records."""
+    """Return the evaluation batches by kind of function, except for means over records, which need none."""
     total = max(1, int(offsets[-1]))
     row: int = sum(a.size * a.itemsize for a in jax.tree.leaves(records)) // total
     model = problem.dim * shares.itemsize
@@ -97,11 +96,14 @@ def evaluation_batches(
     def width_of(size: int) -> int:
         return max(1, EVALUATION_BYTES // (size * row + model))
 
-    return {kind: cut(offsets, shares, problem.evaluation_batch, kind, width_of) for kind in sorted(kinds - {"mean"})}
+    return {
+        kind: split_into_batches(offsets, shares, problem.evaluation_batch, kind, width_of)
+        for kind in sorted(kinds - {"mean"})
+    }
 
 
 def sum_over(records: Any, batches: list[Batches], kind: Kind, measure: Callable[[Any, Array | None], Any]) -> Any:
-    """Sum `measure(batch, weights)` over batches, times their shares; weights are None for a real batch."""
+    """Return the sum of `measure(batch, weights)` over batches, weighted by their shares; weights may be None."""
 
     def one(first: Array, count: Array, place: Array) -> Any:
         rows = first + jnp.minimum(place, count - 1) if kind == "weighted" else first + place
@@ -114,7 +116,7 @@ def sum_over(records: Any, batches: list[Batches], kind: Kind, measure: Callable
         def row(total: Any, entries: tuple[Array, Array, Array]) -> tuple[Any, None]:
             first, count, share = entries
             values = jax.vmap(one, in_axes=(0, 0, None))(first, count, part.place)
-            return jax.tree.map(lambda t, v: t + _weigh(share, v), total, values), None
+            return jax.tree.map(lambda t, v: t + _weighted_sum(share, v), total, values), None
 
         shape = jax.eval_shape(one, part.first[0, 0], part.count[0, 0], part.place)
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, part.share.dtype), shape)
@@ -124,14 +126,14 @@ def sum_over(records: Any, batches: list[Batches], kind: Kind, measure: Callable
     return jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), first, *others)
 
 
-def _weigh(share: Array, values: Array) -> Array:
-    """Sum of shares times values; what only fills the table up does not count even where it is not finite."""
+def _weighted_sum(share: Array, values: Array) -> Array:
+    """Return the sum of shares times values; values of share 0 are ignored even if they are not finite."""
     real = (share > 0).reshape(-1, *[1] * (values.ndim - 1))
     return jnp.tensordot(share, jnp.where(real, values, 0).astype(share.dtype), 1)
 
 
 def describe(problem: Problem, spec: Spec) -> dict[str, str]:
-    """On what each metric is measured that looks at records, in words."""
+    """Describe, for each metric on records, the data it is measured on."""
     kinds, size = spec.kinds, problem.evaluation_batch
     of = {"loss": kinds.loss, "gap": kinds.loss, "accuracy": kinds.accuracy, "grad_norm": kinds.gradient}
 
@@ -143,4 +145,5 @@ def describe(problem: Problem, spec: Spec) -> dict[str, str]:
             return "all test data at once" if tested else "all records of each client at once"
         return f"the {'test data' if tested else 'records of each client'} in batches of {size}"
 
-    return {metric: words(metric) for metric in spec.metrics if metric in of}
+    own = {column: measure.said for measure in spec.own for column in measure.columns}
+    return {metric: words(metric) for metric in spec.metrics if metric in of} | own

@@ -1,183 +1,239 @@
-"""One client's round: K local steps from x, leaf by leaf, flat again at the end.
+"""Local training: K local steps of one client, computed layer by layer.
 
-The records of a client are rows `first .. first + count` of the flat record arrays. A batch is a set of rows; where
-batches differ in size they are padded with rows of weight zero.
+A client's records are rows `first .. first + count` of the concatenated record arrays. A batch is a set of rows;
+batches of different sizes are padded with rows of weight 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedscaffold.algorithms import travelled
+from fedscaffold.algorithms import Walk, travelled
+from fedscaffold.algorithms.round import each, reply_of, shift_of, start_of
 from fedscaffold.problems.batches import gradient as slope_on_batch
+from fedscaffold.simulation.leaves import Leaves, flat
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec
 
-__all__ = ["Held", "Reply", "Work", "gradient", "gradient_at_x", "local_round"]
+__all__ = ["ClientState", "Reply", "Work", "gradient", "gradient_at_x", "train"]
 
-Leaves = list[Any]
 Batch = tuple[Any, Array, tuple[int, ...]]
-"""Records, their weights where some may be padding, and how many may be real where that must be known."""
-UNROLL = 4  # local steps in one turn of the loop: some 10 % faster on small models, little more to compile
+"""Records; their weights, or None without padding; the possible sizes, if each needs a branch of its own."""
+STEPS, AT_X = 2, 3  # streams of a client's key: local steps, gradient at x (1: compression of messages)
+UNROLL = 4  # local steps per loop iteration: about 10 % faster on small models at little compile time
 
 
 class Work(NamedTuple):
-    """One client's part in a round."""
+    """The work of one client in a round."""
 
     client: Array
     steps: Array
     key: Array
-    """Random key of its gradient noise and its messages."""
+    """Random key of its gradient noise, its compressor, and its loss if that takes one."""
     rows: Array
     row_weights: Array
     returns: Array = None
-    """Whether it has been away so long that its c_i is to be renewed."""
+    """Whether the `refresh` policy renews its memory."""
 
 
-class Held(NamedTuple):
-    """What a client holds from round to round; None for what it has no use for."""
+class ClientState(NamedTuple):
+    """State of a client between rounds; unused fields are None."""
 
-    c_i: Array
-    errors: Array
-    """(d,) what compression left out of its moves so far."""
+    memory: Any
+    own: Any
+    errors: Any
+    """Error feedback of compression, by field of the message."""
 
 
 class Reply(NamedTuple):
-    """What one client hands back; None for what need not be sent."""
+    """Result of local training; unused fields are None."""
 
-    d: Array
-    """Its mean direction (the direction at x for option I)."""
+    message: Any
+    """The message; a field that the server rebuilds is None."""
+    own: Any
+    errors: Any
+    memory: Any
+    """Memory before the first step, if the `refresh` policy may have renewed it."""
     move: Array
-    """x - y, or that per unit of travel."""
-    errors: Array = None
-    """What compression left out of its moves so far."""
-    travel: Array = None
-    """The sum of its step sizes, where moves are averaged per unit of travel."""
-    c_i: Array = None
-    """What it held before the first step, where that may be new."""
+    """x - y, if drift is measured."""
 
 
-def local_round(
+def train(
+    spec: Spec, federation: Federation, settings: Settings, told: Any, held: ClientState, work: Work, most: Array | int
+) -> Reply:
+    """Run one client's local training.
+
+    Args:
+        spec: Static description of the program.
+        federation: The clients' data.
+        settings: Step sizes and keys.
+        told: The server's record as broadcast, in the run's precision.
+        held: The client's state.
+        work: The client's work in this round.
+        most: Number of loop iterations: the largest number of steps in its block.
+    """
+    x = told.x
+    memory = _initial_memory(spec, federation, x, held.memory, work)
+    shift = shift_of(spec.algorithm, told, jax.tree.map(lambda a: a.astype(x.dtype), memory))
+    start = start_of(spec.algorithm, x, held.own)
+    walk = _run_local_steps(spec, federation, settings, start, x, shift, work, most)
+    message, own = reply_of(spec.algorithm, walk, shift, held.own)
+    if (rebuilt := spec.rebuilt) is not None:
+        message = message._replace(**{rebuilt: None})
+    message, errors = _compress_message(spec, told, held.errors, work, message)
+    move = None
+    if "drift" in spec.metrics:
+        move = walk.move[0] if isinstance(walk.move, tuple) else walk.move
+    return Reply(message, own, errors, None if work.returns is None else memory, move)
+
+
+def _run_local_steps(
     spec: Spec,
     federation: Federation,
     settings: Settings,
+    start: Any,
     x: Array,
-    c: Array,
-    held: Held,
+    shift: Array,
     work: Work,
     most: Array | int,
-) -> Reply:
-    """Run one client for its steps of the round; `most` is the largest number of steps among its block."""
-    c_i = _begun(spec, federation, x, held.c_i, work)
-    start = spec.layout.leaves(x)
-    shifts = _shifts(spec, c, c_i)
+) -> Walk:
+    """Run the local steps and return their outcome, each part of which is computed on demand."""
     noise = _noise(spec, federation, work, x.dtype)
-    batch = _batches(spec, federation, work)
-    advance = _stepper(spec, settings)
-    collect = spec.sends_direction and not spec.constant_step and not spec.algorithm.at_x
+    batch = _batch_of_step(spec, federation, work)
+    advance = _optimizer_step(spec, settings)
+    key = _key_of_step(spec, work)
+    cut = partial(_split_layers, spec)
+    y, at_x, along = each(cut, start), cut(x), None if shift is None else each(cut, shift)
+    collect = "d" in spec.exchange.reads and not spec.constant_step
 
-    def direction(y: Leaves, k: Array | int, batch: Batch) -> Leaves:
-        g = gradient(spec, y, *batch)
-        if spec.algorithm.anchor is not None:  # the same batch and the same noise at x
-            g = [at_y - at_x for at_y, at_x in zip(g, gradient(spec, start, *batch), strict=True)]
-        elif noise is not None:
-            g = [leaf + n for leaf, n in zip(g, spec.layout.leaves(noise[k]), strict=True)]
-        return [spec.algorithm.direction(*leaf) for leaf in zip(g, y, start, shifts, strict=True)]
+    def direction(y: Any, k: Array, batch: Batch) -> Any:
+        def slope(z: Leaves) -> Leaves:
+            g = Leaves(gradient(spec, z.parts, *batch, key=key(k)))
+            return g if noise is None else g + cut(noise[k])
 
-    def step(k: Array, carry: tuple[Leaves, Any, Any]) -> tuple[Leaves, Any, Any]:
+        return spec.algorithm.direction(slope, y, at_x, along)
+
+    def step(k: Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         y, total, memory = carry
         d = direction(y, k, batch(k))
         new, memory = advance(k, y, d, memory)
-        after = new, [t + leaf for t, leaf in zip(total, d, strict=True)] if collect else None, memory
+        after = new, jax.tree.map(jnp.add, total, d) if collect else None, memory
         return jax.tree.map(lambda a, b: jnp.where(k < work.steps, a, b), after, carry) if spec.unequal else after
 
-    memory = None if spec.optimizer is None else spec.optimizer.init(start)
-    total = [jnp.zeros_like(leaf) for leaf in start] if collect else None
+    memory = None if spec.optimizer is None else spec.optimizer.init(y)
+    total = jax.tree.map(jnp.zeros_like, y) if collect else None
     unroll = UNROLL if isinstance(most, int) and not spec.one_by_one else None
-    y, total, _ = jax.lax.fori_loop(0, most, step, (start, total, memory), unroll=unroll)
-    d = None
-    if spec.sends_direction and spec.algorithm.at_x:
-        d = _flat(direction(start, spec.max_steps, _whole(spec, federation, work.client)))
-    elif collect:
-        d = _flat(total) / (work.steps.astype(x.dtype) if spec.unequal else spec.max_steps)
-    elif spec.sends_direction:
-        d = travelled(x, _flat(y), work.steps.astype(x.dtype) if spec.unequal else spec.travel_steps, settings.lr)
-    travel = _travel(spec, settings, work, x.dtype)
-    move = x - _flat(y) if spec.sends_move else None
-    d, move, errors = _sent(spec, c, held, work, d, move if travel is None else move / travel)
-    return Reply(d, move, errors, travel, None if work.returns is None else c_i)
+    y, total, _ = jax.lax.fori_loop(0, most, step, (y, total, memory), unroll=unroll)
+    ended = each(flat, y)
+    steps = work.steps.astype(x.dtype) if spec.unequal else spec.travel_steps
+
+    def mean_direction() -> Any:
+        if collect:
+            return each(lambda sum: flat(sum) / steps, total)
+        return each(lambda begun, over: travelled(begun, over, steps, settings.lr), start, ended)
+
+    return Walk(
+        x=lambda: x,
+        y=lambda: ended,
+        move=lambda: each(jnp.subtract, start, ended),
+        travel=lambda: _sum_of_step_sizes(spec, settings, work, x.dtype),
+        d=mean_direction,
+        gradient=lambda: gradient_at_x(spec, federation, x, work),
+    )
+
+
+def _split_layers(spec: Spec, value: Array) -> Any:
+    """Split a flat vector into layers; a scalar is returned unchanged."""
+    return Leaves(spec.layout.leaves(value)) if value.size == spec.layout.size else value
 
 
 def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work) -> Array:
-    """The client's gradient at x over all its data, as a flat vector, with the noise of one more step."""
-    g = _flat(gradient(spec, spec.layout.leaves(x), *_whole(spec, federation, work.client)))
+    """Return the client's full-batch gradient at x as a flat vector, with gradient noise of its own."""
+    key = jax.random.fold_in(_typed_key(work.key), AT_X) if spec.functions.random else None
+    g = flat(Leaves(gradient(spec, spec.layout.leaves(x), *_full_batch(spec, federation, work.client), key=key)))
     noise = _noise(spec, federation, work, x.dtype)
     return g if noise is None else g + noise[spec.max_steps]
 
 
-def _begun(spec: Spec, federation: Federation, x: Array, c_i: Array, work: Work) -> Array:
-    """c_i as the local steps begin: renewed where the client was away for long."""
-    return c_i if work.returns is None else jnp.where(work.returns, gradient_at_x(spec, federation, x, work), c_i)
+def _initial_memory(spec: Spec, federation: Federation, x: Array, memory: Any, work: Work) -> Any:
+    """Return the memory before the local steps, renewed if the `refresh` policy says so."""
+    if work.returns is None:
+        return memory
+    new = spec.algorithm.renew(memory, gradient_at_x(spec, federation, x, work))  # type: ignore[misc]
+    return jax.tree.map(lambda renewed, old: jnp.where(work.returns, renewed, old), new, memory)
 
 
-def _travel(spec: Spec, settings: Settings, work: Work, dtype: Any) -> Array:
-    """The sum of the client's step sizes, where moves are averaged per unit of it."""
-    if not spec.algorithm.normalised:
-        return None
+def _sum_of_step_sizes(spec: Spec, settings: Settings, work: Work, dtype: Any) -> Array:
+    """Return the sum of the client's step sizes."""
     if spec.scheduled:
         return jnp.sum(jnp.where(jnp.arange(spec.max_steps) < work.steps, settings.lr, 0))
     return work.steps.astype(dtype) * settings.lr
 
 
-def _sent(spec: Spec, c: Array, held: Held, work: Work, d: Array, move: Array) -> tuple[Array, Array, Array]:
-    """What both sides see of the messages, and the error of its move that the client keeps."""
+def _compress_message(spec: Spec, told: Any, errors: Any, work: Work, message: Any) -> tuple[Any, Any]:
+    """Compress the message; return it as decoded by both sides, and the new error feedback.
+
+    Fields that are sent as a difference from a reference known to both sides need no error feedback: what compression
+    leaves out is part of the next difference, and storing it as well would count it twice.
+    """
     if spec.compressor is None:
-        return d, move, None
-    first, second = jax.random.split(jax.random.fold_in(work.key, 1))
-    if d is not None:
-        # what is left out of d - c is in the next one again; kept as an error as well it would count twice, and grow
-        d = c + spec.compressor.decoded(d - c, first)
-    if move is None:
-        return d, None, None
-    move = move + held.errors
-    seen = spec.compressor.decoded(move, second)
-    return d, seen, move - seen
+        return message, None
+    keys = jax.random.split(jax.random.fold_in(work.key, 1), len(spec.sent))
+    seen, left, references = {}, {}, dict(spec.algorithm.references)
+    for key, name in zip(keys, spec.sent, strict=True):
+        value = getattr(message, name)
+        if name in references:
+            known = references[name](told)
+            seen[name] = known + spec.compressor.decoded(value - known, key)
+        else:
+            value = value + errors[name]
+            seen[name] = spec.compressor.decoded(value, key)
+            left[name] = value - seen[name]
+    return message._replace(**seen), left or None
 
 
-def gradient(spec: Spec, y: Leaves, batch: Any, weights: Array, sizes: tuple[int, ...] = ()) -> Leaves:
-    """The gradient on a batch, leaf by leaf; `weights` are given where the batch may be padded."""
+def gradient(
+    spec: Spec, y: list[Any], batch: Any, weights: Array, sizes: tuple[int, ...] = (), key: Array = None
+) -> list[Any]:
+    """Return the gradient on a batch as a list of leaves; `weights` is None for a batch without padding."""
     params = spec.layout.tree(y)
-    return jax.tree.leaves(slope_on_batch(spec.functions, spec.kinds, params, batch, weights, sizes))
+    return jax.tree.leaves(slope_on_batch(spec.functions, spec.kinds, params, batch, weights, sizes, key))
 
 
-def _shifts(spec: Spec, c: Array, c_i: Array) -> list[Any]:
-    """The correction of every leaf, once a round."""
-    if spec.algorithm.shift is None:
-        return [None] * len(spec.layout.shapes)
-    return spec.layout.leaves(spec.algorithm.shift(c, c_i if c_i is None else c_i.astype(c.dtype)))
+def _key_of_step(spec: Spec, work: Work) -> Callable[[Array], Array]:
+    """Return a function (k) -> random key of local step k; the key is None unless the loss takes one."""
+    if not spec.functions.random:
+        return lambda k: None
+    stream = jax.random.fold_in(_typed_key(work.key), STEPS)
+    return lambda k: jax.random.fold_in(stream, k)
 
 
-def _stepper(spec: Spec, settings: Settings) -> Callable[[Array, Leaves, Leaves, Any], tuple[Leaves, Any]]:
-    """The local optimiser: (k, y, d, memory) -> y, memory."""
+def _typed_key(key: Array) -> Array:
+    return jax.random.wrap_key_data(key, impl="threefry2x32")
 
-    def sgd(k: Array, y: Leaves, d: Leaves, memory: Any) -> tuple[Leaves, Any]:
+
+def _optimizer_step(spec: Spec, settings: Settings) -> Callable[[Array, Any, Any, Any], tuple[Any, Any]]:
+    """Return the update of the local optimizer: (k, y, d, memory) -> y, memory."""
+
+    def sgd(k: Array, y: Any, d: Any, memory: Any) -> tuple[Any, Any]:
         lr = settings.lr[k] if spec.scheduled else settings.lr
-        return [leaf - lr * along for leaf, along in zip(y, d, strict=True)], memory
+        return jax.tree.map(lambda leaf, along: leaf - lr * along, y, d), memory
 
-    def optax(k: Array, y: Leaves, d: Leaves, memory: Any) -> tuple[Leaves, Any]:
+    def optax(k: Array, y: Any, d: Any, memory: Any) -> tuple[Any, Any]:
         updates, memory = spec.optimizer.update(d, memory, y)
-        return [leaf + update for leaf, update in zip(y, updates, strict=True)], memory
+        return jax.tree.map(jnp.add, y, updates), memory
 
     return sgd if spec.optimizer is None else optax
 
 
-def _batches(spec: Spec, federation: Federation, work: Work) -> Callable[[Array], Batch]:
-    """(k) -> the batch of local step k; a full batch is read once a round."""
+def _batch_of_step(spec: Spec, federation: Federation, work: Work) -> Callable[[Array], Batch]:
+    """Return a function (k) -> batch of local step k; a full batch is gathered once per round."""
     if spec.full_batch:
-        whole = _whole(spec, federation, work.client)
+        whole = _full_batch(spec, federation, work.client)
         return lambda k: whole
     assert work.rows is not None
 
@@ -188,8 +244,8 @@ def _batches(spec: Spec, federation: Federation, work: Work) -> Callable[[Array]
     return drawn
 
 
-def _whole(spec: Spec, federation: Federation, client: Array) -> Batch:
-    """All records of a client, padded to the largest client where clients differ."""
+def _full_batch(spec: Spec, federation: Federation, client: Array) -> Batch:
+    """Return all records of a client, padded to the largest client if sizes differ."""
     first, count = federation.first[client], federation.counts[client]
     place = jnp.arange(spec.max_rows)
     batch = _rows(federation, first + jnp.minimum(place, count - 1))
@@ -204,13 +260,9 @@ def _rows(federation: Federation, rows: Array) -> Any:
 
 
 def _noise(spec: Spec, federation: Federation, work: Work, dtype: Any) -> Array:
-    """Gaussian gradient noise of all local steps at once, and one more for the gradient at x."""
+    """Return the gradient noise of all local steps, and in the last row that of the gradient at x."""
     if federation.noise is None:
         return None
     z = jax.random.normal(work.key, (spec.max_steps + 1, spec.layout.size), dtype)
     factor = federation.noise
     return z * factor if factor.ndim == 0 else z @ factor[work.client if len(factor) > 1 else 0]
-
-
-def _flat(leaves: Leaves) -> Array:
-    return jnp.concatenate([leaf.ravel() for leaf in leaves])

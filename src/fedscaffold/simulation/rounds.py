@@ -1,9 +1,9 @@
-"""The compiled program: rounds, blocks of clients, the server's step.
+"""The compiled program: rounds, blocks of clients, server step.
 
-A round runs its cohort block by block (a block's clients at once, under vmap), adds up what they send, and lets the
-algorithm's server step. On many devices each does so for its own clients, and their sums are joined before the step,
-which all of them take. Rounds follow one another inside one while loop whose length is an argument, so one program
-serves any number of rounds; it ends early at a target or at the first value that is not finite.
+A round runs its cohort block by block (the clients of a block under vmap), sums their messages and applies the server
+step. With several devices, each runs its own clients; the sums are reduced over devices and every device takes the same
+server step. Rounds run in one while loop whose length is an argument, so one program serves any number of rounds; the
+loop ends early at a target or at the first non-finite value.
 """
 
 from __future__ import annotations
@@ -16,61 +16,82 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from fedscaffold.simulation.aging import begun, faded, heard_now, returning, stored
-from fedscaffold.simulation.double import computed_once, double, doubles, in_double
+from fedscaffold.algorithms.round import absorb, shift_of
+from fedscaffold.simulation.double_precision import enable_float64, in_float64, prevent_recomputation, to_float64
 from fedscaffold.simulation.evaluation import evaluate
-from fedscaffold.simulation.local import Held, Reply, Work, gradient_at_x, local_round
-from fedscaffold.simulation.mesh import joined
+from fedscaffold.simulation.local import ClientState, Reply, Work, gradient_at_x, train
+from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Draws, Federation, Settings, Spec, State
+from fedscaffold.simulation.staleness import apply_policy, decay_memory, needs_refresh, store_rows, update_heard_at
 
-__all__ = ["Sums", "called", "longest", "rounds"]
+__all__ = ["Sums", "loop_length", "rounds", "select_cohort", "with_round_lr"]
 
 
 class Sums(NamedTuple):
-    """What the server needs of a cohort; sums over clients weighted by p_i."""
+    """Sums over a cohort that the server step needs, weighted by p_i."""
 
     heard: Array
-    d: Array
-    move: Array
-    change: Array
-    """of c_i, as stored"""
+    message: Any
+    """Messages; a field that the server rebuilds from the mean direction is None."""
+    change: tuple[Array, ...]
+    """Changes of the stored memories, for each pair of the algorithm's `means`."""
     size: Array
-    """of |c_i|^2"""
+    """Squared norms of the memories."""
+    move: Array
+    """x - y, if drift is measured."""
     spread: Array
-    """of |move|^2"""
-    travel: Array = None
-    renewed: Array = None
-    """of c_i, before the local steps"""
-    rounded: Array = None
-    """of c_i, by storing it"""
+    """|x - y|^2."""
+    renewed: Any = None
+    """Changes of the memories by the `refresh` policy, before the local steps."""
+    rounded: Any = None
+    """Rounding errors of storing the memories in the run's precision."""
 
 
 def rounds(
-    spec: Spec, federation: Federation, settings: Settings, state: State, draws: Draws, number: Array, every: Array
+    spec: Spec,
+    federation: Federation,
+    settings: Settings,
+    state: State,
+    draws: Draws,
+    number: Array,
+    every: Array,
+    start: Array = 0,
 ) -> tuple[State, Array]:
-    """Run the first `number` rounds of `draws`; returns the new state and one row of metrics for each."""
-    given = (federation, settings, state, draws, number, every)
+    """Run the first `number` rounds of `draws` and return the new state and one row of metrics per round.
+
+    `start` is the number of rounds before them. It is shared by all runs of a sweep, so that the condition to evaluate
+    is not vectorised and rounds that are not due skip the evaluation.
+    """
+    given = (federation, settings, state, draws, number, every, start)
     with jax.enable_x64(state.x.dtype == jnp.float64):
         traced, shape = jax.make_jaxpr(partial(_rounds, spec), return_shape=True)(*given)
-    # What is mapped over runs must be so with x64 on: off, the rules of vmap would make the doubles single.
+    # Trace here in the run's precision, but map over runs with x64 on: without it vmap would demote float64 to float32.
     results = jaxpr_as_fun(traced)(*jax.tree.leaves(given))
     outcome: tuple[State, Array] = jax.tree.unflatten(jax.tree.structure(shape), results)
     return outcome
 
 
 def _rounds(
-    spec: Spec, federation: Federation, settings: Settings, state: State, draws: Draws, number: Array, every: Array
+    spec: Spec,
+    federation: Federation,
+    settings: Settings,
+    state: State,
+    draws: Draws,
+    number: Array,
+    every: Array,
+    start: Array,
 ) -> tuple[State, Array]:
-    # Runs side by side that have no target go on together, even past a divergence: their loop needs no selection.
+    # Vectorised runs without a target all run to the end, even past a divergence, so the loop needs no select.
     together = spec.side_by_side and spec.stop is None
 
     def more(carry: tuple[Array, State, Array]) -> Array:
         r, state, _ = carry
-        return (r < number) & (together | ~state.done)
+        return r < number if together else (r < number) & ~state.done
 
     def one(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
         r, state, table = carry
-        state, row = _round(spec, federation, settings, state, jax.tree.map(lambda a: a[r], draws), every)
+        draw, due = jax.tree.map(lambda a: a[r], draws), (start + r + 1) % every == 0
+        state, row = _round(spec, federation, settings, state, draw, due, number < 0)
         return r + 1, state, table.at[r].set(row)
 
     table = jnp.full((draws.cohort.shape[0], len(spec.metrics)), jnp.nan, state.x.dtype)
@@ -79,75 +100,74 @@ def _rounds(
 
 
 def _round(
-    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, every: Array
+    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, due: Array, never: Array
 ) -> tuple[State, Array]:
-    before = state = begun(spec, federation, state, len(draw.cohort))
-    cohort = called(spec, federation, settings, state, draw)
-    if spec.algorithm.anchor is not None:
+    settings = with_round_lr(settings, draw)
+    before = state = apply_policy(spec, federation, state, len(draw.cohort))
+    cohort = select_cohort(spec, federation, settings, state, draw)
+    if spec.algorithm.prepare is not None:
         mean = _mean_gradient(spec, federation, state.x, draw, cohort)
-        state = state._replace(c=spec.algorithm.anchor(state.c, mean))
-    held, sums = _cohort(spec, federation, settings, state, draw, cohort, every < 0)
-    step = partial(_step, spec)
-    old = Kept(state.x, state.c, state.mean, state.scale)
-    new, drift = (in_double(step) if spec.keeps else step)(settings.lr, old, state.told, sums)
-    with doubles():
-        x, c, mean, scale = jax.tree.map(lambda after, kept: after.astype(kept.dtype), new, old)
-    x, optimizer = _optimised(spec, state, x)
+        state = state._replace(server=spec.algorithm.prepare(state.server, mean))
+    held, sums = _run_cohort(spec, federation, settings, state, draw, cohort, never)
+    step = partial(_server_step, spec)
+    old = ServerState(state.server, state.mean, state.scale)
+    new, drift = (in_float64(step) if spec.keeps else step)(settings.lr, old, state.told, sums)
+    with enable_float64():
+        server, kept_up, scale = jax.tree.map(lambda after, kept: after.astype(kept.dtype), new, old)
+    x, optimizer = _apply_server_optimizer(spec, state, server.x)
+    server = server._replace(x=x)
     if spec.silences:
-        was, now = (before.x, before.c, before.optimizer), (x, c, optimizer)
-        with doubles():
-            x, c, optimizer = jax.tree.map(lambda a, b: jnp.where(sums.heard > 0, b, a), was, now)
+        was, now = (before.server, before.optimizer), (server, optimizer)
+        with enable_float64():
+            server, optimizer = jax.tree.map(lambda a, b: jnp.where(sums.heard > 0, b, a), was, now)
     state = State(
-        x,
-        c,
-        held.c_i,
-        mean,
+        server,
+        held.memory,
+        kept_up,
         scale,
         state.round + ~state.done,
         state.done,
         optimizer,
-        heard_now(spec, state, draw.cohort),
+        update_heard_at(spec, state, draw.cohort),
         held.errors,
+        held.own,
     )
-    row, done = evaluate(spec, federation, settings, state, drift.astype(x.dtype), every)
+    row, done = evaluate(spec, federation, settings, state, drift.astype(x.dtype), due)
     return state._replace(done=state.done | done), row
 
 
-class Kept(NamedTuple):
-    """What the server and its gauge keep; the fields of a state."""
+def with_round_lr(settings: Settings, draw: Draws) -> Settings:
+    """Return the settings with the step sizes of this round, if they vary over rounds."""
+    return settings if draw.lr is None else settings._replace(lr=draw.lr)
 
-    x: Array
-    c: Array
-    mean: Array
+
+class ServerState(NamedTuple):
+    """The fields of a state that the server step updates."""
+
+    server: Any
+    mean: tuple[Array, ...]
     scale: Array
 
 
-def _step(spec: Spec, lr: Array, old: Kept, told: Array, sums: Sums) -> tuple[Kept, Array]:
-    """The server's step on the c that clients were told, and the drift of the cohort.
-
-    c takes the change, so that what rounding hides from the clients stays in it, and what storing rounds off the c_i.
-    """
+def _server_step(spec: Spec, lr: Array, old: ServerState, told: Any, sums: Sums) -> tuple[ServerState, Array]:
+    """Apply the server step; return its new fields and the drift of the cohort."""
     safe = jnp.where(sums.heard > 0, sums.heard, 1)
-    d = None if sums.d is None else sums.d / safe
-    length = _length(spec, lr, sums, safe)
-    sent: Array = sums.move / safe if spec.sums_moves else d
-    x, c = spec.algorithm.server(old.x, told, length * sent, d, sums.heard)
-    if spec.keeps:
-        c = sum((change for change in (sums.renewed, sums.rounded) if change is not None), old.c + (c - told))
-    drift = length * jnp.sqrt(jnp.maximum(sums.spread / safe - sent @ sent, 0))
-    mean = None if sums.change is None else old.mean + sums.change
-    return Kept(x, c, mean, jnp.maximum(old.scale, jnp.sqrt(sums.size / safe))), drift
+    mean = jax.tree.map(lambda total: total / safe, sums.message)
+    if spec.rebuilt is not None and getattr(mean, spec.rebuilt) is None:
+        mean = mean._replace(**{spec.rebuilt: (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))})
+    server = spec.algorithm.update(old.server, told, mean, sums.heard)
+    for changes in (sums.renewed, sums.rounded):
+        server = server if changes is None else absorb(spec.algorithm, server, changes)
+    drift = jnp.zeros((), sums.heard.dtype)
+    if sums.move is not None:
+        move = sums.move / safe
+        drift = jnp.sqrt(jnp.maximum(sums.spread / safe - move @ move, 0))
+    kept_up = tuple(mean + change for mean, change in zip(old.mean, sums.change, strict=True))
+    return ServerState(server, kept_up, jnp.maximum(old.scale, jnp.sqrt(sums.size / safe))), drift
 
 
-def _length(spec: Spec, lr: Array, sums: Sums, safe: Array) -> Array | int:
-    """What the averaged message is multiplied by to give the mean move."""
-    if spec.algorithm.normalised:
-        return sums.travel / safe
-    return 1 if spec.sums_moves else spec.travel_steps * lr
-
-
-def _optimised(spec: Spec, state: State, x: Array) -> tuple[Array, Any]:
-    """The server's optimiser takes the algorithm's step as its gradient, and leaves c alone."""
+def _apply_server_optimizer(spec: Spec, state: State, x: Array) -> tuple[Array, Any]:
+    """Apply the server optimizer to x, with the negative of the algorithm's step as gradient."""
     if spec.server_optimizer is None:
         return x, None
     updates, memory = spec.server_optimizer.update(state.x - x, state.optimizer, state.x)
@@ -155,47 +175,49 @@ def _optimised(spec: Spec, state: State, x: Array) -> tuple[Array, Any]:
 
 
 class Cohort(NamedTuple):
-    """The clients of a round, ghosts included, with weight 0."""
+    """The clients of a round, padded with clients of weight 0."""
 
     work: Work
     p: Array
-    """In double precision where clients remember something, and so are all sums over them."""
+    """Weights; float64 for algorithms with client memory, and so are all sums over clients."""
 
 
-def called(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Cohort:
-    """Whom a round calls, with what each is to do."""
+def select_cohort(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Cohort:
+    """Return the cohort of a round and its work."""
     everyone = jnp.arange(len(federation.first))
     client = everyone if spec.everyone else jnp.minimum(draw.cohort, len(federation.first) - 1)
     weights = federation.weights if federation.shares is None else federation.shares
-    with doubles():
+    with enable_float64():
         p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), weights[client], 0)
     key = jax.random.fold_in(settings.key, state.round)
-    random = federation.noise is not None or spec.compressor is not None
+    random = federation.noise is not None or spec.compressor is not None or spec.functions.random
     who = client if federation.who is None else federation.who if spec.everyone else federation.who[client]
     keys = jax.vmap(partial(jax.random.fold_in, key))(who) if random else None
     steps = federation.steps[client]
-    work = Work(client, steps, keys, draw.rows, draw.row_weights, returning(spec, state, client))
+    work = Work(client, steps, keys, draw.rows, draw.row_weights, needs_refresh(spec, state, client))
     return Cohort(work, p)
 
 
-def _blocks(spec: Spec, cohort: Any) -> Any:
+def _split_into_blocks(spec: Spec, cohort: Any) -> Any:
     return jax.tree.map(lambda a: a.reshape(-1, spec.block, *a.shape[1:]), cohort)
 
 
 def _mean_gradient(spec: Spec, federation: Federation, x: Array, draw: Draws, cohort: Cohort) -> Array:
-    """The exchange before the local steps: the weighted mean of the cohort's gradients at x."""
+    """Return the weighted mean of the cohort's gradients at x, for algorithms that exchange it first."""
 
     def block(total: Array, part: Cohort) -> Array:
-        own = _each(spec, lambda work: gradient_at_x(spec, federation, x, work), part.work)
-        return total + _weighted(part.p, own)
+        own = _map_clients(spec, lambda work: gradient_at_x(spec, federation, x, work), part.work)
+        return total + _weighted_sum(part.p, own)
 
-    total, heard = joined(spec, (_folded(spec, federation, draw, block, jnp.zeros_like(x), cohort), cohort.p.sum()))
+    total, heard = sum_over_devices(
+        spec, (_fold_blocks(spec, federation, draw, block, jnp.zeros_like(x), cohort), cohort.p.sum())
+    )
     return total / jnp.where(heard > 0, heard, 1)
 
 
-def _folded(spec: Spec, federation: Federation, draw: Draws, block: Any, begin: Any, cohort: Any) -> Any:
-    """Carry a value from block to block: of the whole cohort, or of a device's own members, however many they are."""
-    parts = _blocks(spec, cohort)
+def _fold_blocks(spec: Spec, federation: Federation, draw: Draws, block: Any, begin: Any, cohort: Any) -> Any:
+    """Fold `block` over the blocks of a cohort; with several devices, over those that hold members of it."""
+    parts = _split_into_blocks(spec, cohort)
     if spec.mesh is None:
         return jax.lax.scan(lambda value, part: (block(value, part), None), begin, parts)[0]
     members = jnp.sum(draw.cohort < len(federation.first))
@@ -206,7 +228,7 @@ def _folded(spec: Spec, federation: Federation, draw: Draws, block: Any, begin: 
     return jax.lax.fori_loop(0, -(-members // spec.block), one, begin)
 
 
-def _cohort(
+def _run_cohort(
     spec: Spec,
     federation: Federation,
     settings: Settings,
@@ -214,38 +236,38 @@ def _cohort(
     draw: Draws,
     cohort: Cohort,
     never: Array,
-) -> tuple[Held, Sums]:
-    """Run the cohort block by block; returns the new tables of what clients hold and the weighted sums.
+) -> tuple[ClientState, Sums]:
+    """Run the cohort block by block and return the updated client tables and the weighted sums.
 
-    The cohort's rows are read from the tables once and written once, so that XLA updates them in place: a round costs
-    in proportion to its cohort, not to N. A device that runs some of a cohort does so block by block, as it has room
-    for more members than come.
+    The cohort's rows are gathered once and written once, so XLA updates the tables in place and a round costs O(S), not
+    O(N). With several devices rows are gathered and written per block, because a device has room for more members than
+    usually come.
     """
-    tables = Held(state.c_i, state.errors)
-    run = partial(_block, spec, federation, settings, state, draw, never)
+    tables = ClientState(state.memory, state.own, state.errors)
+    run = partial(_run_block, spec, federation, settings, state, draw, never)
     if spec.mesh is not None:
 
-        def turn(carry: tuple[Held, Sums], part: tuple[Cohort, Array]) -> tuple[Held, Sums]:
+        def turn(carry: tuple[ClientState, Sums], part: tuple[Cohort, Array]) -> tuple[ClientState, Sums]:
             own, slots = part
-            sums, rows = run(carry[1], (own, _held(spec, state, carry[0], own.work.client)))
-            return jax.tree.map(partial(stored, spec, slots), carry[0], rows), sums
+            sums, rows = run(carry[1], (own, _read_client_state(spec, state, carry[0], own.work.client)))
+            return jax.tree.map(partial(store_rows, spec, slots), carry[0], rows), sums
 
-        begin = (tables, _nothing(spec, state.x))
-        tables, sums = _folded(spec, federation, draw, turn, begin, (cohort, draw.cohort))
-        return tables, joined(spec, sums)
-    old = _held(spec, state, tables, cohort.work.client)
-    sums, new = jax.lax.scan(run, _nothing(spec, state.x), _blocks(spec, (cohort, old)))
+        begin = (tables, _zero_sums(spec, state))
+        tables, sums = _fold_blocks(spec, federation, draw, turn, begin, (cohort, draw.cohort))
+        return tables, sum_over_devices(spec, sums)
+    old = _read_client_state(spec, state, tables, cohort.work.client)
+    sums, new = jax.lax.scan(run, _zero_sums(spec, state), _split_into_blocks(spec, (cohort, old)))
     rows = jax.tree.map(lambda a: a.reshape(len(cohort.p), *a.shape[2:]), new)
-    return jax.tree.map(partial(stored, spec, draw.cohort), tables, rows), sums
+    return jax.tree.map(partial(store_rows, spec, draw.cohort), tables, rows), sums
 
 
-def _held(spec: Spec, state: State, tables: Held, client: Array) -> Held:
-    """What some clients hold as the round begins."""
-    old: Held = jax.tree.map(partial(_rows, spec, client), tables)
-    return old._replace(c_i=faded(spec, state, old.c_i, client, ahead=1))
+def _read_client_state(spec: Spec, state: State, tables: ClientState, client: Array) -> ClientState:
+    """Return the rows of some clients at the start of the round."""
+    old: ClientState = jax.tree.map(partial(_rows, spec, client), tables)
+    return old._replace(memory=decay_memory(spec, state, old.memory, client, ahead=1))
 
 
-def _block(
+def _run_block(
     spec: Spec,
     federation: Federation,
     settings: Settings,
@@ -253,70 +275,80 @@ def _block(
     draw: Draws,
     never: Array,
     sums: Sums,
-    part: tuple[Cohort, Held],
-) -> tuple[Sums, Held]:
-    """Run a block of clients; returns the sums with theirs added, and what they hold now.
+    part: tuple[Cohort, ClientState],
+) -> tuple[Sums, ClientState]:
+    """Run a block of clients; return the updated sums and the clients' new state.
 
-    `never` is false, which the compiler cannot know.
+    `never` is always false at run time, but unknown to the compiler (see `prevent_recomputation`).
     """
     (work, p), old = part
-    most = longest(spec, draw, work)
+    most = loop_length(spec, draw, work)
 
-    def client(own: tuple[Held, Work]) -> Reply:
-        return local_round(spec, federation, settings, state.x, state.told, *own, most)
+    def client(own: tuple[ClientState, Work]) -> Reply:
+        return train(spec, federation, settings, state.told, *own, most)
 
-    replies = computed_once(never, _each(spec, client, (old, work)))
-    with doubles():
-        if spec.sums_moves and not spec.sends_move:
-            replies = replies._replace(move=(work.steps * settings.lr)[:, None] * replies.d)
-        held, renewed, rounded = _remembered(spec, state, replies, old)
-        new = _summed(spec, p, replies, old, held)._replace(
-            renewed=_weighted(p, renewed), rounded=_weighted(p, rounded)
+    replies = prevent_recomputation(never, _map_clients(spec, client, (old, work)))
+    with enable_float64():
+        if spec.rebuilt is not None and spec.unequal:
+            move = (work.steps * settings.lr)[:, None] * getattr(replies.message, str(spec.exchange.d))
+            replies = replies._replace(message=replies.message._replace(**{spec.rebuilt: move}))
+        held, renewed, rounded = _update_memory(spec, state, replies, old)
+        new = _sum_block(spec, p, replies, old, held)._replace(
+            renewed=_weighted_sums(p, renewed), rounded=_weighted_sums(p, rounded)
         )
         return jax.tree.map(jnp.add, sums, new), held
 
 
-def _remembered(spec: Spec, state: State, replies: Reply, old: Held) -> tuple[Held, Array, Array]:
-    """What clients hold now; by how much c_i changed before the local steps, and by storing it.
+def _update_memory(spec: Spec, state: State, replies: Reply, old: ClientState) -> tuple[ClientState, Any, Any]:
+    """Return the clients' new state, and the changes of their memories by renewal and by rounding.
 
-    In double precision up to the storing, so that it is known to c what that rounds off.
+    The new memory is computed in float64 and then rounded to the run's precision, so that the rounding error can be
+    added to the server's mean.
     """
     if spec.algorithm.remember is None:
-        return Held(None, replies.errors), None, None
-    before, dtype = double(old.c_i), state.x.dtype
-    begun = before if replies.c_i is None else double(replies.c_i)
-    seen = replies.move if spec.algorithm.by_move else replies.d
-    exact = spec.algorithm.remember(double(state.told), begun, double(seen))
-    new = exact.astype(dtype)
-    rounded = None if dtype == exact.dtype else double(new) - exact
-    return Held(new, replies.errors), None if replies.c_i is None else begun - before, rounded
+        return ClientState(None, replies.own, replies.errors), None, None
+    dtype = state.x.dtype
+    before, told, message = (jax.tree.map(to_float64, a) for a in (old.memory, state.told, replies.message))
+    begun = before if replies.memory is None else jax.tree.map(to_float64, replies.memory)
+    exact = jax.vmap(lambda memory, message: _new_memory(spec, told, memory, message))(begun, message)
+    new = jax.tree.map(lambda a: a.astype(dtype), exact)
+    renewed = None if replies.memory is None else jax.tree.map(jnp.subtract, begun, before)
+    rounded = None
+    if dtype != jnp.float64:
+        rounded = jax.tree.map(lambda stored, a: to_float64(stored) - a, new, exact)
+    return ClientState(new, replies.own, replies.errors), renewed, rounded
 
 
-def _summed(spec: Spec, p: Array, replies: Reply, old: Held, held: Held) -> Sums:
-    """The sums over a block, in the precision of p."""
-    new = held.c_i
-    sent = replies.move if spec.sums_moves else replies.d
+def _new_memory(spec: Spec, told: Any, memory: Any, message: Any) -> Any:
+    """Return a client's new memory, with its shift recomputed in float64."""
+    assert spec.algorithm.remember is not None
+    return spec.algorithm.remember(memory, shift_of(spec.algorithm, told, memory), message)
+
+
+def _sum_block(spec: Spec, p: Array, replies: Reply, old: ClientState, held: ClientState) -> Sums:
+    """Return the sums over a block, in the precision of p."""
+    fields = [of for _, of in spec.algorithm.means]
+    new, was = ([getattr(a.memory, of).astype(p.dtype) for of in fields] for a in (held, old))
     return Sums(
         p.sum(),
-        _weighted(p, replies.d) if spec.sends_direction else None,
-        _weighted(p, replies.move),
-        None if new is None else _weighted(p, new.astype(p.dtype) - old.c_i.astype(p.dtype)),
-        _squared(p, new),
-        _squared(p, sent if "drift" in spec.metrics else None),
-        None if replies.travel is None else p @ replies.travel,
+        _weighted_sums(p, replies.message),
+        tuple(_weighted_sum(p, a - b) for a, b in zip(new, was, strict=True)),
+        sum((_weighted_square_sum(p, getattr(held.memory, of)) for of in fields), jnp.zeros((), p.dtype)),
+        _weighted_sum(p, replies.move),
+        _weighted_square_sum(p, replies.move),
     )
 
 
-def _each(spec: Spec, client: Callable[[Any], Any], clients: Any) -> Any:
-    """Run the clients of a block: side by side, or one after the other where their batches' sizes decide what runs."""
+def _map_clients(spec: Spec, client: Callable[[Any], Any], clients: Any) -> Any:
+    """Map over the clients of a block: vmap, or a loop if batch sizes select branches."""
     return jax.lax.map(client, clients) if spec.one_by_one else jax.vmap(client)(clients)
 
 
-def longest(spec: Spec, draw: Draws, work: Work) -> Array | int:
-    """How many local steps a block takes."""
+def loop_length(spec: Spec, draw: Draws, work: Work) -> Array | int:
+    """Return the number of iterations of a block's loop over local steps."""
     if draw.steps is not None:
         return draw.steps
-    # a bound that differs between runs side by side would make every step of the loop a selection
+    # under vmap, a bound that differs between runs would turn every iteration into a select
     return jnp.max(work.steps) if spec.unequal and not spec.side_by_side else spec.max_steps
 
 
@@ -324,32 +356,43 @@ def _rows(spec: Spec, client: Array, table: Array) -> Array:
     return table if spec.everyone else table.at[client].get(mode="promise_in_bounds")
 
 
-def _nothing(spec: Spec, x: Array) -> Sums:
-    with doubles():
-        zero = jnp.zeros((), jnp.float64 if spec.keeps else x.dtype)
-        empty = jnp.zeros(x.shape, zero.dtype)
-
-    def if_(wanted: bool, sum: Array) -> Array:
-        return sum if wanted else None
-
+def _zero_sums(spec: Spec, state: State) -> Sums:
+    """Return sums of zero."""
+    with enable_float64():
+        kind = jnp.float64 if spec.keeps else state.x.dtype
+        zero = jnp.zeros((), kind)
+        empty = jnp.zeros(state.x.shape, kind)
+        memory = jax.tree.map(lambda table: jnp.zeros(table.shape[1:], kind), state.memory)
+    known = spec.exchange
+    fields = known.record._fields  # type: ignore[attr-defined]
+    message: dict[str, Any] = {name: zero if name in known.travel else empty for name in fields}
+    if spec.rebuilt is not None and not spec.unequal:
+        message[spec.rebuilt] = None
     return Sums(
         zero,
-        if_(spec.sends_direction, empty),
-        if_(spec.sums_moves, empty),
-        if_(spec.keeps, empty),
+        known.record(**message),
+        (empty,) * len(spec.algorithm.means),
         zero,
+        empty if "drift" in spec.metrics else None,
         zero,
-        if_(spec.algorithm.normalised, zero),
-        if_(spec.policy.refresh_after is not None, empty),
-        if_(spec.keeps and x.dtype != jnp.float64, empty),
+        memory if spec.policy.refresh_after is not None else None,
+        memory if spec.keeps and state.x.dtype != jnp.float64 else None,
     )
 
 
-def _weighted(p: Array, rows: Array) -> Array:
-    """Sum of p_i times row i; rows of no weight do not count even where they are not finite."""
-    return None if rows is None else p @ jnp.where(p[:, None] > 0, rows, 0).astype(p.dtype)
+def _weighted_sums(p: Array, record: Any) -> Any:
+    """Return the weighted sum of each field of a record."""
+    return jax.tree.map(lambda rows: _weighted_sum(p, rows), record)
 
 
-def _squared(p: Array, rows: Array) -> Array:
-    """Sum of p_i times |row i|^2; 0 where nobody asks."""
-    return jnp.zeros((), p.dtype) if rows is None else _weighted(p, jnp.sum(rows * rows, axis=1, keepdims=True))[0]
+def _weighted_sum(p: Array, rows: Array) -> Array:
+    """Return sum p_i row_i; rows of weight 0 are ignored even if they are not finite."""
+    if rows is None:
+        return None
+    some = p[:, None] > 0 if rows.ndim > 1 else p > 0
+    return p @ jnp.where(some, rows, 0).astype(p.dtype)
+
+
+def _weighted_square_sum(p: Array, rows: Array) -> Array:
+    """Return sum p_i |row_i|^2; 0 if `rows` is None."""
+    return jnp.zeros((), p.dtype) if rows is None else _weighted_sum(p, jnp.sum(rows * rows, axis=1, keepdims=True))[0]

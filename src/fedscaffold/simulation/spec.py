@@ -1,10 +1,15 @@
-"""The parts of a simulated federation: what the compiled program depends on, what it is given, what it keeps."""
+"""Records of the compiled program: static spec, federation, settings, state and draws."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms.round import Exchange, exchange
+from fedscaffold.metrics import Stop
 from fedscaffold.problems.batches import Functions, Kinds
 from fedscaffold.problems.layout import Layout
 from fedscaffold.simulation.stale import Policy
@@ -12,61 +17,68 @@ from fedscaffold.simulation.stale import Policy
 if TYPE_CHECKING:
     from fedscaffold.simulation.compression import Compressor
 
-__all__ = ["Draws", "Federation", "Settings", "Spec", "State"]
+__all__ = ["Draws", "Federation", "Measure", "Settings", "Spec", "State"]
 
-Array: TypeAlias = Any  # jax.Array inside the program, numpy.ndarray outside; None for what a run has no use for
+Array: TypeAlias = Any  # jax.Array inside the program, numpy.ndarray outside; None for unused fields
 
 
 class Spec(NamedTuple):
-    """Everything a program is compiled for, apart from shapes. Equal specs share one compiled program."""
+    """Static description of a program. Runs with equal specs and shapes share one compiled program."""
 
     algorithm: Algorithm
     functions: Functions
     layout: Layout
     metrics: tuple[str, ...]
     block: int
-    """How many clients are run at once: as many as fit the cache."""
+    """Number of clients to vectorise over."""
     max_steps: int
     """K, the largest number of local steps of any client."""
     max_rows: int
-    """The largest number of records of any client."""
+    """Largest number of records of any client."""
     optimizer: Any = None
     """An optax transformation, or None for SGD."""
     scheduled: bool = False
-    """SGD has a step size of its own for every local step."""
+    """The step size varies over local steps."""
     unequal: bool = False
-    """Clients differ in their numbers of local steps."""
+    """The number of local steps differs between clients."""
     full_batch: bool = False
     ragged_clients: bool = False
-    """Clients differ in their numbers of records, so full batches carry record weights."""
+    """The number of records differs between clients, so full batches carry record weights."""
     everyone: bool = False
-    """All clients take part in every round, in order: the table of c_i is replaced as a whole."""
+    """All clients take part in every round, so client tables are replaced as a whole."""
     side_by_side: bool = False
-    """Several runs of a sweep are run at once, under vmap."""
-    stop: str | None = None
+    """Several runs of a sweep are vectorised with vmap."""
+    stop: Stop | None = None
     """The metric that ends the run, if any."""
     mean_steps: int | None = None
-    """The mean number of local steps where a coin decides; `max_steps` is then the most that are drawn."""
+    """Mean of a geometric number of local steps; `max_steps` is then the largest that is drawn."""
     server_optimizer: Any = None
-    """An optax transformation of what the server adds to x, or None."""
+    """An optax transformation of the server's update of x, or None."""
     policy: Policy = Policy()
-    """What becomes of old control variates."""
+    """Staleness policy."""
     compressor: Compressor | None = None
     ages: bool = False
-    """Keep the round in which each client was last heard."""
+    """Track the round in which each client was last heard."""
     silences: bool = False
-    """There may be rounds in which nobody is heard: they change nothing."""
+    """Cohorts may be empty; such rounds change nothing."""
     mesh: Any = None
-    """The devices that share the clients out among them; None for one device."""
+    """Device mesh over which clients are sharded; None for one device."""
     kinds: Kinds = Kinds()
     """How each of the functions is evaluated on records."""
     batch_sizes: tuple[int, ...] = ()
-    """The sizes of batches, and of clients' whole data, where each needs a branch of its own; else empty."""
+    """Possible sizes of batches (`client_sizes`: of full batches) if each needs a branch of its own; else empty."""
     client_sizes: tuple[int, ...] = ()
+    own: tuple[Measure, ...] = ()
+    """The user's metrics."""
+
+    @property
+    def own_columns(self) -> frozenset[str]:
+        """Columns of the user's metrics."""
+        return frozenset(column for measure in self.own for column in measure.columns)
 
     @property
     def one_by_one(self) -> bool:
-        """Whether a block's clients are run one after the other: side by side each would run every branch."""
+        """Whether the clients of a block run in a loop: under vmap each would run every branch."""
         return bool(self.batch_sizes or self.client_sizes)
 
     @property
@@ -75,119 +87,150 @@ class Spec(NamedTuple):
         return self.optimizer is None and not self.scheduled
 
     @property
+    def exchange(self) -> Exchange:
+        """Messages that the algorithm exchanges."""
+        return exchange(self.algorithm)
+
+    @property
     def keeps(self) -> bool:
-        """Whether clients remember something from round to round."""
-        return self.algorithm.remember is not None
+        """Whether the algorithm has client memory."""
+        return self.algorithm.memory is not None
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Number of entries of each field of a client's memory: the model's, or one."""
+        if self.algorithm.memory is None:
+            return {}
+        memory: Any = self.algorithm.memory(np.zeros(self.layout.size))
+        return {name: np.size(value) for name, value in memory._asdict().items()}
 
     @property
     def travel_steps(self) -> int:
-        """The K of d_i = (x - y) / (K lr), where it is the same for all clients."""
+        """K in d_i = (x - y) / (K lr), if it is the same for all clients."""
         return self.max_steps if self.mean_steps is None else self.mean_steps
 
     @property
-    def sends_direction(self) -> bool:
-        """Whether clients send d_i: only where their memory is made from it."""
-        return self.keeps and not self.algorithm.by_move
+    def sent(self) -> tuple[str, ...]:
+        """Names of the vectors that a client sends at the end of a round."""
+        return self.exchange.sent(self.constant_step)
 
     @property
-    def sends_move(self) -> bool:
-        """Whether clients send x - y: not where it is K_i lr d_i, as the server knows the steps of each."""
-        return not (self.sends_direction and self.constant_step and not self.algorithm.at_x)
+    def rebuilt(self) -> str | None:
+        """Field of the message that the server rebuilds from the mean direction instead of receiving it."""
+        return self.exchange.rebuilt(self.constant_step)
 
     @property
-    def sums_moves(self) -> bool:
-        """Whether the mean move is a sum of its own: not where it is K lr times that of the d_i."""
-        return self.sends_move or self.unequal
+    def errors(self) -> tuple[str, ...]:
+        """Fields of the message that have error feedback."""
+        known = dict(self.algorithm.references)
+        return () if self.compressor is None else tuple(name for name in self.sent if name not in known)
 
-    @property
-    def vectors_up(self) -> int:
-        """How many vectors a client sends at the round's end."""
-        return self.sends_direction + self.sends_move
 
-    @property
-    def vectors_down(self) -> int:
-        """How many vectors a client receives: x, and c where its steps need it and it cannot find it by itself."""
-        algorithm = self.algorithm
-        return 1 + (algorithm.shift is not None and not algorithm.by_move and not algorithm.everyone)
+class Measure(NamedTuple):
+    """A user-defined metric, without its data."""
+
+    name: str
+    function: Callable[[Any, Any], Any]
+    columns: tuple[str, ...]
+    summary: tuple[str | float, ...] = ()
+    """For each column, the statistic of the clients' values; empty for a metric that is not by client."""
+    personal: bool = False
+    """Measured on each client's personal model."""
+    compiled: bool = True
+    """Part of the compiled program; otherwise it is called on the host."""
+    said: str = ""
+    """Description of the data it is measured on."""
 
 
 class Federation(NamedTuple):
-    """What stays the same all run long."""
+    """Inputs of the program that are constant over a run."""
 
     records: Any
-    """All clients' records, one after the other."""
+    """All clients' records, concatenated."""
     first: Array
-    """(N,) where each client's records begin."""
+    """(N,) index of each client's first record."""
     counts: Array
-    """(N,) how many they are."""
+    """(N,) number of records."""
     steps: Array
-    """(N,) how many local steps they take."""
+    """(N,) number of local steps."""
     weights: Array
-    """(N,) the p_i, in the run's precision."""
+    """(N,) weights p_i, in the run's precision."""
     test: Any
     noise: Array
     optimum: Array
     controls: Array
-    """(N, d) the ideal control variates, where a metric compares with them."""
+    """(N, d) ideal control variates, for the metric `control_error`."""
     optimal_loss: Array
     record_weights: Array
-    """(records,) p_i / n_i, where a metric is a mean over all records."""
+    """(records,) p_i / n_i, for metrics that are means over records."""
     who: Array = None
-    """The clients' numbers among all N, where only a cohort is here, or a device's share."""
+    """Client numbers among all N, if only a cohort or a device's shard is here."""
     evaluation: Any = None
-    """By kind of function, the batches that it is measured on, where it is no mean over records."""
+    """Evaluation batches by kind of function, for functions that are not means over records."""
     test_evaluation: Any = None
-    """Those of the test data."""
+    """Evaluation batches of the test data."""
     shares: Array = None
-    """(N,) the p_i in double precision, where clients remember something."""
+    """(N,) p_i in float64, for algorithms with client memory."""
+    measured: Any = ()
+    """Data of each compiled user-defined metric."""
 
 
 class Settings(NamedTuple):
-    """What may differ between the runs of one sweep without compiling anew."""
+    """Inputs that may differ between the runs of a sweep without recompilation."""
 
     lr: Array
-    """() or (K,): the step size, or one for every local step."""
+    """() or (K,): the step size, or one per local step; `Draws.lr` overrides it."""
     key: Array
     """Random key of the gradient noise."""
     target: Array
-    """The value of the stop metric that ends the run."""
+    """Value of the stop metric that ends the run."""
 
 
 class State(NamedTuple):
-    """What the next round needs."""
+    """State of a federation between rounds."""
 
-    x: Array
-    c: Array
-    """In double precision where clients remember something; they are sent it in the run's."""
-    c_i: Array
-    """(N, d) the clients' control variates."""
-    mean: Array
-    """sum p_i c_i in double precision, kept up from the changes stored in c_i: the gauge compares it with c."""
+    server: Any
+    """The algorithm's server record; means over clients are float64, other fields of the run's precision."""
+    memory: Any
+    """The algorithm's memory record, each field with one row per client."""
+    mean: tuple[Array, ...]
+    """For each pair of the algorithm's `means`, the running sum p_i of the memory field in float64, updated from the
+    stored changes; the residual compares it with the server's field."""
     scale: Array
-    """The largest root mean square of |c_i| in any round's cohort."""
+    """Largest root mean square of the memories in any round's cohort."""
     round: Array
     done: Array
     optimizer: Any = None
-    """What the server's optimiser keeps."""
+    """State of the server optimizer."""
     heard_at: Array = None
-    """(N,) the round in which each client was last heard; 0 for never."""
-    errors: Array = None
-    """(N, d) what compression left out of each client's moves so far, where moves are sent."""
+    """(N,) round in which each client was last heard; 0 for never."""
+    errors: Any = None
+    """(N, d) error feedback of compression, by field of the message."""
+    own: Any = None
+    """The algorithm's record of private client state, each field with one row per client."""
 
     @property
-    def told(self) -> Array:
-        """The c that clients receive."""
-        return None if self.c is None else self.c.astype(self.x.dtype)
+    def x(self) -> Array:
+        """The model as a flat vector."""
+        return self.server.x
+
+    @property
+    def told(self) -> Any:
+        """The server's record as broadcast to clients, in the run's precision."""
+        dtype = self.x.dtype
+        return type(self.server)(*(field.astype(dtype) for field in self.server))
 
 
 class Draws(NamedTuple):
-    """The random choices of a few rounds, made on the host: who takes part, on which records."""
+    """Cohorts and batches of R rounds, drawn on the host."""
 
     cohort: Array
-    """(R, S) client indices; N marks a ghost that fills up the last block."""
+    """(R, S) client indices; N marks padding of the last block."""
     rows: Array
     """(R, S, K, B) record indices; None for full batches."""
     row_weights: Array
-    """(R, S, K, B) record weights where batches are ragged."""
+    """(R, S, K, B) record weights, if batch sizes differ."""
     steps: Array = None
-    """(R,) numbers of local steps where a coin decides."""
+    """(R,) geometric numbers of local steps, if the algorithm draws them."""
+    lr: Array = None
+    """(R,) or (R, K) step sizes, if they vary over rounds."""

@@ -1,4 +1,4 @@
-"""What becomes of control variates that grow old, by name; every policy keeps c = sum p_i c_i exactly.
+"""Staleness policies for control variates; every policy preserves c = sum p_i c_i exactly.
 
 The age of c_i is the number of rounds since client i was last heard: N/S - 1 on average when S of N are drawn
 uniformly.
@@ -9,7 +9,7 @@ uniformly.
     refresh(after)    a client that returns after `after` missed rounds first takes c_i = grad f_i(x), over all its data
                       (option I, one more vector up); c gains p_i times the change
 
-Whatever is done to c_i is done to c with the weight p_i, in the same round: the gauge stays at rounding.
+Every change of c_i is applied to c with weight p_i in the same round, so the residual stays at rounding level.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Policy", "decay", "drop", "keep", "of", "refresh"]
 
 
 class Policy(NamedTuple):
-    """What to do about old control variates; at most one of the three is set."""
+    """A staleness policy; at most one of `rate`, `drop_after`, `refresh_after` is set."""
 
     name: str = "keep"
     rate: float | None = None
@@ -33,7 +33,7 @@ class Policy(NamedTuple):
 
 @memoised
 def keep() -> Policy:
-    """Keep control variates however old they are.
+    """Keep control variates unchanged, whatever their age.
 
     >>> keep().name
     'keep'
@@ -43,7 +43,7 @@ def keep() -> Policy:
 
 @memoised
 def decay(rate: float) -> Policy:
-    """Let all control variates fade by `rate` a round.
+    """Multiply all control variates by `rate` in every round.
 
     >>> decay(0.9).rate
     0.9
@@ -56,7 +56,7 @@ def decay(rate: float) -> Policy:
 
 @memoised
 def drop(after: int) -> Policy:
-    """Forget the control variate of a client not heard for `after` rounds.
+    """Reset the control variate of a client not heard for `after` rounds to zero.
 
     >>> drop(10).drop_after
     10
@@ -67,7 +67,7 @@ def drop(after: int) -> Policy:
 
 @memoised
 def refresh(after: int) -> Policy:
-    """Renew the control variate of a client that returns after `after` missed rounds, or more.
+    """Recompute the control variate of a client that returns after at least `after` missed rounds.
 
     >>> refresh(3).refresh_after
     3
@@ -77,7 +77,7 @@ def refresh(after: int) -> Policy:
 
 
 def of(text: str) -> Policy:
-    """The policy that a word names: keep, decay:0.9, drop:20 or refresh:5.
+    """Parse a policy: keep, decay:0.9, drop:20 or refresh:5.
 
     >>> of("drop:20").name
     'drop:20'

@@ -1,9 +1,8 @@
-"""HOW state is kept: durable, exact, as large as the disk.
+"""Durable state: atomic commits, stores of client vectors, client records on disk.
 
-`commit` makes arrays and facts durable in one atomic step; `latest` reads them back, and the generation before when a
-file is damaged. The stores hold one vector for each of many clients, in memory or in files, and say what of them
-belongs in a commit; `Records` are clients' data read by cohort. Needs NumPy only: the simulator and a deployed server
-keep their state with this code.
+`commit` writes arrays and facts in one atomic step; `latest` reads them back, or the previous generation if a file is
+damaged. The stores hold one vector per client, in memory or in files, and provide the arrays that belong in a
+commit. `Records` are clients' data, read per cohort. Needs NumPy only; the simulator and the deployed server share it.
 """
 
 from __future__ import annotations

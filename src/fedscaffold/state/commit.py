@@ -1,4 +1,4 @@
-"""One atomic commit: arrays and facts become durable together, or nothing changes.
+"""Atomic commits: arrays and facts become durable together, or nothing changes.
 
 A folder holds one file for each generation, the last two by default:
 
@@ -17,8 +17,8 @@ A process killed, or a machine losing power, between any two of these leaves the
 latest, bit for bit, never a mixture: before 4 the old one is untouched and the temporary file has no valid name;
 after 4 the new one is complete, as its bytes were synced in 3; nothing old is removed before 5 is done.
 
-Reading trusts nothing. The name must fit the bytes (`sha256sum` can check it too), the header the size, the generation
-the name. What fails is passed over for the generation before, and the warning says which file, why, and what was used.
+Reading validates everything: the name against the bytes (`sha256sum` can check it too), the header against the size,
+the generation against the name. A file that fails is skipped for the generation before it, with a warning.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from fedscaffold import checks
-from fedscaffold.state import tensors
+from fedscaffold.state import safetensors_io
 from fedscaffold.state.files import StateError, create, locked, make_folder, refuse_link, reported, sync_folder
-from fedscaffold.state.tensors import Array
+from fedscaffold.state.safetensors_io import Array
 
 __all__ = ["JSON", "Snapshot", "commit", "latest", "load"]
 
@@ -47,15 +47,15 @@ TEMPORARY = ".commit.tmp"
 
 
 class Snapshot(NamedTuple):
-    """What was committed together."""
+    """Contents of one commit."""
 
     arrays: dict[str, Array]
-    """Arrays of its own memory, dtype, shape and bits as committed."""
+    """Writable copies of the committed arrays."""
     facts: dict[str, JSON]
     generation: int
-    """1 for the first commit to a folder, one more for each."""
+    """Number of the commit in its folder, from 1."""
     warnings: tuple[str, ...] = ()
-    """One sentence for each file that was passed over: which, why, what was used instead."""
+    """One message per skipped file: which, why, and what was used instead."""
 
 
 def commit(
@@ -67,17 +67,20 @@ def commit(
     after: int | None = None,
     private: bool = False,
 ) -> int:
-    """Make `arrays` and `facts` the latest state of `folder`, atomically and durably; return its generation.
+    """Commit `arrays` and `facts` to `folder`, atomically and durably, and return the generation.
 
-    The folder is created where it is missing; the newest `keep` generations stay in it (two at least). `facts` is a
-    JSON object; numbers that may be NaN or infinite belong in an array. Arrays are bool, whole numbers or floats of
-    16 to 64 bits. When this returns, the state survives a crash; when it raises StateError (disk full, no
-    permission, a dtype that cannot be kept, another writer), the state committed before is intact.
+    Args:
+        folder: The folder; created if missing.
+        arrays: Arrays of bool, integers, or floats of 16 to 64 bits.
+        facts: A JSON object; numbers that may be NaN or infinite belong in an array.
+        keep: Number of newest generations to keep, at least 2.
+        after: The generation that this state continues, as returned by `latest`. Damaged newer files, which `latest`
+            skipped, are then removed; an intact newer file, written by another process, is an error.
+        private: Whether only the owner can read the files (mode 0600, new folders 0700).
 
-    `after` is the generation this state continues, as a reader got it from `latest`. Damaged newer files, which
-    `latest` passed over, then no longer count among those kept; a whole newer file means that somebody else wrote
-    here meanwhile, and is refused. A `private` state is its owner's only: files of mode 0600, in a folder of mode 0700
-    where it has to be made.
+    Raises:
+        StateError: The commit failed (disk full, no permission, unsupported dtype, another writer); the state
+            committed before is intact.
 
     >>> import tempfile, numpy as np
     >>> folder = tempfile.mkdtemp()
@@ -107,11 +110,16 @@ def commit(
 
 
 def latest(folder: Path | str, accept: Callable[[Snapshot], None] | None = None) -> Snapshot | None:
-    """Return the newest whole generation of `folder`; None where nothing was ever committed.
+    """Return the newest intact generation of `folder`; None if nothing was ever committed.
 
-    Damaged generations are passed over with a warning; when there are some and none is whole, StateError lists
-    them. `accept` may raise StateError to pass over a snapshot that is whole but of no use, because a file beside it
-    is damaged, say. Nothing in the folder is changed, so a running one may be looked at.
+    Damaged generations are skipped with a warning. The folder is not changed, so that of a running process can be read.
+
+    Args:
+        folder: The folder.
+        accept: May raise StateError to skip an intact snapshot, for example if a file it depends on is damaged.
+
+    Raises:
+        StateError: There are generations, but none is intact.
 
     >>> latest("nowhere") is None
     True
@@ -125,7 +133,7 @@ def latest(folder: Path | str, accept: Callable[[Snapshot], None] | None = None)
             if accept is not None:
                 accept(snapshot)
         except StateError as error:
-            if not os.path.lexists(path):  # a writer has moved on while we read: newer generations are there
+            if not os.path.lexists(path):  # removed by a concurrent writer: there are newer generations
                 return latest(folder, accept)
             reasons.append(str(error))
             continue
@@ -137,24 +145,25 @@ def latest(folder: Path | str, accept: Callable[[Snapshot], None] | None = None)
 
 
 def load(path: Path | str) -> Snapshot:
-    """Read one generation from its file, whatever folder it lies in; StateError says what is wrong with it."""
+    """Read one generation from its file; raise StateError if it is damaged."""
     path = Path(path)
     match = NAME.fullmatch(path.name)
     if match is None:
         raise StateError(f"{path.name} is not the name of a state; expected state-<generation>-<sha256>.safetensors")
-    arrays, metadata, digest = tensors.read(path)
+    arrays, metadata, digest = safetensors_io.read(path)
     if digest != match[2]:
         raise StateError(f"{path.name} is damaged: its bytes do not match the checksum in its name")
     if metadata.get("fedscaffold") != VERSION:
-        raise StateError(f"{path.name} has format {metadata.get('fedscaffold')!r}; this version reads {VERSION!r}")
+        found = metadata.get("fedscaffold")
+        raise StateError(f"{path.name} has format {found!r}, and this version reads {VERSION!r}: update fedscaffold")
     if metadata.get("generation") != str(int(match[1])):
         raise StateError(f"{path.name} was written as generation {metadata.get('generation')!r}")
-    facts = tensors.strict_json(metadata.get("facts", ""), f"facts of {path.name}")
+    facts = safetensors_io.strict_json(metadata.get("facts", ""), f"facts of {path.name}")
     return Snapshot(arrays, facts, int(match[1]))
 
 
 def generations(folder: Path) -> list[tuple[int, Path]]:
-    """(generation, file) of all that have the name of a state, newest first."""
+    """Return (generation, file) of all commits in a folder, newest first."""
     refuse_link(folder)
     if not folder.is_dir():
         return []
@@ -163,13 +172,13 @@ def generations(folder: Path) -> list[tuple[int, Path]]:
 
 
 def foreign(folder: Path) -> tuple[str, ...]:
-    """A sentence for every safetensors file in the folder that is not named as a state."""
+    """Return a warning for every safetensors file in the folder that is not a commit."""
     strangers = sorted(path.name for path in folder.glob("*.safetensors") if not NAME.fullmatch(path.name))
     return tuple(f"{name} is not a state of this folder; it is ignored" for name in strangers)
 
 
 def continued(before: list[tuple[int, Path]], after: int, folder: Path) -> list[tuple[int, Path]]:
-    """The files up to generation `after`; refused when a newer one is whole: somebody else wrote it."""
+    """Return the files up to generation `after`; raise StateError if a newer one is intact."""
     for number, path in before:
         if number > after:
             try:
@@ -180,13 +189,13 @@ def continued(before: list[tuple[int, Path]], after: int, folder: Path) -> list[
     return [(number, path) for number, path in before if number <= after]
 
 
-def publish(folder: Path, encoded: tensors.Encoded, generation: int, private: bool = False) -> None:
+def publish(folder: Path, encoded: safetensors_io.Encoded, generation: int, private: bool = False) -> None:
     """Write the temporary file, sync it, rename it, sync the folder."""
     temporary = folder / TEMPORARY
     try:
         fd = create(temporary, private)
         try:
-            digest = tensors.write(fd, encoded)
+            digest = safetensors_io.write(fd, encoded)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -197,13 +206,13 @@ def publish(folder: Path, encoded: tensors.Encoded, generation: int, private: bo
     sync_folder(folder)
 
 
-def encode(arrays: Mapping[str, Array], facts: str, generation: int) -> tensors.Encoded:
-    """The file of one generation, laid out."""
-    return tensors.encode(arrays, {"fedscaffold": VERSION, "generation": str(generation), "facts": facts})
+def encode(arrays: Mapping[str, Array], facts: str, generation: int) -> safetensors_io.Encoded:
+    """Encode the file of one generation."""
+    return safetensors_io.encode(arrays, {"fedscaffold": VERSION, "generation": str(generation), "facts": facts})
 
 
 def plain(facts: Mapping[str, JSON]) -> str:
-    """Facts as JSON text that comes back as it was given.
+    """Encode facts as JSON; raise StateError unless decoding returns an equal value.
 
     >>> plain({"shape": (3, 4)})
     Traceback (most recent call last):

@@ -1,7 +1,7 @@
-"""Files that are whole or not there: the few system calls every kind of state is written and read with.
+"""File system primitives for durable state: atomic writes, locks, syncs.
 
-Everything goes through `os`, one call for one system call, so that the tests can stop a writer between any two.
-POSIX only (Linux, macOS): folders are synced, locks are `flock`.
+Everything goes through `os`, one function per system call, so that tests can stop a writer between any two. POSIX only
+(Linux, macOS): folders are synced, locks are `flock`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,22 @@ from fedscaffold.checks import InputError
 
 __all__ = [
     "StateError", "create", "locked", "make_folder", "open_file", "owned", "refuse_link", "reported", "sync_folder",
-    "write_all", "write_private",
+    "write_all", "write_private", "write_whole",
 ]  # fmt: skip
 
 CHUNK = 8 << 20
-"""Bytes handed to one system call at most: large enough to cost nothing, small enough to interrupt."""
+"""Largest number of bytes per system call, so that signals are handled in between."""
 OWNER = ".owner"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class StateError(InputError):
-    """State that cannot be kept, or that is not what it claims to be; the sentence says what is still whole."""
+    """State could not be written, or is damaged; the message says what is still intact."""
 
 
 @contextmanager
 def reported(doing: str, *, intact: str = "what was committed before is intact") -> Iterator[None]:
-    """Turn errors of the operating system into StateError: what was being done, why it failed, what is still whole.
+    """Convert OSError to StateError: what was being done, why it failed, and what is intact.
 
     >>> with reported("writing the model"):
     ...     raise OSError(errno.ENOSPC, "No space left on device")
@@ -55,16 +55,16 @@ def reported(doing: str, *, intact: str = "what was committed before is intact")
 
 
 def write_all(fd: int, data: Any) -> None:
-    """Write all bytes of a contiguous buffer at the file's position: the system may take fewer than it is given."""
+    """Write all bytes of a contiguous buffer at the file's position, repeating short writes."""
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(fd, view[:CHUNK]) :]
 
 
 def create(path: Path, private: bool = False) -> int:
-    """Open a new file for reading and writing; a file of that name is removed first, a link is not followed.
+    """Create a file for reading and writing, replacing an existing one; links are not followed.
 
-    A private one is its owner's only, whatever the umask.
+    A private file has mode 0600, whatever the umask.
     """
     path.unlink(missing_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -74,19 +74,33 @@ def create(path: Path, private: bool = False) -> int:
     return fd
 
 
-def write_private(path: Path, data: bytes | str) -> None:
-    """Write a file that only its owner can read, whole or not at all; a view, not synced: a power cut may lose it."""
-    temporary = path.with_name(path.name + ".part")
-    fd = create(temporary, private=True)
+def write_whole(path: Path, data: bytes | str | Callable[[int], object], *, private: bool = False) -> None:
+    """Write a file atomically. Unlike a commit it is not synced, so a power cut may lose it.
+
+    Args:
+        path: The file. A symbolic link is replaced, not followed.
+        data: Its bytes, its text (UTF-8), or a function that writes them to a file descriptor.
+        private: Whether only its owner may read it, whatever the umask.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # another process may write the same file
+    fd = create(temporary, private)
     try:
-        write_all(fd, data.encode() if isinstance(data, str) else data)
+        if callable(data):
+            data(fd)
+        else:
+            write_all(fd, data.encode() if isinstance(data, str) else data)
     finally:
         os.close(fd)
     temporary.replace(path)
 
 
+def write_private(path: Path, data: bytes | str | Callable[[int], object]) -> None:
+    """Write a file atomically, readable by its owner only."""
+    write_whole(path, data, private=True)
+
+
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open an existing regular file; links, pipes, devices and folders are refused, none of them can block us.
+    """Open an existing regular file without blocking; raise StateError for links, pipes, devices and folders.
 
     >>> open_file(Path("/dev/null"))
     Traceback (most recent call last):
@@ -105,7 +119,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def refuse_link(folder: Path) -> None:
-    """Refuse a folder that is a symbolic link: state is written where it was asked for, and nowhere else.
+    """Raise StateError if a folder is a symbolic link.
 
     >>> refuse_link(Path("nowhere"))
     """
@@ -114,7 +128,7 @@ def refuse_link(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable: a file created or renamed is there after a power cut only after this."""
+    """Sync a folder, which makes created and renamed files durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -123,7 +137,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, private: bool = False) -> None:
-    """Create `folder` and its parents where they are missing, durably; private ones are their owner's only."""
+    """Create `folder` and missing parents durably; private folders have mode 0700."""
     if not folder.is_dir():
         make_folder(folder.absolute().parent, private)
         folder.mkdir(exist_ok=True)
@@ -134,9 +148,9 @@ def make_folder(folder: Path, private: bool = False) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold the lock file `path`; refused at once when another process (or thread) holds it.
+    """Hold the lock file `path` and yield its descriptor; raise StateError if it is already locked.
 
-    The lock goes with the process that holds it, however that one ends; the file stays. Yields its descriptor.
+    The lock is released when the process ends, however it ends; the file stays.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -151,9 +165,9 @@ def locked(path: Path) -> Iterator[int]:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Own a folder for the whole life of a run; while somebody else does, refused with the number of its process.
+    """Lock a folder for the duration of a run; raise StateError with the process number if another holds it.
 
-    What is left of an owner that was killed is no more than a file that nobody has locked.
+    A killed owner leaves only an unlocked file behind.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp())
@@ -177,8 +191,8 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def _owner(path: Path) -> str:
-    """Who has locked a file, in words."""
-    time.sleep(0.1)  # it may be about to write its number down
+    """Describe the process that has locked a file."""
+    time.sleep(0.1)  # it may not have written its number yet
     number, _, host = path.read_text(encoding="utf-8", errors="replace").strip().partition(" ")
     if not number.isdigit():
         return "another process"

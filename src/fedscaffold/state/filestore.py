@@ -1,20 +1,19 @@
-"""Vectors of clients in files: as many as the disk holds, at a cost per round that does not depend on their number.
+"""File store of client vectors: limited by the disk only, at a cost per round independent of the number of clients.
 
-Files of a store, all named after a random identity so that two runs never mix:
+Files of a store, named after a random identity so that two runs never mix:
 
-    rows-<id>            the base: row i of N at its place; sparse, clients never heard take no room
-    rows-<id>-<number>   a segment: the rows written between two commits, in the order they came
+    rows-<id>            the base: row i of N at offset i * stride; sparse, clients never heard take no space
+    rows-<id>-<number>   a segment: the rows written between two commits, in order of writing
 
-Rows are written to the current segment only: nothing that a commit refers to is ever changed, and no fsync is needed
-before the next commit. `snapshot` syncs the segment and hands out what the commit must know: the bitmap of clients
-seen, the segments that lie over the base, who is in them and their checksums. After a crash, `restore` goes by these
-and ignores whatever was written later.
+Rows are written to the current segment only: nothing that a commit refers to is changed, and no fsync is needed before
+the next commit. `snapshot` syncs the segment and returns what the commit must hold: the bitmap of clients seen, and the
+segments above the base with their clients and checksums. After a crash, `restore` uses these and ignores later writes.
 
-Segments do not pile up. Let s(g) be the rows written between the commits g-1 and g. Commit g lists s(g-1) and s(g), so
-once it is done, both generations one might have to go back to, g and g-1, contain and list s(g-1): its rows may go to
-the base, as many with each write as are written, the rest with the next snapshot. Either generation still reads them
-from the segment, so that a base half written does not matter. A segment is deleted when neither of the last two commits
-lists it; older generations then miss it, and are refused.
+Segments are merged into the base. Let s(g) be the rows written between the commits g-1 and g. Commit g lists s(g-1) and
+s(g), so once it is done, both generations that may have to be restored, g and g-1, list s(g-1): its rows may be copied
+to the base, as many with each write as are written, the rest with the next snapshot. Either generation still reads them
+from the segment, so a partly written base does no harm. A segment is deleted when neither of the last two commits lists
+it; older generations can then not be restored.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ import numpy.typing as npt
 from fedscaffold import checks
 from fedscaffold.state.files import StateError, locked, make_folder, refuse_link, reported, sync_folder
 from fedscaffold.state.rowfile import RowFile, Segment
+from fedscaffold.state.safetensors_io import Array
 from fedscaffold.state.stores import Clients, known, members, part, vectors
-from fedscaffold.state.tensors import Array
 
 __all__ = ["FileStore"]
 
@@ -40,10 +39,10 @@ INTACT = "the generations committed before are intact; resume from the last"
 
 
 class FileStore:
-    """The vectors of clients in files of `folder`; see the head of this file.
+    """Store of client vectors in files of `folder`; see the module docstring.
 
-    One process may write. With `read_only` others may look on: they restore a generation and read, and what they read
-    is of that generation if its commit is still there afterwards, as nothing it refers to changes before it is deleted.
+    One process may write. With `read_only`, other processes may restore a generation and read it; their reads are valid
+    if the commit still exists afterwards, as nothing that it refers to changes before it is deleted.
 
     >>> import tempfile
     >>> store = FileStore(tempfile.mkdtemp(), 1_000_000, 3, "float64")
@@ -68,11 +67,11 @@ class FileStore:
         self.identity = secrets.token_hex(8)
         self.seen = np.zeros((num_clients + 7) // 8, np.uint8)
         self.base: RowFile | None = None
-        self.spent: list[Segment] = []  # listed by the commit before the last only; in the base
+        self.spent: list[Segment] = []  # listed by the last commit but one only; merged into the base
         self.listed: list[Segment] = []  # listed by the last commit, the newer one last
         self.current: Segment | None = None
         self.due: list[int] = []  # clients of the older listed segment whose rows are not yet in the base
-        self.pending = False  # a snapshot is out: what it speaks of must not change
+        self.pending = False  # between snapshot() and committed(): no writes
         self.read_only, self.held = read_only, ExitStack()
         if not read_only:
             with reported(f"opening {folder}", intact=INTACT):
@@ -81,7 +80,7 @@ class FileStore:
                 self.held.enter_context(locked(self.folder / ".rows.lock"))
 
     def read(self, clients: npt.ArrayLike) -> Array:
-        """(S, d) the vectors of these clients; a damaged row is refused by name."""
+        """Return the (S, d) vectors of some clients; raise StateError for a damaged row."""
         who = members(clients, self.num_clients)
         rows = np.zeros((len(who), self.dim), self.dtype)
         heard = np.flatnonzero(bits(self.seen, who))
@@ -100,7 +99,7 @@ class FileStore:
         return rows
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
-        """Keep `rows` as the vectors of these clients, in the current segment."""
+        """Write the vectors of some clients to the current segment."""
         who = members(clients, self.num_clients)
         given = vectors(rows, len(who), self.dim, self.dtype)
         if self.pending:
@@ -113,7 +112,7 @@ class FileStore:
         np.bitwise_or.at(self.seen, who >> 3, np.left_shift(1, who & 7).astype(np.uint8))
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
-        """The clients ever written, `size` at a time."""
+        """Yield the clients ever written and their vectors, `size` at a time."""
         step = 1 << 16
         for start in range(0, len(self.seen), step):
             heard = np.flatnonzero(np.unpackbits(self.seen[start : start + step], bitorder="little")) + 8 * start
@@ -121,7 +120,7 @@ class FileStore:
                 yield heard[first : first + size], self.read(heard[first : first + size])
 
     def snapshot(self) -> dict[str, Array]:
-        """Make all rows durable and return what the commit must know of them; no writes until `committed`."""
+        """Sync all rows and return the arrays that the commit must hold; no writes until `committed`."""
         with reported(f"keeping client rows in {self.folder}", intact=INTACT):
             segment = self.opened()
             self.settle(len(self.due))
@@ -142,7 +141,7 @@ class FileStore:
         }
 
     def committed(self) -> None:
-        """Begin a new segment, and delete those that neither this commit nor the one before lists."""
+        """Start a new segment and delete those that neither of the last two commits lists."""
         if not self.pending or self.current is None:
             raise StateError("committed() must follow snapshot() and the commit of what it returned")
         for segment in self.spent:
@@ -156,7 +155,7 @@ class FileStore:
                 self.path(number).unlink(missing_ok=True)
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Go to the state of a snapshot, if every row above the base is the one committed."""
+        """Restore the state of a snapshot, after checking every row above the base."""
         self.release()
         try:
             self.take(arrays)
@@ -165,27 +164,25 @@ class FileStore:
             raise
 
     def close(self) -> None:
-        """Close all files; rows since the last commit are gone."""
+        """Close all files; rows written since the last commit are lost."""
         self.release()
         self.held.close()
 
-    # Inside
-
     def segment(self, client: int) -> Segment | None:
-        """The newest segment with a row of this client; None: its row is in the base."""
+        """Return the newest segment with a row of this client; None if its row is in the base."""
         for segment in (self.current, *reversed(self.listed)):
             if segment is not None and client in segment.slots:
                 return segment
         return None
 
     def bottom(self) -> RowFile:
-        """The base, which must be there when a client seen is in no segment."""
+        """Return the base file; raise StateError if it is missing."""
         if self.base is None:
             raise StateError(f"{self.path().name} is missing from {self.folder}; it holds rows of clients")
         return self.base
 
     def opened(self) -> Segment:
-        """The current segment, created when first needed, with a number never used before."""
+        """Return the current segment, creating it with an unused number if needed."""
         if self.read_only:
             raise StateError(f"the rows in {self.folder} were opened to be read only")
         if self.current is None:
@@ -194,11 +191,11 @@ class FileStore:
         return self.current
 
     def plan(self) -> None:
-        """All rows of the older of two listed segments are due in the base."""
+        """Schedule the rows of the older of two listed segments for merging into the base."""
         self.due = sorted(self.listed[0].slots, reverse=True) if len(self.listed) == 2 else []
 
     def settle(self, count: int) -> None:
-        """Write up to `count` of the rows that are due into the base."""
+        """Copy up to `count` scheduled rows into the base."""
         if self.due and self.base is None:
             self.base = RowFile(self.path(), self.dim, self.dtype)
         row = np.empty(self.dim, self.dtype)
@@ -208,7 +205,7 @@ class FileStore:
             self.due.pop()
 
     def take(self, arrays: Mapping[str, Array]) -> None:
-        """Open the files a snapshot speaks of and check every row above the base."""
+        """Open the files of a snapshot and check every row above the base."""
         self.identity, seen, segments = described(arrays, self.num_clients, self.dim, self.dtype)
         row = np.empty(self.dim, self.dtype)
         for number, clients, sums in segments:
@@ -226,21 +223,21 @@ class FileStore:
         self.plan()
 
     def existing(self, path: Path) -> RowFile:
-        """A file of rows that must be there."""
+        """Open an existing file of rows."""
         with reported(f"opening {path.name} in {self.folder}", intact="an older generation may be whole"):
             return RowFile(path, self.dim, self.dtype, os.O_RDONLY if self.read_only else os.O_RDWR)
 
     def path(self, number: int | None = None) -> Path:
-        """The base, or the segment of that number."""
+        """Return the path of the base, or of a segment."""
         return self.folder / (f"rows-{self.identity}" + ("" if number is None else f"-{number:08d}"))
 
     def numbers(self) -> set[int]:
-        """The numbers of this store's segments on the disk."""
+        """Return the numbers of this store's segments on disk."""
         begin = f"rows-{self.identity}-"
         return {int(path.name.removeprefix(begin)) for path in self.folder.glob(begin + "[0-9]*")}
 
     def release(self) -> None:
-        """Close all files and forget all rows; a segment that no commit lists is deleted."""
+        """Close all files and reset the store; a segment that no commit lists is deleted."""
         current = [] if self.current is None else [self.current]
         for segment in current:
             if not self.pending:
@@ -256,7 +253,7 @@ class FileStore:
 def described(
     arrays: Mapping[str, Array], num_clients: int, dim: int, dtype: np.dtype[np.generic]
 ) -> tuple[str, Array, list[tuple[int, Clients, Array]]]:
-    """The identity, the bitmap and the segments (number, clients, checksums) of a snapshot, if they fit the store."""
+    """Parse a snapshot: identity, bitmap of clients seen, and segments (number, clients, checksums)."""
     identity = part(arrays, "identity", np.uint8, (8,)).tobytes().hex()
     shape = part(arrays, "shape", np.int64, (3,)).tolist()
     if shape != [num_clients, dim, dtype.itemsize]:
@@ -280,7 +277,7 @@ def described(
 
 
 def bits(packed: Array, places: Clients) -> npt.NDArray[np.bool_]:
-    """Which of `places` are set in a bitmap.
+    """Return which bits of a bitmap are set.
 
     >>> bits(np.array([0b101], np.uint8), np.array([0, 1, 2]))
     array([ True, False,  True])

@@ -1,8 +1,7 @@
-"""Reading ahead: the next cohort's rows come from the disk while this round computes.
+"""Prefetching: the next cohort's rows are read from disk while the current round computes.
 
-One thread does all reading and writing of the store, in the order asked for, so no row is ever read while it is
-written. The next cohort may share clients with the cohort at work, whose new rows are not there yet: these are left
-out when reading ahead, and read when they are needed, behind the write in the queue.
+One thread does all reads and writes of the store in order, so no row is read while it is written. Clients that are also
+in the current cohort, whose new rows are not written yet, are not prefetched; they are read after the write.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedscaffold.state.safetensors_io import Array
 from fedscaffold.state.stores import Clients, Store, members, vectors
-from fedscaffold.state.tensors import Array
 
 __all__ = ["Prefetched"]
 
 
 class Prefetched:
-    """A store with a reader thread; the same interface, and `ask`.
+    """A store with an I/O thread and a method `ask` to prefetch rows.
 
-        rows = store.read(cohort)       # waits only for what is not there yet
+        rows = store.read(cohort)       # waits only for rows not prefetched
         store.ask(next_cohort)          # starts reading; returns at once
         ...                             # compute
-        store.write(cohort, new_rows)   # starts writing; `new_rows` must not change any more
+        store.write(cohort, new_rows)   # starts writing; `new_rows` must not be modified afterwards
 
-    Clients read and not yet written count as at work: what `ask` reads of them would be stale. An error of the
-    thread is raised by the next call.
+    Clients that were read but not yet written are not prefetched, as their rows would be stale. Errors of the thread
+    are raised by the next call.
 
     >>> from fedscaffold.state.stores import ArrayStore
     >>> store = Prefetched(ArrayStore(3, 1, "float64"))
@@ -53,14 +52,14 @@ class Prefetched:
         self.writing: list[Future[None]] = []
 
     def ask(self, clients: npt.ArrayLike) -> None:
-        """Begin to read the rows of `clients`, the next cohort."""
+        """Start reading the rows of the next cohort."""
         self.asked = members(clients, self.num_clients).tolist()
         ready = [client for client in self.asked if client not in self.at_work]
         self.early = {client: place for place, client in enumerate(ready)}
         self.ahead = self.thread.submit(self.store.read, ready)
 
     def read(self, clients: npt.ArrayLike) -> Array:
-        """(S, d) the vectors of these clients; they are at work from now on until written."""
+        """Return the (S, d) vectors of some clients, which are not prefetched until they are written."""
         who = members(clients, self.num_clients).tolist()
         self.settle(wait=False)
         early = self.early if self.asked == who else {}
@@ -78,42 +77,42 @@ class Prefetched:
         return rows
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
-        """Begin to write `rows`; later reads of these clients see them."""
+        """Start writing `rows`; later reads of these clients return them."""
         who = members(clients, self.num_clients).tolist()
         rows = vectors(rows, len(who), self.dim, self.dtype)
         self.settle(wait=False)
         for client in who:
-            self.early.pop(client, None)  # read ahead, and stale from now on
+            self.early.pop(client, None)  # prefetched, but stale now
         self.writing.append(self.thread.submit(self.store.write, who, rows))
         self.at_work.difference_update(who)
 
     def settle(self, wait: bool = True) -> None:
-        """Raise the error of a write that failed; with `wait`, until all writes are done."""
+        """Raise the error of a failed write; with `wait`, wait for all writes first."""
         while self.writing and (wait or self.writing[0].done()):
             self.writing.pop(0).result()
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """The result of `function` in the store's thread, behind everything asked for before."""
+        """Run `function` in the store's thread after all earlier requests, and return its result."""
         self.settle()
         return self.thread.submit(function, *arguments).result()
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
-        """As the store's, when all writes are done."""
+        """Yield the store's chunks, after all writes are done."""
         chunks = self.call(self.store.chunks, size)
         while (chunk := self.call(next, chunks, None)) is not None:
             yield chunk
 
     def snapshot(self) -> dict[str, Array]:
-        """As the store's, when all writes are done."""
+        """Return the store's snapshot, after all writes are done."""
         result: dict[str, Array] = self.call(self.store.snapshot)
         return result
 
     def committed(self) -> None:
-        """As the store's."""
+        """Notify the store of a commit."""
         self.call(self.store.committed)
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """As the store's; what was read ahead is forgotten."""
+        """Restore the store and discard prefetched rows."""
         self.asked, self.early, self.ahead = [], {}, None
         self.at_work.clear()
         self.call(self.store.restore, arrays)

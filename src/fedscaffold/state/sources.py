@@ -1,9 +1,8 @@
-"""Records of clients in files: a million clients' data need not be in memory to be read by cohort.
+"""Client records on disk, read per cohort.
 
-A folder holds one file for each column (`column-0`, `column-1`, ...: the records of client 0, of client 1 and so on,
-little-endian, C order, nothing between them) and one commit (see `commit.py`): where each client's records begin, as an
-array, and the columns' names, dtypes, shapes and checksums as facts. The commit comes last: a folder without it is no
-source.
+A folder holds one file per column (`column-0`, `column-1`, ...: the records of all clients concatenated, little-endian,
+C order) and one commit (see `commit.py`) with the clients' offsets as an array and the columns' names, dtypes, shapes
+and checksums as facts. The commit is written last: a folder without it is incomplete.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from fedscaffold import checks
 from fedscaffold.state.commit import commit, latest
 from fedscaffold.state.files import CHUNK, StateError, create, make_folder, open_file, reported
-from fedscaffold.state.tensors import CODES, DTYPES, Array, raw
+from fedscaffold.state.safetensors_io import CODES, DTYPES, Array, raw
 
 __all__ = ["Records", "write_records"]
 
@@ -32,14 +31,14 @@ class Column(NamedTuple):
     fd: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    """Of one record."""
+    """Shape of one record."""
     width: int
-    """Bytes of one record."""
+    """Size of one record in bytes."""
     crc: int
 
 
 class Records:
-    """The records of every client of a folder that `write_records` made; read by client, never as a whole.
+    """Client records in a folder written by `write_records`, read by client.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -70,7 +69,7 @@ class Records:
             raise
 
     def open_column(self, number: int, facts: Mapping[str, Any]) -> None:
-        """Open the file of a column, if it has as many bytes as the offsets ask for."""
+        """Open the file of a column and check its size."""
         path = self.folder / f"column-{number}"
         try:
             name, dtype, crc = str(facts["name"]), np.dtype(DTYPES[facts["dtype"]]), int(facts["crc"])
@@ -97,7 +96,7 @@ class Records:
         return rows
 
     def gather(self, clients: npt.ArrayLike) -> tuple[dict[str, Array], npt.NDArray[np.int64]]:
-        """The records of these clients one after the other, and where each client's begin (and the last one's end)."""
+        """Return the concatenated records of some clients, and their offsets."""
         who = np.asarray(clients, np.int64)
         if who.ndim != 1 or (who.size and (who.min() < 0 or who.max() >= len(self))):
             raise checks.InputError(f"clients must be a list of numbers from 0 to {len(self) - 1}, got {clients!r}")
@@ -113,7 +112,7 @@ class Records:
         return rows, ends
 
     def verify(self) -> None:
-        """Read everything once and compare checksums; StateError names the column that is damaged."""
+        """Read all columns and compare checksums; raise StateError for a damaged one."""
         for name, column in self.columns.items():
             total, place = 0, 0
             with reported(f"reading {self.folder}", intact="nothing was changed"):
@@ -123,7 +122,7 @@ class Records:
                 raise StateError(f"column {name!r} of {self.folder} is damaged; copy it again")
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         for column in self.columns.values():
             os.close(column.fd)
         self.columns = {}
@@ -139,7 +138,7 @@ class Writing(NamedTuple):
 
 
 def read_at(fd: int, view: memoryview, place: int) -> None:
-    """Fill `view` from the file; the system may give fewer bytes than asked for."""
+    """Fill `view` from the file at byte `place`, repeating short reads."""
     while view:
         if not (count := os.preadv(fd, [view], place)):
             raise StateError("a column was cut short while it was in use; copy the folder again")
@@ -147,10 +146,12 @@ def read_at(fd: int, view: memoryview, place: int) -> None:
 
 
 def write_records(folder: Path | str, clients: Iterable[Mapping[str, npt.ArrayLike]]) -> Records:
-    """Write what an iterable yields, one client at a time, to a new folder of records, and open it.
+    """Write client records to a new folder, one client at a time, and open it.
 
-    Every client is a dict of columns with as many rows each; names, dtypes and shapes of a row are those of the first
-    client. Only one client is in memory at a time.
+    Args:
+        folder: The folder; must hold no records or state.
+        clients: Yields a dict of columns per client, all with the same number of rows. Names, dtypes and row shapes
+            must be those of the first client.
     """
     folder = Path(folder)
     if latest(folder) is not None:
@@ -188,7 +189,7 @@ def write_records(folder: Path | str, clients: Iterable[Mapping[str, npt.ArrayLi
 
 
 def begun(folder: Path, number: int, name: str, first: Array) -> Writing:
-    """The file of a column, shaped like the first client's."""
+    """Create the file of a column, with dtype and row shape of the first client's."""
     little = first.dtype.newbyteorder("<")
     if little not in CODES or first.ndim == 0 or 0 in first.shape[1:] or not isinstance(name, str):
         raise checks.InputError(f"column {name!r} must be an array of numbers with one row for each record")
@@ -196,7 +197,7 @@ def begun(folder: Path, number: int, name: str, first: Array) -> Writing:
 
 
 def fitting(number: int, given: Mapping[str, Array], columns: list[Writing]) -> int:
-    """The number of records of a client, if its columns fit those of the first, are equally long and finite."""
+    """Return a client's number of records; raise InputError unless its columns match, are equally long and finite."""
     if given.keys() != {column.name for column in columns}:
         raise checks.InputError(f"client {number} has columns {sorted(given)}, the first has other ones")
     rows = {len(array) if array.ndim else -1 for array in given.values()}

@@ -1,7 +1,7 @@
-"""Vectors of many clients behind one small interface: in memory, in memory for those heard only, or in a file.
+"""Stores of client vectors behind one interface: a dense array, a sparse table, or files.
 
-A client that was never written has the zero vector: control variates start at zero. All stores give back the very bits
-that were written, and refuse a request that names a client twice: which row would win?
+A client that was never written has the zero vector. All stores return exactly the bits that were written, and raise an
+InputError for a request that names a client twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fedscaffold import checks
 from fedscaffold.state.files import StateError
-from fedscaffold.state.tensors import Array
+from fedscaffold.state.safetensors_io import Array
 
 __all__ = ["ArrayStore", "Clients", "SparseStore", "Store", "choose", "mean"]
 
@@ -22,36 +22,36 @@ Clients: TypeAlias = npt.NDArray[np.int64]
 
 
 class Store(Protocol):
-    """What every store offers."""
+    """Interface of stores."""
 
     num_clients: int
     dim: int
     dtype: np.dtype[Any]
 
     def read(self, clients: npt.ArrayLike) -> Array:
-        """(S, d) the vectors of these clients, in memory of their own."""
+        """Return a copy of the (S, d) vectors of some clients."""
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
-        """Keep `rows` (S, d), of the store's dtype, as the vectors of these clients."""
+        """Write the (S, d) vectors of some clients, in the store's dtype."""
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
-        """(clients, their vectors), `size` at a time and ascending, of all that may differ from zero."""
+        """Yield (clients, vectors) of all clients that may be non-zero, `size` at a time, in ascending order."""
 
     def snapshot(self) -> dict[str, Array]:
-        """What belongs in the next commit so that `restore` gives this state; valid until the next write."""
+        """Return the arrays that the next commit must hold for `restore`; valid until the next write."""
 
     def committed(self) -> None:
-        """Told after every commit that holds the last snapshot: what only older commits need may go."""
+        """Notify the store that the last snapshot was committed; what only older commits need may be deleted."""
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Go to the state of a snapshot; StateError if it does not fit this store or the files it needs are damaged."""
+        """Restore a snapshot; raise StateError if it does not fit this store or its files are damaged."""
 
     def close(self) -> None:
-        """Give files and threads back; what was not committed is gone."""
+        """Release files and threads; what was not committed is lost."""
 
 
 def members(clients: npt.ArrayLike, num_clients: int) -> Clients:
-    """Clients as positions, if they are distinct whole numbers in range.
+    """Return client numbers as int64, after checking that they are distinct and in range.
 
     >>> members([3, 1, 3], 5)
     Traceback (most recent call last):
@@ -69,7 +69,7 @@ def members(clients: npt.ArrayLike, num_clients: int) -> Clients:
 
 
 def known(clients: Array, num_clients: int) -> Clients:
-    """Clients of a snapshot; what would be a wrong request is a damaged snapshot here."""
+    """Return the client numbers of a snapshot; raise StateError if they are invalid."""
     try:
         return members(clients, num_clients)
     except checks.InputError as error:
@@ -77,7 +77,7 @@ def known(clients: Array, num_clients: int) -> Clients:
 
 
 def vectors(rows: Any, count: int, dim: int, dtype: np.dtype[Any]) -> Array:
-    """Rows as they are kept, if there is one of the store's dtype for each client: nothing is rounded in silence."""
+    """Return rows as a contiguous array, after checking shape and dtype; nothing is cast."""
     given = np.asarray(rows)
     if given.shape != (count, dim) or given.dtype != dtype:
         raise checks.InputError(f"rows must be {dtype} of shape {(count, dim)}, got {given.dtype} of {given.shape}")
@@ -85,7 +85,7 @@ def vectors(rows: Any, count: int, dim: int, dtype: np.dtype[Any]) -> Array:
 
 
 def part(arrays: Mapping[str, Array], name: str, dtype: npt.DTypeLike, shape: tuple[int | None, ...]) -> Array:
-    """One array of a snapshot, if it has the dtype and shape expected (None: any length)."""
+    """Return an array of a snapshot, after checking its dtype and shape (None: any length)."""
     array = arrays.get(name)
     if array is None or array.dtype != dtype or array.ndim != len(shape):
         raise StateError(f"the snapshot has no {np.dtype(dtype)} array {name!r} of {len(shape)} dimensions")
@@ -95,7 +95,7 @@ def part(arrays: Mapping[str, Array], name: str, dtype: npt.DTypeLike, shape: tu
 
 
 class ArrayStore:
-    """All vectors in one array: the fastest, N d numbers of memory.
+    """Dense store: all vectors in one (N, d) array. The fastest.
 
     >>> store = ArrayStore(3, 2, "float64")
     >>> store.write([2], np.array([[1.0, 2.0]]))
@@ -109,28 +109,28 @@ class ArrayStore:
         self.rows = np.zeros((num_clients, dim), dtype)
 
     def read(self, clients: npt.ArrayLike) -> Array:
-        """(S, d) the vectors of these clients."""
+        """Return the (S, d) vectors of some clients."""
         return self.rows[members(clients, self.num_clients)]
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
-        """Keep `rows` as the vectors of these clients."""
+        """Write the vectors of some clients."""
         who = members(clients, self.num_clients)
         self.rows[who] = vectors(rows, len(who), self.dim, self.dtype)
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
-        """All clients, `size` at a time."""
+        """Yield all clients and their vectors, `size` at a time."""
         for start in range(0, self.num_clients, size):
             yield np.arange(start, min(start + size, self.num_clients)), self.rows[start : start + size]
 
     def snapshot(self) -> dict[str, Array]:
-        """All rows, not copied."""
+        """Return all rows, not copied."""
         return {"rows": self.rows}
 
     def committed(self) -> None:
         """Nothing to let go."""
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Take the rows of a snapshot."""
+        """Restore the rows of a snapshot."""
         self.rows = part(arrays, "rows", self.dtype, (self.num_clients, self.dim)).copy()
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class ArrayStore:
 
 
 class SparseStore:
-    """The vectors of clients ever written, in memory; the others are zero and take no room.
+    """Sparse store: the vectors of clients ever written, in memory; the others are zero and take no space.
 
     >>> store = SparseStore(1_000_000_000, 2, "float64")
     >>> store.write([999_999_999, 5], np.array([[1.0, 2.0], [3.0, 4.0]]))
@@ -155,7 +155,7 @@ class SparseStore:
         self.rows = np.empty((0, dim), dtype)
 
     def read(self, clients: npt.ArrayLike) -> Array:
-        """(S, d) the vectors of these clients, zero for those never written."""
+        """Return the (S, d) vectors of some clients, zero for those never written."""
         places = [self.slots.get(client, -1) for client in members(clients, self.num_clients).tolist()]
         slots = np.array(places, np.int64)
         out = np.zeros((len(slots), self.dim), self.dtype)
@@ -163,7 +163,7 @@ class SparseStore:
         return out
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
-        """Keep `rows` as the vectors of these clients; room doubles when it runs out."""
+        """Write the vectors of some clients; the capacity doubles when it is exceeded."""
         who = members(clients, self.num_clients)
         given = vectors(rows, len(who), self.dim, self.dtype)
         slots = [self.slots.setdefault(client, len(self.slots)) for client in who.tolist()]
@@ -174,20 +174,20 @@ class SparseStore:
         self.rows[slots] = given
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
-        """The clients ever written, `size` at a time."""
+        """Yield the clients ever written and their vectors, `size` at a time."""
         heard = np.array(sorted(self.slots), np.int64)
         for start in range(0, len(heard), size):
             yield heard[start : start + size], self.read(heard[start : start + size])
 
     def snapshot(self) -> dict[str, Array]:
-        """The clients ever written, in the order they came, and their rows, not copied."""
+        """Return the clients ever written, in order of first write, and their rows, not copied."""
         return {"clients": np.array(list(self.slots), np.int64), "rows": self.rows[: len(self.slots)]}
 
     def committed(self) -> None:
         """Nothing to let go."""
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Take the clients and rows of a snapshot."""
+        """Restore the clients and rows of a snapshot."""
         clients = known(part(arrays, "clients", np.int64, (None,)), self.num_clients)
         self.rows = part(arrays, "rows", self.dtype, (len(clients), self.dim)).copy()
         self.slots = {client: slot for slot, client in enumerate(clients.tolist())}
@@ -197,7 +197,7 @@ class SparseStore:
 
 
 def mean(store: Store, weights: Array | None = None) -> npt.NDArray[np.float64]:
-    """Sum of p_i c_i over all clients, in float64, chunk by chunk; p_i = 1/N where no weights are given.
+    """Return sum p_i c_i over all clients in float64, chunk by chunk; p_i = 1/N by default.
 
     >>> store = SparseStore(4, 1, "float64")
     >>> store.write([0, 2], np.array([[1.0], [2.0]]))
@@ -214,9 +214,9 @@ def mean(store: Store, weights: Array | None = None) -> npt.NDArray[np.float64]:
 def choose(
     num_clients: int, dim: int, dtype: npt.DTypeLike, cohort: int, rounds: int, memory_limit: int = 1 << 30
 ) -> str:
-    """The store that holds the run within `memory_limit` bytes: "array", else "sparse", else "file".
+    """Choose the kind of store that fits `memory_limit` bytes: "array", else "sparse", else "file".
 
-    N d numbers fit: array. The clients expected to be heard, N (1 - (1 - S/N)^R) with some to spare, fit: sparse.
+    "array" holds all N vectors; "sparse" those of the clients expected to take part, N (1 - (1 - S/N)^R) plus a margin.
 
     >>> choose(1000, 100, "float32", cohort=10, rounds=1000)
     'array'
@@ -229,5 +229,5 @@ def choose(
     if num_clients * row <= memory_limit:
         return "array"
     heard = num_clients * -np.expm1(rounds * np.log1p(-min(cohort / num_clients, 1 - 1e-16)))
-    room = 2 * (heard + 3 * np.sqrt(heard))  # rows double when they grow; three standard deviations at the most
+    room = 2 * (heard + 3 * np.sqrt(heard))  # capacity doubles; margin of three standard deviations
     return "sparse" if room * (row + 200) <= memory_limit else "file"

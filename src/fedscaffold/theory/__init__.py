@@ -1,4 +1,4 @@
-"""WHAT is proved: round maps, rates, best local steps, the stationary law, bounds, plans.
+"""Theory: round maps, rates, best local steps, stationary distributions, bounds and plans.
 
 Exact on quadratics, by closed forms whose cost does not depend on the number of local steps:
 
@@ -15,17 +15,16 @@ Exact on quadratics, by closed forms whose cost does not depend on the number of
 And beyond, for smooth problems:
 
     expand                          first-order covariance and bias around the optimum, saturation with many clients
-    heterogeneity, advise           how unlike the clients are; which method to use, and why
+    heterogeneity, advise           how heterogeneous the clients are; which method to use, and why
     plan, verify                    step size, local steps, rounds and bytes for a target; predicted against measured
-    speed_up, conjectures           linear speed-up in the number of clients: what is proved, what is found
-    bounds_*, as_printed            the published bounds with their conditions; the formulas that are wrong in print
+    speed_up                        linear speed-up in the number of clients, as far as it is proved
+    bounds_*                        the published bounds with their conditions, corrected where they are wrong in print
 """
 
 from fedscaffold.theory.advice import Advice, advise
-from fedscaffold.theory.conjectures import Conjectures, conjectures, stiff_and_noisy
+from fedscaffold.theory.error_dynamics import expected_gap, mean_squared_error, sample_rounds
 from fedscaffold.theory.expansion import Expansion, expand
 from fedscaffold.theory.heterogeneity import Heterogeneity, heterogeneity
-from fedscaffold.theory.law import expected_gap, mean_squared_error, sample_rounds
 from fedscaffold.theory.local_steps import BestLocalSteps, best_local_steps
 from fedscaffold.theory.planning import Plan, Proposal, Verified, plan, verify
 from fedscaffold.theory.quadratics import Spectra, XiMap, spectra, xi_round_map
@@ -45,7 +44,6 @@ __all__ = [
     "Advice",
     "AffineMap",
     "BestLocalSteps",
-    "Conjectures",
     "ContractionRate",
     "Expansion",
     "Heterogeneity",
@@ -61,7 +59,6 @@ __all__ = [
     "bias",
     "block_residual",
     "client_quadratics",
-    "conjectures",
     "contraction_curve",
     "contraction_rate",
     "expand",
@@ -77,7 +74,6 @@ __all__ = [
     "spectra",
     "speed_up",
     "stationary",
-    "stiff_and_noisy",
     "verify",
     "xi_round_map",
 ]

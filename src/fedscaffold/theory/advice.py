@@ -32,6 +32,7 @@ import numpy as np
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, fedavg, make, scaffold, sgd
+from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.cohorts import Cohorts
@@ -40,7 +41,7 @@ from fedscaffold.theory.expansion import drift
 from fedscaffold.theory.heterogeneity import Heterogeneity
 from fedscaffold.theory.quadratic_model import LOCAL_STEPS, STRIDE, QuadraticModel, cohorts_of, model_of, search
 from fedscaffold.theory.round_map import form_of, is_quadratic
-from fedscaffold.theory.samples import looks_at, redrawn
+from fedscaffold.theory.subsampling import looks_at, redrawn
 
 __all__ = ["Advice", "Tried", "advise"]
 
@@ -55,14 +56,14 @@ HARDLY = 0.95  # of the gap at the start: a setting that leaves more hardly beat
 
 
 class Tried(NamedTuple):
-    """A setting, and how far above the minimum it is expected to leave f."""
+    """A setting and the excess loss that it is expected to leave."""
 
     algorithm: str
     lr: float
     local_steps: int
     gap: float
     standard_error: float
-    """Of `gap`, where it was estimated from drawn runs; else 0."""
+    """Of `gap` if estimated from simulated runs; else 0."""
 
     def __str__(self) -> str:
         steps = "one step a round" if self.local_steps == 1 else f"{self.local_steps} local steps"
@@ -70,24 +71,24 @@ class Tried(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What to use and why; rules in the module's head."""
+    """Recommended method and settings; the rules are in the module's docstring."""
 
     algorithm: str
     """sgd, fedavg or scaffold."""
     lr: float
     local_steps: int
     why: tuple[str, ...]
-    """Sentences."""
+    """Reasons, as sentences."""
     gap: float | None
-    """E f(x) - f(x*) after the rounds; None where nothing can be predicted, as the next."""
+    """E f(x) - f(x*) after the rounds; None if nothing can be predicted."""
     start_gap: float | None
-    """f(x0) - f(x*)."""
+    """f(x0) - f(x*); None if nothing can be predicted."""
     promised: bool
     """Whether `gap` is exact."""
     sampling_excess: float
-    """How far above the minimum other records from the same sources would put it."""
+    """Expected excess loss of this minimum for other records from the same sources."""
     tried: tuple[Tried, ...]
-    """All settings that were compared."""
+    """All settings compared."""
 
     def __str__(self) -> str:
         steps = "" if self.algorithm == "sgd" else f" and {self.local_steps} local steps"
@@ -95,7 +96,7 @@ class Advice(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """Where advice is sought."""
+    """The question: problem, cohorts, rounds and given settings."""
 
     found: Heterogeneity
     problem: Problem
@@ -122,10 +123,15 @@ def advise(
     lr: float | None = None,
     local_steps: int | None = None,
 ) -> Advice:
-    """Say which algorithm to use on `problem`, from what `heterogeneity` found, whose weights and batch size are taken.
+    """Recommend an algorithm, a step size and a number of local steps for `problem`.
 
-    `rounds` are those to be afforded, `cohort` the share or number of clients that take part in each. A given `lr` or
-    `local_steps` is kept; what is not given is chosen.
+    Args:
+        found: Result of `heterogeneity`, whose weights and batch size are used.
+        problem: The problem.
+        rounds: Number of rounds that can be afforded.
+        cohort: Share or number of clients that take part in each round.
+        lr: Step size; chosen by default.
+        local_steps: Number of local steps; chosen by default.
 
     >>> import fedscaffold as fs
     >>> from fedscaffold.theory.heterogeneity import heterogeneity
@@ -144,7 +150,7 @@ def advise(
 
 
 def _optimum(case: _Case) -> Floats | None:
-    """The optimum, where there is one to model f at."""
+    """Return the optimum around which f can be modelled; None if there is none."""
     if case.found.where == "the optimum":
         return case.found.x if case.found.mean_mu > 0 else None
     if not is_quadratic(case.problem):
@@ -185,7 +191,7 @@ def _by_model(case: _Case, best: Floats) -> Advice:
 
 
 def _compared(case: _Case, model: QuadraticModel, algorithm: Algorithm) -> list[Tried]:
-    """Settings of one algorithm, and what they lead to."""
+    """Return the settings tried for one algorithm with their predicted errors."""
     lrs = [2.0**-k / model.steepest for k in range(HALVINGS)] if case.lr is None else [case.lr]
     steps = LOCAL_STEPS if case.local_steps is None else (case.local_steps,)
     unsure: dict[tuple[float, int], float] = {}
@@ -197,7 +203,7 @@ def _compared(case: _Case, model: QuadraticModel, algorithm: Algorithm) -> list[
             return np.inf
         return float(errors[-1])
 
-    found = search(gap, lrs, (1,) if algorithm.one_step else steps)
+    found = search(gap, lrs, tuple(dict.fromkeys(work_of(algorithm, count).steps for count in steps)))
     return [Tried(algorithm.name, *pair, end, unsure.get(pair, 0.0)) for pair, end in sorted(found.items())]
 
 
@@ -225,7 +231,7 @@ def _comparison(chosen: Tried, ends: list[Tried], sampling: float) -> list[str]:
 
 
 def _fewer(chosen: Tried, tried: tuple[Tried, ...]) -> list[str]:
-    """What the same method would leave with fewer local steps, as these are not counted as a cost."""
+    """Describe the errors with fewer local steps, whose cost is not counted."""
     own = [one for one in tried if one.algorithm == chosen.algorithm]
     known = {one.local_steps for one in own}
     counts = [count for count in LOCAL_STEPS[::STRIDE] if count < chosen.local_steps and count in known]
@@ -257,7 +263,7 @@ def _outlook(case: _Case, chosen: Tried, start: float, steepest: float) -> list[
 
 
 def _by_rule(case: _Case) -> Advice:
-    """Where nothing can be predicted; formulas in the module's head."""
+    """Advise by rules of thumb if nothing can be predicted; formulas are in the module's docstring."""
     at, found, rounds = case.at, case.found, case.rounds
     noise = float(np.diag(case.heard.shares) @ noise_level(case.problem, at.x, found.batch_size))  # tr C~
     lr = min(1 / case.steepest, _gained(case) / (5 * rounds * noise)) if noise > 0 else 1 / case.steepest
@@ -287,7 +293,7 @@ def _by_rule(case: _Case) -> Advice:
 
 
 def _gained(case: _Case) -> float:
-    """By how much f is lower a little training away, by the trapezoidal rule."""
+    """Return the decrease of f over a short training, by the trapezoidal rule."""
     away = case.problem.layout.flatten(case.problem.params) - case.at.x
     slopes = sum(case.heard.p @ client_gradients(case.problem, x) for x in (case.at.x, case.at.x + away))
     steep = case.heard.p @ client_gradients(case.problem, case.at.x + away)
@@ -302,7 +308,7 @@ def _useful_steps(at: Heterogeneity, lr_times_smoothness: float, rounds: int) ->
 
 
 def _drifting(case: _Case, lr: float, steps: int) -> float:
-    """What FedAvg's drift costs with so many local steps."""
+    """Return the excess loss caused by FedAvg's drift with so many local steps."""
     look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
     return _excess(case, case.at, lr * steps, drift(look.problem, case.at.x, look.p, lr, steps))
 
@@ -311,7 +317,7 @@ def _drifting(case: _Case, lr: float, steps: int) -> float:
 
 
 def _excess(case: _Case, at: Heterogeneity, travel: float, slope: Floats) -> float:
-    """How far f is above its minimum where grad f = slope, as far as the rounds can tell."""
+    """Return the excess loss where grad f = slope, damped by the number of rounds."""
     if not at.convex:
         return float(slope @ slope) / (2 * case.steepest)
     look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
@@ -320,7 +326,7 @@ def _excess(case: _Case, at: Heterogeneity, travel: float, slope: Floats) -> flo
 
 
 def _sampling_excess(case: _Case, at: Heterogeneity, setting: Tried) -> float:
-    """The mean excess when every client draws as many records anew, with replacement, from those it has."""
+    """Return the mean excess loss when every client resamples its records with replacement."""
     rng = np.random.default_rng(0)
     look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
     errors = [look.p @ redrawn(look.problem, at.x, rng) for _ in range(DRAWS)]

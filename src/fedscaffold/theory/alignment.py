@@ -26,17 +26,17 @@ __all__ = ["Alignment", "alignment", "cosines", "pull"]
 
 
 class Alignment(NamedTuple):
-    """How control variates lie beside gradients; formulas in the module's head."""
+    """Agreement of control variates with gradients; formulas are in the module's docstring."""
 
     left: float
     noise: float
     cosines: Floats
     errors: Floats
-    """|(c_i - c) - (g_i - g)|, one a client."""
+    """|(c_i - c) - (g_i - g)| of each client."""
 
 
 def alignment(p: Floats, c: Floats, c_i: Floats, gradients: Floats, noise: Floats) -> Alignment:
-    """Compare control variates with gradients; `noise` has the tr C_i / K_i. Weights of zero are left out of means.
+    """Compare control variates with gradients; `noise` holds tr C_i / K_i. Clients of weight 0 do not count.
 
     >>> g, half = np.array([[1.0, 0.0], [-1.0, 0.0]]), np.array([0.5, 0.5])
     >>> one = alignment(half, np.zeros(2), 0.9 * g, g, np.zeros(2))
@@ -52,7 +52,7 @@ def alignment(p: Floats, c: Floats, c_i: Floats, gradients: Floats, noise: Float
 
 
 def cosines(one: Floats, two: Floats) -> Floats:
-    """Cosines between the rows of one and of two (rows, or one vector); 0 where a vector is zero.
+    """Return the cosines between the rows of `one` and `two` (rows, or one vector); 0 for zero vectors.
 
     >>> cosines(np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([2.0, 0.0])).round(6)
     array([0.707107, 0.      ])
@@ -65,7 +65,7 @@ def cosines(one: Floats, two: Floats) -> Floats:
 
 
 def pull(p: Floats, c_i: Floats, gradients: Floats, away: NDArray[np.bool_]) -> float:
-    """|sum of p_i (g_i - c_i)| over the clients that are heard no more: the gradient at which training ends.
+    """Return |sum p_i (g_i - c_i)| over the clients no longer heard: the gradient norm at which training ends.
 
     >>> pull(np.array([0.5, 0.5]), np.zeros((2, 1)), np.array([[3.0], [1.0]]), np.array([True, False]))
     1.5

@@ -1,8 +1,8 @@
-"""What a published bound is: a number that knows its conditions. And the two lemmas that tune a step.
+"""Published bounds with their conditions, and the two lemmas that tune a step size.
 
-A theorem promises its number under conditions on the step size, the local steps, the rounds. Every bound of this room
-is a record (value, holds, conditions, source): the number is given whether or not the conditions are met, because its
-size is of interest either way, and `holds` says whether it is a promise.
+A theorem holds under conditions on the step size, the local steps and the rounds. Every bound is a record
+(value, holds, conditions, source): the value is computed whether or not the conditions are met, and `holds` tells
+whether they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUNDING = 1e-12
 
 
 class Condition(NamedTuple):
-    """One assumption of a theorem, with its two sides as they are here: it asks left <= right."""
+    """One assumption of a theorem, left <= right, with the values of both sides."""
 
     text: str
     left: float
@@ -46,7 +46,7 @@ class Condition(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A published number: `value` by the formula of `source`, a promise only if it `holds`."""
+    """A published bound: `value` by the formula of `source`, valid only if it `holds`."""
 
     value: float
     holds: bool
@@ -64,7 +64,7 @@ class Bound(NamedTuple):
 
 
 class Prescription(NamedTuple):
-    """What a theorem tells its reader to run, and what it promises for that."""
+    """The settings that a theorem prescribes, and its bound for them."""
 
     lr: float
     local_steps: int
@@ -79,7 +79,7 @@ class Prescription(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Federation:
-    """The constants the theorems of the original paper (004) speak of; mu > 0 is the strongly convex case.
+    """Constants of the theorems of the original paper (004); mu > 0 is the strongly convex case.
 
     `smoothness` is beta, `cohort` S (all N if None), `noise_trace` sigma^2 = E||noise||^2, (`big_g`, `big_b`) the
     gradient dissimilarity A1, `delta` the Hessian dissimilarity A2 (2 beta always holds), `distance` ||x^0 - x*||,
@@ -118,7 +118,7 @@ class Federation:
             raise InputError(f"mu must be at most smoothness, and 0 where not convex, got {self.mu}")
 
     def need(self, name: str) -> float:
-        """Return a constant that some bounds can do without and this one cannot."""
+        """Return an optional constant; raise if it was not given."""
         value: float | None = getattr(self, name)
         if value is None:
             raise InputError(f"this bound needs {name}, which was not given")
@@ -131,12 +131,12 @@ class Federation:
 
     @property
     def unlikeness(self) -> float:
-        """Hessian dissimilarity delta; 2 beta where none was given."""
+        """Hessian dissimilarity delta; 2 beta by default."""
         return 2 * self.smoothness if self.delta is None else self.delta
 
     @property
     def case(self) -> str:
-        """Which of the theorems' three cases this is."""
+        """The case of the theorems: strongly convex, convex or non-convex."""
         return "strongly convex" if self.mu > 0 else "convex" if self.convex else "non-convex"
 
     @property
@@ -151,7 +151,7 @@ class Federation:
 
 
 class Tuned(NamedTuple):
-    """The step a tuning lemma chooses and the bound it gives at that step."""
+    """The step chosen by a tuning lemma, and its bound."""
 
     step: float
     value: float

@@ -2,7 +2,7 @@
 
 The clients' Hessians have eigenvalues a between mu and L; all clients take part in every round; gamma = lr,
 H = local_steps. Distances are in the Lambda-norm ||X||^2 = ||theta||^2 + (gamma H)^2 / N sum ||xi_c||^2, on states
-with sum xi_c = 0. F-numbers are those of the project's list of formulas; what is wrong in print is in `as_printed`.
+with sum xi_c = 0. F-numbers are those of docs/theory-formulas.md; what is wrong in print is in docs/errata.md.
 """
 
 from __future__ import annotations

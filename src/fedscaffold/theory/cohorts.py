@@ -37,7 +37,7 @@ BEYOND = 700.0
 
 
 class Cohorts(NamedTuple):
-    """A random cohort: who is in it, and with what share q of the average."""
+    """Moments of a random cohort's shares q of the average."""
 
     p: Floats
     """(N,) the clients' weights, summing to 1."""
@@ -68,7 +68,7 @@ class Cohorts(NamedTuple):
 
 
 def cohort_moments(p: Floats, size: int) -> Cohorts:
-    """The moments of the shares, for `size` of the clients with weights `p`.
+    """Return the moments of the shares for `size` of the clients with weights `p`.
 
     >>> cohort_moments(np.array([0.25, 0.25, 0.5]), 2).share.round(6)  # not the weights, in the mean
     array([0.277778, 0.277778, 0.444444])
@@ -86,7 +86,7 @@ def cohort_moments(p: Floats, size: int) -> Cohorts:
 
 
 def shares(heard: Cohorts, rng: np.random.Generator, draws: int) -> Floats:
-    """(draws, N) shares q of cohorts drawn at random; 0 for who is not heard.
+    """Draw the shares q of random cohorts, (draws, N); 0 for clients not in the cohort.
 
     >>> shares(cohort_moments(np.array([0.25, 0.75]), 2), np.random.default_rng(0), 1)
     array([[0.25, 0.75]])
@@ -102,7 +102,7 @@ def shares(heard: Cohorts, rng: np.random.Generator, draws: int) -> Floats:
 
 @lru_cache(maxsize=8)
 def _integrals(shares: tuple[float, ...], size: int) -> tuple[Floats, Floats]:
-    """E [i, j in A] / h and E [i, j in A] / h^2, where p_i > 0; rows and columns of weight 0 are finite as well."""
+    """Return E [i, j in A] / h and E [i, j in A] / h^2; entries for weights of 0 are finite too."""
     p = np.array(shares)
     n, weighty = len(p), p[p > 0]
     rising = np.sort(p)
@@ -118,7 +118,7 @@ def _integrals(shares: tuple[float, ...], size: int) -> tuple[Floats, Floats]:
 
 
 def _both(decay: Floats, size: int) -> Floats:
-    """(N, N) E [i, j in A] prod_{k in A} e^(-decay_k)."""
+    """Return (N, N) E [i, j in A] prod_{k in A} e^(-decay_k)."""
     n = len(decay)
     decay = np.minimum(decay, np.sort(decay)[:size].sum() + BEYOND)  # e^-BEYOND of the largest term is nothing
     rising = np.sort(decay)

@@ -38,7 +38,7 @@ ROWS, FLOATS = 1024, 20_000_000  # records, and record gradients, at once: small
 
 
 def client_gradients(problem: Problem, x: ArrayLike) -> Floats:
-    """The rows grad f_i(x); `x` is one point for all clients, or one a row.
+    """Return the rows grad f_i(x); `x` is one point for all clients, or one a row.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> client_gradients(lower_bound_pair(mu=1.0, big_g=3.0), [0.5]).ravel()
@@ -48,7 +48,7 @@ def client_gradients(problem: Problem, x: ArrayLike) -> Floats:
 
 
 def client_products(problem: Problem, x: ArrayLike, v: ArrayLike) -> Floats:
-    """The rows H_i v_i; `v` is one vector for all clients, or one a row.
+    """Return the rows H_i v_i; `v` is one vector for all clients, or one a row.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> client_products(lower_bound_pair(mu=1.0), [0.5], [10.0]).ravel()
@@ -58,7 +58,7 @@ def client_products(problem: Problem, x: ArrayLike, v: ArrayLike) -> Floats:
 
 
 def client_thirds(problem: Problem, x: ArrayLike, u: ArrayLike, v: ArrayLike) -> Floats:
-    """The rows T_i[u_i, v_i]; `u` and `v` are one vector for all clients, or one a row.
+    """Return the rows T_i[u_i, v_i]; `u` and `v` are one vector for all clients, or one a row.
 
     >>> cubic = Problem(lambda x, batch: (batch * x**3).mean(), np.zeros(1), [np.ones((4, 1))])
     >>> client_thirds(cubic, [7.0], [1.0], [2.0])
@@ -68,7 +68,7 @@ def client_thirds(problem: Problem, x: ArrayLike, u: ArrayLike, v: ArrayLike) ->
 
 
 def client_contractions(problem: Problem, x: ArrayLike, matrix: ArrayLike) -> Floats:
-    """The rows T_i[S_i]; `matrix` is one symmetric S for all clients, or (N, d, d).
+    """Return the rows T_i[S_i]; `matrix` is one symmetric S for all clients, or (N, d, d).
 
     >>> cubic = Problem(lambda x, batch: (batch * x**3).mean(), np.zeros(1), [np.ones((4, 1))])
     >>> client_contractions(cubic, [7.0], [[2.0]])
@@ -85,7 +85,7 @@ def client_contractions(problem: Problem, x: ArrayLike, matrix: ArrayLike) -> Fl
 
 
 def client_hessians(problem: Problem, x: ArrayLike) -> Floats:
-    """H_i as matrices (N, d, d), for small d only.
+    """Return the Hessians H_i as matrices (N, d, d), for small d only.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> client_hessians(lower_bound_pair(mu=1.0), [0.5]).ravel()
@@ -98,7 +98,7 @@ def client_hessians(problem: Problem, x: ArrayLike) -> Floats:
 
 
 def noise_covariance(problem: Problem, x: ArrayLike, batch_size: float | int | None = None) -> Floats:
-    """C_i = V_i / batch_size + the problem's additive noise, V_i the covariance of one record's gradient; (N, d, d).
+    """Return (N, d, d) C_i = V_i / batch_size + additive noise, V_i the covariance of one record's gradient.
 
     A batch is drawn with replacement, as `simulate` draws those of local steps: a number of records, a share (float)
     of the client's own, or None for all of them, which have no sampling noise.
@@ -119,7 +119,7 @@ def noise_covariance(problem: Problem, x: ArrayLike, batch_size: float | int | N
 
 
 def noise_level(problem: Problem, x: ArrayLike, batch_size: float | int | None = None) -> Floats:
-    """The numbers tr C_i = E |g_i(x) - grad f_i(x)|^2, one a client, without forming C_i.
+    """Return tr C_i = E |g_i(x) - grad f_i(x)|^2 of each client, without forming C_i.
 
     >>> from fedscaffold.problems import quadratic
     >>> noise_level(quadratic(num_clients=2, dim=3, noise=0.25), np.zeros(3))
@@ -136,7 +136,7 @@ def noise_level(problem: Problem, x: ArrayLike, batch_size: float | int | None =
 
 
 def solve(problem: Problem, x: ArrayLike, b: Floats, p: Floats, damping: float = 0.0, relative: float = 1e-8) -> Floats:
-    """(H + damping I)^-1 b by conjugate gradients, to a residual of `relative` |b|; H = sum p_i H_i.
+    """Return (H + damping I)^-1 b by conjugate gradients, to a residual of `relative` |b|; H = sum p_i H_i.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> solve(lower_bound_pair(mu=2.0), [0.0], np.ones(1), np.array([0.5, 0.5]))
@@ -205,7 +205,12 @@ def _refuse_large(problem: Problem) -> None:
 
 
 def batch_sizes(problem: Problem, batch_size: float | int | None) -> Floats | None:
-    """Records in a batch of each client, as `simulate` takes them; None for full batches."""
+    """Return the batch size of each client as `simulate` takes it; None for full batches."""
+    if problem.functions.random:
+        raise InputError(
+            f"the loss of {problem.name} takes a random key, whose noise the theory does not know: give it a loss "
+            "without one, such as lambda params, batch: loss(params, batch, key=None)"
+        )
     if batch_size is None or (isinstance(batch_size, float) and batch_size == 1):
         return None
     if isinstance(batch_size, float):
@@ -216,7 +221,7 @@ def batch_sizes(problem: Problem, batch_size: float | int | None) -> Floats | No
 
 
 class _Shape(NamedTuple):
-    """What a program is compiled for, besides its task."""
+    """Static arguments of a compiled program, besides its task."""
 
     functions: Functions
     kinds: Kinds
@@ -224,14 +229,14 @@ class _Shape(NamedTuple):
     rows: int
     ragged: bool
     sizes: tuple[int, ...]
-    """The clients' numbers of records, where each needs a branch of its own; else empty."""
+    """Numbers of records of the clients if each needs its own branch; else empty."""
 
 
 class _Client(NamedTuple):
     slope: Callable[[Array], Array]
     """x -> grad f_i(x)."""
     spread: Callable[[Array], Array]
-    """x -> the gradients of its records, one a row, less their mean."""
+    """x -> the gradients of its records as rows, minus their mean."""
     shares: Array
     """Weights of its records: 1 / n_i, zero for the padding."""
 
@@ -253,7 +258,7 @@ TASKS: dict[str, Callable[..., Array]] = {
 
 
 def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
-    """Do a task for every client, on vectors shared by all or one a row; stacks what comes out."""
+    """Run a task for every client and stack the results; vectors are shared by all or one per row."""
     if task != "gradient" and not problem.functions.has_loss:
         raise InputError(f"{problem.name} has an oracle but no loss: it has no Hessians, so this theory does not apply")
     n, d, counts = problem.num_clients, problem.dim, problem.counts

@@ -51,7 +51,7 @@ __all__ = ["Expansion", "drift", "expand", "lanczos", "lanczos_chain", "lyapunov
 
 
 class Expansion(NamedTuple):
-    """Law of SCAFFOLD and FedAvg at rest, to first order in the step size; formulas in the module's head."""
+    """Stationary law of SCAFFOLD and FedAvg to first order in the step size; formulas in the module's docstring."""
 
     def __repr__(self) -> str:
         return brief(self)
@@ -73,17 +73,17 @@ class Expansion(NamedTuple):
     """Of every xi_c (N, d)."""
     fedavg_bias: Floats
     residual_bias: Floats
-    """What is left of SCAFFOLD's bias with infinitely many clients, of order lr^2 K."""
+    """Bias of SCAFFOLD with infinitely many clients, of order lr^2 K."""
     richardson_bias: Floats
-    """What Richardson-Romberg leaves of FedAvg's bias without noise: the term of order lr^2."""
+    """Noiseless bias of FedAvg after Richardson-Romberg: the term of order lr^2."""
     richardson_order: float
-    """Power of lr in what Richardson-Romberg leaves: 2 without noise; with noise 3/2 is proved, 2 is seen."""
+    """Order in lr of the bias after Richardson-Romberg: 2 without noise; with noise 3/2 is proved, 2 observed."""
     caveats: tuple[str, ...]
-    """Conditions of the expansions that do not hold here; empty where all do."""
+    """Conditions of the expansions that do not hold; empty if all do."""
 
     @property
     def variance(self) -> float:
-        """The number a of MSE(N) = a/N + b^2."""
+        """Coefficient a of MSE(N) = a/N + b^2."""
         return float(len(self.weights) * np.trace(self.covariance))
 
     @property
@@ -93,7 +93,7 @@ class Expansion(NamedTuple):
         return self.variance / square if square > 0 else np.inf
 
     def mse(self, num_clients: int | None = None) -> float:
-        """E |x - x*|^2 of SCAFFOLD with as many clients like these."""
+        """Return E |x - x*|^2 of SCAFFOLD with so many clients like these."""
         clients = len(self.weights) if num_clients is None else checks.whole("num_clients", num_clients)
         return self.variance / clients + float(self.residual_bias @ self.residual_bias)
 
@@ -152,7 +152,7 @@ def expand(
 
 
 def lyapunov(hessian: ArrayLike, noise: ArrayLike) -> Floats:
-    """The X with H X + X H = C, H positive definite.
+    """Solve H X + X H = C, H positive definite.
 
     >>> lyapunov([[2.0, 0.0], [0.0, 1.0]], [[4.0, 3.0], [3.0, 2.0]])
     array([[1., 1.],
@@ -209,7 +209,7 @@ class Chain(NamedTuple):
     """(k, steps, d), orthonormal rows."""
 
     def tridiagonal(self, i: int) -> tuple[Floats, Floats, float]:
-        """Eigenvalues and eigenvectors of the i-th operator on its chain, and what leads out of the chain."""
+        """Return Ritz values and vectors of the i-th operator, and its residual coefficient."""
         a, b = self.diagonal[i], self.beside[i]
         short = np.flatnonzero(b <= 1e-10 * np.abs(a).max())
         m = int(short[0]) + 1 if len(short) else len(a)  # an invariant subspace was found: what follows is rounding
@@ -266,7 +266,7 @@ def _of_mean(p: Floats, noise: Floats) -> Floats:
 
 
 def _drift(problem: Problem, x: Floats, p: Floats, hessians: Floats, mean: Floats, steps: int) -> tuple[Floats, Floats]:
-    """FedAvg's bias without noise as lr b_1 + lr^2 b: the two vectors."""
+    """Return b_1 and b of FedAvg's bias without noise, lr b_1 + lr^2 b."""
     gradients = client_gradients(problem, x)
     turned = np.einsum("nij,nj->ni", hessians, gradients)
     first = (steps - 1) / 2 * np.linalg.solve(mean, p @ turned)
@@ -280,7 +280,7 @@ def _drift(problem: Problem, x: Floats, p: Floats, hessians: Floats, mean: Float
 
 
 def _caveats(lr: float, steps: int, hessians: Floats, mean: Floats) -> tuple[str, ...]:
-    """What the papers ask of lr and the number of local steps (F9, F15), where it does not hold."""
+    """Return the conditions on lr and the number of local steps (F9, F15) that do not hold."""
     largest, apart, smallest = _largest(hessians), _largest(hessians - mean), float(np.linalg.eigvalsh(mean)[0])
     asked = {
         "lr K (L + mu)": lr * steps * (largest + smallest),
@@ -294,7 +294,7 @@ def _caveats(lr: float, steps: int, hessians: Floats, mean: Floats) -> tuple[str
 
 
 def _largest(matrices: Floats) -> float:
-    """Largest operator norm among symmetric matrices, near enough for a warning."""
+    """Return an estimate of the largest operator norm among symmetric matrices, for warnings."""
     low, high, *_ = lanczos(
         lambda v: np.einsum("nij,nj->ni", matrices, v), matrices.shape[:2], 20, np.random.default_rng(0)
     )

@@ -1,6 +1,6 @@
-"""How unlike the clients of a problem are, measured on the problem itself.
+"""Heterogeneity of the clients of a problem, measured on the problem itself.
 
-At a point x (the optimum, where one can be found), with f = sum p_i f_i and Hessians H_i and H (theory.md 3.0):
+At a point x (the optimum, where one can be found), with f = sum p_i f_i and Hessians H_i and H:
 
     zeta_1          sqrt( sum p_i |grad f_i - grad f|^2 )
     chance          sqrt( sum p_i (1 - p_i) tr V_i / n_i ), the zeta_1 to expect if all records came from one source
@@ -41,7 +41,7 @@ from fedscaffold.theory.derivatives import (
 )
 from fedscaffold.theory.expansion import drift, lanczos
 from fedscaffold.theory.round_map import a_problem
-from fedscaffold.theory.samples import (
+from fedscaffold.theory.subsampling import (
     Look,
     Looks,
     client_ends,
@@ -67,7 +67,7 @@ Numbers: TypeAlias = dict[str, float]
 
 
 class Heterogeneity(NamedTuple):
-    """How unlike the clients are; formulas in the module's head."""
+    """Heterogeneity of the clients; formulas are in the module's docstring."""
 
     def __repr__(self) -> str:
         return brief(self)
@@ -102,7 +102,7 @@ class Heterogeneity(NamedTuple):
     errors: Numbers
     """Standard errors where there are any; of mu, smoothness and delta: what clients not seen may add."""
     later: Heterogeneity | None = None
-    """The same a little training away, where there is no optimum to look at."""
+    """The same after a short training, if there is no optimum to measure at."""
 
     @property
     def noise_per_coordinate(self) -> float:
@@ -118,7 +118,7 @@ class Heterogeneity(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What is looked at, in which parts, and what is asked; `first` is the curvature at the start."""
+    """The problem, the samples of it that are measured, and the options; `first` is the curvature at the start."""
 
     problem: Problem
     p: Floats
@@ -141,7 +141,7 @@ def heterogeneity(
     exact: bool | None = None,
     seed: int = 0,
 ) -> Heterogeneity:
-    """Measure how unlike the clients are, at the optimum or at `at`, a model or a flat vector.
+    """Measure the heterogeneity of the clients at the optimum, or at `at`, a model or a flat vector.
 
     Where f has no optimum (not convex, or falling for ever), the numbers are those at the problem's own parameters,
     and `later` has them a little training away. `exact` forces or forbids the eigenvalues of all matrices.
@@ -211,7 +211,7 @@ def _measured(view: _View, where: str, x: Floats, other: Floats) -> Heterogeneit
 
 
 def _ends(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
-    """Extreme eigenvalues of the clients' Hessians and of their mean."""
+    """Return the extreme eigenvalues of the clients' Hessians and of their mean."""
     if looks.exact:
         hessians = client_hessians(looks.wide.problem, x)
         each, mean = np.linalg.eigvalsh(hessians), np.linalg.eigvalsh(np.tensordot(looks.wide.p, hessians, 1))
@@ -230,7 +230,7 @@ def _ends(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
 
 
 def _apart(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
-    """zeta_2, delta and the drift rate."""
+    """Return zeta_2, delta and the drift rate."""
     wide, rate, errors = looks.wide, drift_rate(looks.wide, x), {}
     if looks.quarters:
         again = np.array([drift_rate(quarter, x) for quarter in looks.quarters])
@@ -250,7 +250,7 @@ def _apart(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
 
 
 def _distances(looks: Looks, look: Look, x: Floats) -> tuple[Floats, Floats, Floats]:
-    """||H_i - H|| of some clients, its errors, and their weights: each of them costs products with all."""
+    """Return ||H_i - H|| of some clients, with errors and weights; each needs products with all clients."""
     most = passes(looks.mean, LOOKED_AT * STEPS, 4 * STEPS) // STEPS  # in all groups together
     number = min(len(look.p), -(-most // len(looks.near)))
     chosen = np.sort(looks.rng.choice(len(look.p), number, replace=False))
@@ -268,7 +268,7 @@ def _distances(looks: Looks, look: Look, x: Floats) -> tuple[Floats, Floats, Flo
 
 
 def _noise(view: _View, x: Floats) -> tuple[Numbers, Numbers]:
-    """Gradient noise of a batch and of a record, and the differences between clients that it explains."""
+    """Return the gradient noise of a batch and of a record, and the client differences that it explains."""
     looks, q = view.looks, np.concatenate([view.p[look.clients] for look in view.looks.near])
     columns = zip(*(_client_noise(view, look, x) for look in looks.near), strict=True)
     q, (noise, record, chance) = q / q.sum(), (np.concatenate(column) for column in columns)
@@ -292,7 +292,7 @@ def _client_noise(view: _View, look: Look, x: Floats) -> tuple[Floats, Floats, F
 
 
 def _fitted(look: Look, x: Floats, other: Floats) -> tuple[float, float]:
-    """G and B by least squares, over points between x and another one and around x."""
+    """Fit G and B by least squares over points around x and between x and another point."""
     aside, radius = np.random.default_rng(0).normal(size=(3, len(x))), np.linalg.norm(other - x) or 1.0
     points = [x + t * (other - x) for t in (0.0, 0.1, 0.3, 0.6, 1.0)]
     points += list(x + radius * aside / np.linalg.norm(aside, axis=1, keepdims=True))

@@ -52,7 +52,7 @@ class BestLocalSteps(NamedTuple):
     """rho: the factor by which the error shrinks a round."""
     rounds_per_digit: float
     cost: float
-    """For a factor ten in the error; the number of rounds where only rounds cost."""
+    """Cost of reducing the error tenfold; the number of rounds if only rounds cost."""
     published: int | None
     """H_gamma of (11); None where mu is 0 and it is not defined."""
     published_cost: float | None
@@ -61,7 +61,7 @@ class BestLocalSteps(NamedTuple):
     estimate: float
     """H* of F10."""
     source: str
-    """Where the rate comes from."""
+    """Source of the rate."""
 
 
 def best_local_steps(
@@ -101,7 +101,7 @@ def best_local_steps(
 
 
 def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float, float]:
-    """rho(H), H*, the largest H worth trying, mu and L, for quadratics."""
+    """Return rho(H), H*, the largest H worth trying, mu and L, for quadratics."""
     given, form = spectra(problem), form_of(SCAFFOLD)
     if given.num_clients == 1:
         raise InputError("best_local_steps needs two clients or more: with one, more local steps are always better")
@@ -122,7 +122,7 @@ def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, 
 
 
 def _bounded(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float, float]:
-    """The same from mu and L alone: rho by F8', H* = 1 / (gamma sqrt(mu L)), and no more than H*."""
+    """Return the same from mu and L alone: rho by F8', H* = 1 / (gamma sqrt(mu L)), and no more than H*."""
     mu, smoothness = problem.mu, problem.smoothness
     if mu is None or smoothness is None or mu <= 0:
         raise InputError(
@@ -158,7 +158,7 @@ def _drift_smoothness(given: Spectra) -> float:
 
 
 def _least(cost: Callable[[int], float], estimate: float, most: float) -> int:
-    """The H of least cost: a coarse grid, widened while its end is best, then every valley of it looked into."""
+    """Return the H of least cost: a coarse grid, extended while its end is best, then each local minimum refined."""
     end = min(most, 8 * estimate)
     grid = _grid(end)
     while min(grid, key=cost) > end / 2 and end < most:
@@ -174,7 +174,7 @@ def _least(cost: Callable[[int], float], estimate: float, most: float) -> int:
 
 
 def _bottom(cost: Callable[[int], float], low: int, high: int) -> int:
-    """The H of least cost between two others, by ever finer grids."""
+    """Return the H of least cost between two others, by successively finer grids."""
     while True:
         points = _between(low, high)
         at = points.index(min(points, key=cost))
@@ -188,7 +188,7 @@ def _between(low: int, high: int) -> list[int]:
 
 
 def _grid(end: float) -> list[int]:
-    """Rising, from 1 to `end`."""
+    """Return an increasing grid from 1 to `end`."""
     last = max(1, math.ceil(end))
     number = math.ceil(math.log(max(last / EXHAUSTIVE, 1), GROWTH)) + 1
     beyond = np.geomspace(EXHAUSTIVE, max(last, EXHAUSTIVE), number).round().astype(int)

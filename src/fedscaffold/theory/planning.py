@@ -1,4 +1,4 @@
-"""A plan before the first round: step size, local steps, rounds, gradients and bytes for a target error.
+"""Plan a run: step size, local steps, rounds, gradients and bytes for a target error.
 
 The target is the root mean squared distance to the optimum, sqrt(E |x - x*|^2). For quadratics every number is exact:
 of a grid of step sizes 2^-k / L and numbers of local steps, the pair that reaches the target most cheaply,
@@ -24,13 +24,14 @@ from numpy.typing import ArrayLike
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, make
+from fedscaffold.algorithms.round import work_of
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
+from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import sweep
-from fedscaffold.simulation.asked import Request
-from fedscaffold.simulation.setup import prepare
-from fedscaffold.simulation.traffic import traffic
+from fedscaffold.simulation.communication import count_bytes
+from fedscaffold.simulation.program import prepare
 from fedscaffold.theory.derivatives import batch_sizes, find_optimum
 from fedscaffold.theory.expansion import lyapunov
 from fedscaffold.theory.heterogeneity import SOLVED
@@ -57,7 +58,7 @@ FOLLOWED = 64  # rounds after which a curve is first asked whether it will reach
 
 
 class Proposal(NamedTuple):
-    """What one algorithm should do; the numbers are None where it cannot reach the target within the budget."""
+    """Settings for one algorithm; numbers are None if it cannot reach the target within the budget."""
 
     def __repr__(self) -> str:
         return brief(self)
@@ -67,14 +68,14 @@ class Proposal(NamedTuple):
     local_steps: int | None
     rounds: int | None
     gradients: int | None
-    """Stochastic gradients that a client computes in the rounds that hear it, on average."""
+    """Mean number of stochastic gradients that a client computes in the rounds in which it takes part."""
     bytes_sent: int | None
-    """Up and down, all clients, as `simulate` counts them in single precision."""
+    """Bytes up and down over all clients, as `simulate` counts them in single precision."""
     cost: float
     curve: Floats
     """Predicted root mean squared distance, before the first round and after each."""
     promised: bool
-    """Whether the prediction is exact; otherwise `why` says what it rests on."""
+    """Whether the prediction is exact; otherwise `why` gives its basis."""
     why: str
 
 
@@ -93,7 +94,7 @@ class Plan(NamedTuple):
     cohort: int
     """Clients in a round."""
     weights: Floats
-    """(N,) of the clients, summing to 1."""
+    """(N,) weights of the clients, summing to 1."""
     algorithms: tuple[Algorithm, ...]
     """Those of the proposals."""
 
@@ -113,7 +114,7 @@ class Verified(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What a plan is to meet, checked."""
+    """Validated requirements of a plan."""
 
     target: float
     per_round: float
@@ -123,7 +124,7 @@ class _Asked(NamedTuple):
     local_steps: int | None
 
     def cost(self, steps: int) -> float:
-        """Of one round."""
+        """Return the cost of one round."""
         return self.per_round + steps * self.per_step
 
     def lrs(self, model: QuadraticModel) -> list[float]:
@@ -132,9 +133,8 @@ class _Asked(NamedTuple):
 
     def steps(self, algorithm: Algorithm) -> tuple[int, ...]:
         """Numbers of local steps to try."""
-        if algorithm.one_step:
-            return (1,)
-        return LOCAL_STEPS if self.local_steps is None else (self.local_steps,)
+        asked = LOCAL_STEPS if self.local_steps is None else (self.local_steps,)
+        return tuple(dict.fromkeys(work_of(algorithm, steps).steps for steps in asked))
 
 
 def plan(
@@ -186,7 +186,7 @@ def plan(
     best, proposals = find_optimum(problem, heard.p), []
     models: dict[int | float | None, QuadraticModel] = {}
     for algorithm in made:
-        batch = None if algorithm.one_step else batch_size
+        batch = work_of(algorithm, 1, batch_size).batch_size
         models[batch] = models.get(batch) or model_of(problem, best, batch, heard)
         one = _propose(models[batch], algorithm, asked)
         proposals.append(
@@ -214,7 +214,7 @@ def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
     for algorithm, one in zip(made.algorithms, made.proposals, strict=True):
         if one.rounds is None or one.lr is None:
             continue
-        batch = None if algorithm.one_step else made.batch_size
+        batch = work_of(algorithm, 1, made.batch_size).batch_size
         still = problem.noise is None and batch_sizes(problem, batch) is None and made.cohort == problem.num_clients
         runs = 1 if still else seeds
         found = sweep(
@@ -230,15 +230,23 @@ def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
 
 
 def _bytes(problem: Problem, algorithm: Algorithm, cohort: float | int, one: Proposal) -> int:
-    """Up and down, of all rounds: what the simulator counts."""
+    """Return the bytes up and down of all rounds, as the simulator counts them."""
     assert one.rounds is not None
-    request = Request(algorithm, problem, 1, one.local_steps, lr=one.lr, cohort=cohort, metrics=())
-    sent = traffic(request, prepare(request), 0, 0, 1)
+    config = RunConfig(
+        algorithm,
+        problem,
+        rounds=1,
+        local_steps=one.local_steps,
+        lr=one.lr,
+        cohort=cohort,
+        metrics=(),
+    )
+    sent = count_bytes(config, prepare(config), 0, 1)
     return one.rounds * int(sent["bytes_up"][0] + sent["bytes_down"][0])
 
 
 def _propose(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal:
-    """The cheapest pair of step size and local steps for one algorithm."""
+    """Return the cheapest pair of step size and local steps for one algorithm."""
     best = _by_guess(model, algorithm, asked) if model.heard.plain else None
     best = best or _by_search(model, algorithm, asked)
     within = f"cannot reach {asked.target:g} within {asked.most} rounds"
@@ -247,7 +255,7 @@ def _propose(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Prop
 
 
 def _by_guess(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal | None:
-    """The cheapest of the pairs that are most promising by their spectral radii."""
+    """Return the cheapest of the most promising pairs by spectral radius."""
     tried = _candidates(model, algorithm, asked)
     best: Proposal | None = None
     for lr, steps, guess in sorted(tried, key=lambda one: one[2] * asked.cost(one[1]))[:TRIED]:
@@ -263,7 +271,7 @@ def _by_guess(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Pro
 
 
 def _by_search(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal | None:
-    """The cheapest pair on the way downhill; each is followed until it is as dear as the best one, or hopeless."""
+    """Return the cheapest pair by descent on the grid; pairs are dropped once above the best cost or hopeless."""
     best: list[Proposal] = []
 
     def cost(lr: float, steps: int) -> float:
@@ -285,7 +293,7 @@ def _by_search(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Pr
 
 
 def _hopeless(errors: Floats, target: float, horizon: int) -> bool:
-    """Whether a curve that goes on as in its last half will not be down to the target by the horizon."""
+    """Return whether a curve, extrapolated from its last half, misses the target within the horizon."""
     last, half = len(errors) - 1, errors[len(errors) // 2]
     if not errors[-1] < half:
         return True
@@ -294,7 +302,7 @@ def _hopeless(errors: Floats, target: float, horizon: int) -> bool:
 
 
 def _candidates(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> list[tuple[float, int, float]]:
-    """(lr, local_steps, rounds at a guess) for every pair whose noise and bias leave room for the target."""
+    """Return (lr, local_steps, estimated rounds) for every pair whose noise and bias permit the target."""
     near, floor, target = model.problem, _floor(model), asked.target
     assert near.mu is not None
     start = float(np.sum((near.params - near.optimum()) ** 2))
@@ -317,7 +325,7 @@ def _candidates(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> l
 
 
 def _floor(model: QuadraticModel) -> float:
-    """Noise at rest for every unit of lr, to first order (F16): for a guess."""
+    """Return the stationary noise per unit of lr to first order (F16), for estimates."""
     if model.noise is None:
         return 0.0 if model.reduced is None else model.reduced.floor
     near = model.problem
@@ -325,19 +333,19 @@ def _floor(model: QuadraticModel) -> float:
 
 
 def _large(model: QuadraticModel) -> bool:
-    """Whether spectral radii cost so much that fewer pairs are tried, ranked by a guess."""
+    """Return whether spectral radii are so expensive that fewer pairs are tried, ranked by an estimate."""
     return (model.problem.num_clients + 1) * model.problem.dim > DENSE
 
 
 def _like_equals(given: Spectra, one: LinearRound) -> float:
-    """A guess at the spectral radius where the exact one costs too much: that of equal clients."""
+    """Estimate the spectral radius by that of equal clients, where the exact one is too expensive."""
     return max(1 - float(np.linalg.eigvalsh(given.mean(one.lost))[0]), float(one.lag.max()))
 
 
 def _proposal(
     model: QuadraticModel, algorithm: Algorithm, asked: _Asked, lr: float, steps: int, errors: Floats
 ) -> Proposal | None:
-    """The proposal that a curve of squared errors makes; None where it stays above the target."""
+    """Return the proposal for a curve of squared errors; None if it stays above the target."""
     met = np.flatnonzero(errors[1:] <= asked.target**2)
     if not len(met):
         return None

@@ -1,4 +1,4 @@
-"""The quadratics that plans and advice are made on, and the error of a run on them, whatever takes part.
+"""Quadratic model for plans and advice, and the error of a run on it for any cohorts.
 
     quadratics      themselves: every number is exact (F4-F7, and `second_moments.py` for cohorts and weights)
     smooth          the quadratic model at the optimum: Hessians, gradients and noise of every client there. Far from
@@ -20,18 +20,18 @@ from numpy.typing import ArrayLike
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.problems.problem import Floats, Problem, weights_of
 from fedscaffold.problems.quadratic import quadratic
-from fedscaffold.simulation import asked
-from fedscaffold.simulation.asked import Request
-from fedscaffold.simulation.guards import refuse
+from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation import resolve
+from fedscaffold.simulation.compatibility import refuse
 from fedscaffold.simulation.stale import Policy
-from fedscaffold.theory import law
+from fedscaffold.theory import error_dynamics
 from fedscaffold.theory.cohorts import Cohorts, cohort_moments
 from fedscaffold.theory.derivatives import client_gradients, client_hessians, noise_covariance
+from fedscaffold.theory.krylov import EXACT, Reduced, reduce, spread
 from fedscaffold.theory.quadratics import Spectra, spectra
-from fedscaffold.theory.reduced import EXACT, Reduced, reduce, spread
 from fedscaffold.theory.round_map import Form, client_quadratics, form_of, is_quadratic
-from fedscaffold.theory.samples import Look, client_ends
 from fedscaffold.theory.second_moments import Federation, Noise, drawn_curve
+from fedscaffold.theory.subsampling import Look, client_ends
 
 __all__ = ["HALVINGS", "LOCAL_STEPS", "QuadraticModel", "cohorts_of", "model_of", "search"]
 
@@ -44,41 +44,41 @@ STARTS = 2  # points of it from which the search goes downhill
 
 
 class QuadraticModel(NamedTuple):
-    """The quadratics, who is heard, and the noise."""
+    """The quadratics, the cohorts and the noise."""
 
     problem: Problem
     spectra: Spectra
     """Of `problem`."""
     heard: Cohorts
     noise: Noise | None
-    """None where it is in `reduced`."""
+    """None if it is in `reduced`."""
     exact: bool
     why: str
-    """What a prediction rests on."""
+    """Basis of a prediction, in words."""
     steepest: float
     """L, at the optimum and at the start."""
     reduced: Reduced | None
     dim: int
-    """Of the problem that is modelled."""
+    """Of the modelled problem."""
 
     def drawn(self, form: Form) -> bool:
-        """Whether errors are estimated from drawn runs, as exact second moments would cost too much."""
+        """Whether errors are estimated from simulated runs, as exact second moments are too expensive."""
         n, d = self.problem.num_clients, self.problem.dim
         most = EXACT_MEMORY / n if form.memory else EXACT_FORGETFUL
         return not self.heard.plain and n * d**3 > most
 
     def promise(self, form: Form) -> tuple[bool, str]:
-        """Whether the prediction for an algorithm is exact, and what it rests on."""
+        """Return whether the prediction for an algorithm is exact, and its basis."""
         if self.drawn(form):
             return False, f"{self.why}; too large for exact moments, estimated from {RUNS} drawn runs: no promise"
         return self.exact, self.why if self.exact else f"{self.why}: no promise"
 
     def errors(self, algorithm: Algorithm, *, lr: float, steps: int, rounds: int, gap: bool) -> tuple[Floats, float]:
-        """E|x - x*|^2, or E f(x) - f(x*), after 0 .. rounds rounds; and the standard error of the last, 0 if exact."""
+        """Return E|x - x*|^2 or E f(x) - f(x*) after 0 .. rounds rounds, and the last one's standard error."""
         near, form, unsure = self.problem, form_of(algorithm), 0.0
         assert form is not None
         start = near.layout.flatten(near.params)
-        run = law.Run(self.spectra, start, form, lr, np.full(near.num_clients, steps), rounds, self.noise)
+        run = error_dynamics.Run(self.spectra, start, form, lr, np.full(near.num_clients, steps), rounds, self.noise)
         if self.drawn(form):
             given = Federation(self.spectra, self.heard, start)
             measure = given.mean_hessian / 2 if gap else np.eye(near.dim)
@@ -87,14 +87,14 @@ class QuadraticModel(NamedTuple):
                 given, form, lr=lr, steps=run.steps, noise=noise, rounds=rounds, measure=measure, runs=RUNS
             )
         else:
-            errors = law.errors(run, self.heard, gap)
+            errors = error_dynamics.errors(run, self.heard, gap)
         if self.reduced is not None:
             errors = errors + spread(self.reduced, lr=lr, local_steps=steps, rounds=rounds, gap=gap)
         return errors, unsure
 
 
 def cohorts_of(problem: Problem, algorithms: Sequence[Algorithm], cohort: float | int, weights: ArrayLike) -> Cohorts:
-    """Who is heard, checked as `simulate` would for each of the algorithms.
+    """Return the cohorts, validated as `simulate` does for each of the algorithms.
 
     >>> import fedscaffold as fs
     >>> cohorts_of(fs.problems.quadratic(num_clients=10, dim=2), [fs.fedavg()], 0.2, "equal").size
@@ -102,14 +102,14 @@ def cohorts_of(problem: Problem, algorithms: Sequence[Algorithm], cohort: float 
     """
     p, size = weights_of(problem, weights), 0
     for algorithm in algorithms:
-        request = Request(algorithm, problem, 1, 1, cohort=cohort)
-        size = asked.cohort_size(request)
-        refuse(request, asked.steps(request, None), size, Policy())
+        config = RunConfig(algorithm, problem, rounds=1, local_steps=1, cohort=cohort)
+        size = resolve.cohort_size(config)
+        refuse(config, resolve.steps(config, None), size, Policy())
     return cohort_moments(p, size)
 
 
 def model_of(problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts) -> QuadraticModel:
-    """The problem as quadratics: itself if it is made of them, else its quadratic model at the optimum `best`."""
+    """Return the problem as quadratics: itself if made of them, else its quadratic model at the optimum `best`."""
     start = problem.layout.flatten(problem.params)
     steepest = 0.0 if is_quadratic(problem) else _steepest(problem, start)
     why = "quadratic model at the optimum, far from which the curvature differs"
@@ -139,7 +139,7 @@ def model_of(problem: Problem, best: Floats, batch_size: int | float | None, hea
 def search(
     cost: Callable[[float, int], float], lrs: Sequence[float], steps: Sequence[int]
 ) -> dict[tuple[float, int], float]:
-    """Look for the pair of least cost on a grid: a coarse one first, then downhill from its best points.
+    """Search a grid for the pair of least cost: coarsely first, then downhill from the best points.
 
     Returns every pair tried and its cost.
 
@@ -167,7 +167,7 @@ def search(
 
 
 def _steepest(problem: Problem, x: Floats) -> float:
-    """Largest eigenvalue of any client's Hessian at x."""
+    """Return the largest eigenvalue of any client's Hessian at x."""
     p = np.full(problem.num_clients, 1 / problem.num_clients)
     _, high, _, above = client_ends(Look(problem, p, np.arange(len(p)), np.ones_like(p)), x, np.random.default_rng(0))
     return float((high + above).max())

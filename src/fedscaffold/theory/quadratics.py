@@ -38,6 +38,7 @@ from fedscaffold.theory.round_map import SCAFFOLD, Form, client_quadratics, form
 
 __all__ = [
     "LinearRound",
+    "Overflows",
     "Spectra",
     "XiMap",
     "geometric",
@@ -51,6 +52,10 @@ __all__ = [
 
 LARGEST = 1e100  # a client that grows by more in a round diverges, and its squares would overflow
 SERIES = 24  # terms of the power series of `lag` where |w| H <= 1: the last is below 1e-24
+
+
+class Overflows(InputError):
+    """Raised for a step size with which a single client overflows within a round."""
 
 
 class Spectra(NamedTuple):
@@ -120,7 +125,7 @@ def spectra(problem: Problem) -> Spectra:
 
 
 def power(w: Floats, count: int | NDArray[np.int64]) -> Floats:
-    """(1 - w)^H to full precision, for w of any size and sign.
+    """Return (1 - w)^H to full precision, for w of any size and sign.
 
     >>> power(np.array([0.0, 1e-9, 1.0, 1.5]), 3)
     array([ 1.   ,  1.   ,  0.   , -0.125])
@@ -132,7 +137,7 @@ def power(w: Floats, count: int | NDArray[np.int64]) -> Floats:
 
 
 def geometric(w: Floats, count: int | NDArray[np.int64]) -> Floats:
-    """sum_{h<H} (1 - w)^h = (1 - (1 - w)^H) / w to full precision; H where w = 0.
+    """Return sum_{h<H} (1 - w)^h = (1 - (1 - w)^H) / w to full precision; H where w = 0.
 
     >>> geometric(np.array([0.0, 0.5, 2.0]), 3)
     array([3.  , 1.75, 1.  ])
@@ -145,7 +150,7 @@ def geometric(w: Floats, count: int | NDArray[np.int64]) -> Floats:
 
 
 def lag(w: Floats, count: int) -> Floats:
-    """1 - sum_{h<H} (1 - w)^h / H to full precision: the eigenvalues of B_c; 0 where w = 0 or H = 1.
+    """Return 1 - sum_{h<H} (1 - w)^h / H to full precision: the eigenvalues of B_c; 0 where w = 0 or H = 1.
 
     >>> lag(np.array([0.0, 1e-12, 0.5]), 3)
     array([0.00000000e+00, 1.00000000e-12, 4.16666667e-01])
@@ -193,19 +198,19 @@ class LinearRound(NamedTuple):
         return len(self.rates)
 
     def forward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
-        """One round (F4), for r that sum to zero over clients."""
+        """Apply one round (F4) to r that sum to zero over clients."""
         start = self.basis.T @ u
         z = self.basis @ (_times(self.upsilon, start) + _times(self.lag, r)) / self.num_clients
         return u + self.form.server_lr * (z - u), self.centred(_times(self.turn, start) + _times(self.keep, r))
 
     def backward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
-        """The transpose of `forward`, for r that sum to zero over clients."""
+        """Apply the transpose of `forward` to r that sum to zero over clients."""
         p = self.basis.T @ u * (self.form.server_lr / self.num_clients)
         back = self.basis @ (_times(self.upsilon, p) + _times(self.turn, r))
         return (1 - self.form.server_lr) * u + back, self.centred(_times(self.lag, p) + _times(self.keep, r))
 
     def centred(self, r: Floats) -> Floats:
-        """Take off the mean over clients."""
+        """Subtract the mean over clients."""
         off: Floats = r - self.basis.T @ (self.basis @ r / self.num_clients)
         return off
 
@@ -217,7 +222,7 @@ class LinearRound(NamedTuple):
 
 
 def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -> LinearRound:
-    """The closed form of one round (F1-F4, F7) for the spectra of a problem.
+    """Return the closed form of one round (F1-F4, F7) for the spectra of a problem.
 
     >>> import fedscaffold as fs
     >>> pair = spectra(fs.problems.lower_bound_pair())  # A = (2, 0)
@@ -231,7 +236,7 @@ def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -
     w = gamma * (a + form.drag)
     left = power(w, steps)
     if not (np.abs(left) <= LARGEST).all():
-        raise InputError(f"lr {gamma:g} with {steps} local steps overflows: a client alone diverges; keep lr below 2/L")
+        raise Overflows(f"lr {gamma:g} with {steps} local steps overflows: a client alone diverges; keep lr below 2/L")
     total = geometric(w, steps)
     upsilon = left + form.drag * gamma * total
     behind = lag(w, steps)
@@ -287,7 +292,7 @@ def xi_round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Al
 
 
 def to_xi(spectra: Spectra, stacked: Floats, travel: float) -> Floats:
-    """Take rows (u, r), r in the clients' own coordinates, to rows (u, v_c = V_c r_c / travel)."""
+    """Convert rows (u, r), r in the clients' own coordinates, to rows (u, v_c = V_c r_c / travel)."""
     d = spectra.dim
     r = stacked[d:].reshape(spectra.num_clients, d, -1)
     v = np.matmul(spectra.vectors, r).reshape(len(stacked) - d, -1) / travel
@@ -295,6 +300,6 @@ def to_xi(spectra: Spectra, stacked: Floats, travel: float) -> Floats:
 
 
 def _times(diagonal: Floats, columns: Floats) -> Floats:
-    """diag(diagonal) @ columns."""
+    """Return diag(diagonal) @ columns."""
     product: Floats = diagonal[:, None] * columns
     return product

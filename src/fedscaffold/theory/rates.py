@@ -39,11 +39,11 @@ DENSE = 700  # (N + 1) d up to which eigenvalues come from the full matrix; abov
 
 
 class ContractionRate(NamedTuple):
-    """How fast one round contracts; a bound is None where its conditions do not hold."""
+    """Contraction of one round; a bound is None if its conditions do not hold."""
 
     local_steps: int
     spectral_radius: float
-    """The factor by which the error shrinks a round, in the long run."""
+    """Asymptotic factor by which the error shrinks per round."""
     lambda_norm: float | None
     """The largest factor of one round, in the Lambda-norm; None for a method whose memory is not SCAFFOLD's."""
     rho: float | None
@@ -55,7 +55,7 @@ class ContractionRate(NamedTuple):
 
     @property
     def rounds_per_digit(self) -> float:
-        """Rounds until the error is a tenth, in the long run."""
+        """Rounds per tenfold reduction of the error, asymptotically."""
         return rounds_per_digit(self.spectral_radius)
 
 
@@ -73,7 +73,7 @@ def rounds_per_digit(rate: float) -> float:
 def contraction_rate(
     problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD
 ) -> ContractionRate:
-    """Exact contraction of one round with all clients, noiseless, on a problem made of quadratics.
+    """Return the exact contraction of one round with all clients, noiseless, on a problem made of quadratics.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
@@ -185,13 +185,13 @@ def _differentiated(problem: Problem, lr: float, local_steps: int, algorithm: Al
 
 
 def _mean(one: LinearRound, function: Floats) -> Floats:
-    """Mean over clients of f(A_c), given the values f(a)."""
+    """Return the mean over clients of f(A_c), given the values f(a)."""
     product: Floats = (one.basis * (function / one.num_clients)) @ one.basis.T
     return product
 
 
 def _scaled(one: LinearRound) -> Floats:
-    """The round as a matrix of (u, r / sqrt N), for which the Lambda-norm is the usual one."""
+    """Return the round as a matrix of (u, r / sqrt N), for which the Lambda-norm is the spectral norm."""
     matrix, d = one.matrix(), len(one.basis)
     matrix[d:] /= math.sqrt(one.num_clients)
     matrix[:, d:] *= math.sqrt(one.num_clients)
@@ -199,7 +199,7 @@ def _scaled(one: LinearRound) -> Floats:
 
 
 def _operator(one: LinearRound) -> LinearOperator:
-    """`_scaled` without forming it."""
+    """Return `_scaled` as a linear operator."""
     (d, n), root = one.basis.shape, math.sqrt(one.num_clients)
 
     def forward(states: Floats) -> Floats:
@@ -237,7 +237,7 @@ def _from_one(one: LinearRound) -> LinearOperator:
 
 
 def _option_one(one: LinearRound) -> float:
-    """Spectral radius of option I, whose r_c are those of the last u: u'' = P u' + C u, of 2d unknowns."""
+    """Return the spectral radius of option I, whose r_c are those of the last u: u'' = P u' + C u, of 2d unknowns."""
     d, eta = len(one.basis), one.form.server_lr
     now = np.eye(d) - eta * _mean(one, one.lost)
     last = eta * (_mean(one, one.lag * one.turn) - _mean(one, one.lag) @ _mean(one, one.turn))
@@ -245,7 +245,7 @@ def _option_one(one: LinearRound) -> float:
 
 
 def _krylov_radius(one: LinearRound) -> float:
-    """Largest |eigenvalue| from Krylov spaces of (I - T)^-1 and of T.
+    """Return the largest |eigenvalue| from Krylov spaces of (I - T)^-1 and of T.
 
     The largest eigenvalues crowd together near 1 when H is large: the first settles fast there, and to full relative
     precision of 1 - rho. The second settles fast elsewhere. With lr <= 1/L and server_lr 1 an eigenvalue of modulus
@@ -262,7 +262,7 @@ def _krylov_radius(one: LinearRound) -> float:
 
 
 def _extreme(operator: LinearOperator, patience: int) -> Floats:
-    """Some of the largest eigenvalues: those that settle within so many restarts.
+    """Return some of the largest eigenvalues: those that converge within the given restarts.
 
     Copies of a multiple eigenvalue come out of rounding errors only and would be waited for in vain.
     """

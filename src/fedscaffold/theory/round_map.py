@@ -8,8 +8,8 @@ memory, (x, c) where only the server has one, and (x, c, c_1 .. c_N) for one wit
 `round_map` runs the engine's own round and pushes a basis through it in forward mode, so M and v are those of the
 code that simulations run: any algorithm has one. Where a coin decides the number of local steps (Scaffnew) it is the
 expected map, summed over all numbers that matter: that of the mean state. Its cost grows with the number of local
-steps; `quadratics.py` has closed forms, free of that cost, for every algorithm whose own functions have the `Form` of
-SCAFFOLD or FedAvg.
+steps; `quadratics.py` has closed forms, free of that cost, for every algorithm that declares the `Form` of SCAFFOLD or
+FedAvg.
 
 On the states with c = mean c_i, where every correct run stays, the map is one of (x, c_1 .. c_N). Off them it conserves
 c - mean c_i, that is, it has the eigenvalue 1 with multiplicity d (I15), so rates are taken on them.
@@ -18,32 +18,39 @@ c - mean c_i, that is, it has the eigenvalue 1 with multiplicity d (I15), so rat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
-from fedscaffold.algorithms import Algorithm, scaffold
+from fedscaffold.algorithms import Algorithm, Form, scaffold
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.problems.quadratic import loss as quadratic_loss
 from fedscaffold.problems.regression import SquaredLoss
+from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation.program import prepare
 from fedscaffold.simulation.rounds import rounds
-from fedscaffold.simulation.setup import Request, prepare
 from fedscaffold.simulation.spec import Draws, Federation, Settings, Spec, State
+from fedscaffold.theory.declared_form import has_declared_form
 
 __all__ = ["AffineMap", "Form", "a_problem", "client_quadratics", "form_of", "is_quadratic", "round_map"]
 
 SCAFFOLD = scaffold()
-PROBE = (0.7, -1.3, 0.4, 1.9)  # arguments at which a function that is linear must be what its coefficients say
 
 
 class AffineMap(NamedTuple):
-    """X+ = matrix X + offset, for X = (x), (x, c), or (x, c, c_1 .. c_N) where clients have a memory."""
+    """X+ = matrix X + offset, for X = (x), (x, c), or (x, c, c_1 .. c_N) where clients have a memory.
+
+    A method that keeps more has more in X: all fields of the server's record, then the tables of the clients'
+    memories, then of what they keep for themselves.
+    """
 
     def __repr__(self) -> str:
         return brief(self)
@@ -53,6 +60,8 @@ class AffineMap(NamedTuple):
     num_clients: int
     dim: int
     memory: bool
+    means: tuple[tuple[int, int], ...] = ()
+    """Where c begins in X, and where the c_i do, for each field of the server's that is a mean over clients."""
 
     def __call__(self, state: Floats) -> Floats:
         """Return the state one round later."""
@@ -60,28 +69,30 @@ class AffineMap(NamedTuple):
         return after
 
     def invariant(self) -> tuple[Floats, Floats]:
-        """Return matrix and offset on the states with c = mean c_i, as a map of (x, c_1 .. c_N)."""
-        if not self.memory:
-            return self.matrix, self.offset
-        d = self.dim
-        kept = np.r_[:d, 2 * d : len(self.offset)]
-        mean = np.tile(np.eye(d), self.num_clients) / self.num_clients
-        matrix = self.matrix[np.ix_(kept, kept)]
-        matrix[:, d:] += self.matrix[kept, d : 2 * d] @ mean
-        return matrix, self.offset[kept]
+        """Return matrix and offset on the states with c = mean c_i, as a map of all the rest: (x, c_1 .. c_N)."""
+        kept, whole = self._means()
+        return self.matrix[kept] @ whole, self.offset[kept]
+
+    def _means(self) -> tuple[NDArray[np.bool_], Floats]:
+        """Return the mask of free entries of a state, and the matrix that completes them to one with c = mean c_i."""
+        d, whole = self.dim, np.eye(len(self.offset))
+        kept = np.ones(len(whole), bool)
+        for field, table in self.means:
+            kept[field : field + d] = False
+            tables = slice(table, table + self.num_clients * d)
+            whole[field : field + d, tables] = np.tile(np.eye(d), self.num_clients) / self.num_clients
+        return kept, whole[:, kept]
 
     def spectral_radius(self) -> float:
-        """Largest |eigenvalue| on the states with c = mean c_i: the error shrinks by this factor a round."""
+        """Return the largest |eigenvalue| on the states with c = mean c_i: the factor of the error per round."""
         return float(np.abs(np.linalg.eigvals(self.invariant()[0])).max())
 
     def fixed_point(self) -> Floats:
-        """The state with c = mean c_i that a round does not change, in the full order (x, c, c_1 .. c_N)."""
+        """Return the fixed point with c = mean c_i, in the full order (x, c, c_1 .. c_N)."""
         matrix, offset = self.invariant()
         at: Floats = np.linalg.solve(np.eye(len(offset)) - matrix, offset)
-        if not self.memory:
-            return at
-        x, c_i = at[: self.dim], at[self.dim :]
-        return np.concatenate([x, c_i.reshape(-1, self.dim).mean(axis=0), c_i])
+        rest: Floats = self._means()[1] @ at
+        return rest
 
 
 def round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> AffineMap:
@@ -94,9 +105,11 @@ def round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algor
     ((4, 4), array([ 0.4, -0.6,  0.6]), 0.3177239083)
     """
     client_quadratics(problem)
-    request = Request(algorithm, problem, 1, local_steps, lr=lr, metrics=(), precision="float64")
+    config = RunConfig(algorithm, problem, rounds=1, local_steps=local_steps, lr=lr, metrics=(), precision="float64")
     with jax.enable_x64(True):
-        ready = prepare(request)
+        ready = prepare(config)
+        if any(np.ndim(value) == 0 for value in ready.start.server):
+            raise InputError(f"{algorithm.name} counts its rounds, which are not all the same map: it has no matrix")
         settings = Settings(ready.lr, np.zeros(2, np.uint32), np.array(np.nan))
         federation = ready.federation._replace(noise=None)
         arguments = (ready.spec, federation, settings, ready.drawer.draw(0, 0, 1, 1), ready.start)
@@ -107,14 +120,15 @@ def round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algor
             one = (*_differentiated(*given), _round(*given, jnp.asarray(somewhere)))
             parts.append(tuple(chance * np.array(part) for part in one))
     offset, matrix, there = (np.sum(part, axis=0) for part in zip(*parts, strict=True))
-    found = AffineMap(matrix, offset, problem.num_clients, problem.dim, ready.start.c_i is not None)
+    memory = ready.start.memory is not None
+    found = AffineMap(matrix, offset, problem.num_clients, problem.dim, memory, _places(algorithm, ready.start))
     if not np.allclose(there, found(somewhere), rtol=1e-9, atol=1e-9 * (1 + np.abs(there).max())):
         raise InputError(f"a round of {algorithm.name} is not affine on quadratics: it has no matrix")
     return found
 
 
 def _outcomes(spec: Spec, draws: Draws) -> Iterator[tuple[float, Draws]]:
-    """The numbers of local steps that a coin may allow, with their chances, up to one in 1e17; or the one there is."""
+    """Yield the probability and draws of each number of local steps, up to a probability of 1e-17."""
     if spec.mean_steps is None:
         yield 1.0, draws
         return
@@ -124,13 +138,27 @@ def _outcomes(spec: Spec, draws: Draws) -> Iterator[tuple[float, Draws]]:
         yield tails ** (steps - 1) / spec.mean_steps, draws._replace(steps=np.array([steps], np.int32))
 
 
+def _vectors(state: State) -> list[Any]:
+    """Return the arrays of a state: the server's record, the clients' memories and their private records."""
+    return [vector for record in (state.server, state.memory, state.own) if record is not None for vector in record]
+
+
+def _places(algorithm: Algorithm, start: State) -> tuple[tuple[int, int], ...]:
+    """Return the offsets of each pair of `means` in the stacked state."""
+    records = (start.server, *(() if start.memory is None else (start.memory,)))
+    names = [name for record in records for name in record._fields]
+    starts = np.cumsum([0, *(np.size(a) for a in _vectors(start))]).tolist()
+    first = len(start.server)
+    return tuple((starts[names.index(field)], starts[names.index(of, first)]) for field, of in algorithm.means)
+
+
 def _size(start: State) -> int:
-    return sum(np.size(a) for a in (start.x, start.c, start.c_i) if a is not None)
+    return sum(np.size(a) for a in _vectors(start))
 
 
 @partial(jax.jit, static_argnums=0)
 def _differentiated(spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State) -> Any:
-    """The round at X = 0 and its Jacobian; forward mode, as the program is made of loops."""
+    """Return the round at X = 0 and its Jacobian, in forward mode as the program consists of loops."""
     one = partial(_round, spec, federation, settings, draws, start)
     origin = jnp.zeros(_size(start))
     return one(origin), jax.jacfwd(one)(origin)
@@ -138,19 +166,21 @@ def _differentiated(spec: Spec, federation: Federation, settings: Settings, draw
 
 @partial(jax.jit, static_argnums=0)
 def _round(spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State, stacked: Any) -> Any:
-    """The engine's round as a function of the stacked state."""
-    d = spec.layout.size
-    state = start._replace(x=stacked[:d])
-    if start.c is not None:
-        state = state._replace(c=stacked[d : 2 * d])
-    if start.c_i is not None:
-        state = state._replace(c_i=stacked[2 * d :].reshape(start.c_i.shape), mean=state.c)
+    """Evaluate the engine's round as a function of the stacked state."""
+    given = _vectors(start)
+    ends = np.cumsum([np.size(a) for a in given])
+    parts = [part.reshape(np.shape(a)) for part, a in zip(jnp.split(stacked, ends[:-1]), given, strict=True)]
+    left = iter(parts)
+    records = (start.server, start.memory, start.own)
+    server, memory, own = (None if like is None else type(like)(*islice(left, len(like))) for like in records)
+    mean = tuple(getattr(server, field) for field, _ in spec.algorithm.means)
+    state = start._replace(server=server, memory=memory, own=own, mean=mean)
     after, _ = rounds(spec, federation, settings, state, draws, jnp.int32(1), jnp.int32(1))
-    return jnp.concatenate([jnp.ravel(a) for a in (after.x, after.c, after.c_i) if a is not None])
+    return jnp.concatenate([jnp.ravel(a) for a in _vectors(after)])
 
 
 def a_problem(problem: object) -> Problem:
-    """Return the problem, or refuse what is none.
+    """Return the problem, or raise if it is not a `Problem`.
 
     >>> a_problem("digits")
     Traceback (most recent call last):
@@ -162,7 +192,7 @@ def a_problem(problem: object) -> Problem:
 
 
 def is_quadratic(problem: Problem) -> bool:
-    """Whether every client's loss is a known quadratic: `fs.problems.quadratic` and its kin, or `linear`.
+    """Return whether every client's loss is a known quadratic: `fs.problems.quadratic` and variants, or `linear`.
 
     >>> import fedscaffold as fs
     >>> is_quadratic(fs.problems.quadratic(num_clients=2, dim=3))
@@ -195,22 +225,11 @@ def client_quadratics(problem: Problem) -> tuple[Floats, Floats]:
     return np.stack(hessians), np.stack([first[rows].T @ second[rows] / len(first[rows]) for rows in clients])
 
 
-class Form(NamedTuple):
-    """What the closed forms know: SCAFFOLD, or a method without memory such as FedAvg, FedProx and SGD."""
-
-    memory: bool
-    """Clients keep c_i, as SCAFFOLD's do."""
-    at_x: bool
-    """What they keep is the gradient at x: option I."""
-    drag: float
-    """mu of FedProx: d = g + drag (y - x)."""
-    server_lr: float
-    one_step: bool
-    """A round is one local step, whatever is asked for."""
-
-
 def form_of(algorithm: Algorithm) -> Form | None:
-    """Find the form of an algorithm by trying its own functions on numbers; None where no closed form is known.
+    """Return the form that an algorithm declares; None if no closed form is known.
+
+    Raises:
+        InputError: The algorithm's functions do not have the form that it declares.
 
     >>> import fedscaffold as fs
     >>> form_of(fs.scaffold(server_lr=0.5))
@@ -220,34 +239,9 @@ def form_of(algorithm: Algorithm) -> Form | None:
     """
     if not isinstance(algorithm, Algorithm):
         raise InputError(f"algorithm must be one such as fs.scaffold(), got {algorithm!r}")
-    if algorithm.coin:
-        return None
-    to_x = _linear(lambda x, c, move, d: algorithm.server(x, c, move, d, 1.0)[0], 4)
-    if to_x is None or (to_x[0], to_x[1], to_x[3]) != (1, 0, 0):
-        return None
-    if algorithm.shift is None or algorithm.remember is None:
-        memoryless = algorithm.shift is None and algorithm.remember is None
-        step = _linear(lambda g, y, x: algorithm.direction(g, y, x, None), 3) if memoryless else None
-        if step is None or step[0] != 1 or step[1] != -step[2]:
-            return None
-        return Form(False, False, step[1], -to_x[2], algorithm.one_step)
-    found: tuple[Any, ...] = (
-        _linear(algorithm.shift, 2),
-        _linear(algorithm.direction, 4),
-        _linear(algorithm.remember, 3),
-        _linear(lambda x, c, move, d: algorithm.server(x, c, move, d, 1.0)[1], 4),
-    )
-    if found != ((1, -1), (1, 0, 0, 1), (-1, 1, 1), (0, 0, 0, 1)):
-        return None
-    return Form(True, algorithm.at_x, 0.0, -to_x[2], algorithm.one_step)
-
-
-def _linear(function: Callable[..., Any], arguments: int) -> tuple[float, ...] | None:
-    """Coefficients of a linear function of some numbers; None where it is not linear."""
-    try:
-        coefficients = tuple(float(function(*unit)) for unit in np.eye(arguments).tolist())
-        value = float(function(*PROBE[:arguments]))
-    except (TypeError, ValueError, AttributeError):  # it wants vectors: not one of the known forms
-        return None
-    expected = sum(k * p for k, p in zip(coefficients, PROBE, strict=False))
-    return coefficients if abs(value - expected) <= 1e-12 * (1 + abs(value)) else None
+    if algorithm.form is not None and not has_declared_form(algorithm):
+        raise InputError(
+            f"{algorithm.name} declares a form that its functions do not have; declare none, with "
+            "algorithm._replace(form=None), or the right one"
+        )
+    return algorithm.form

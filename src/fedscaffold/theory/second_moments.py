@@ -48,7 +48,7 @@ class Noise(NamedTuple):
 
 
 class Federation(NamedTuple):
-    """Quadratics, who is heard, and where the run starts."""
+    """The quadratics, the cohorts and the start of a run."""
 
     spectra: Spectra
     cohorts: Cohorts
@@ -73,7 +73,7 @@ class Federation(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What the local steps of a round do, matrices (N, d, d)."""
+    """Effect of a round's local steps, as matrices (N, d, d)."""
 
     moved: Floats
     """M_i."""
@@ -90,7 +90,7 @@ class Walk(NamedTuple):
 
 
 def walk(spectra: Spectra, form: Form, lr: float, steps: NDArray[np.int64], noise: Floats) -> Walk:
-    """The local steps of every client in closed form, whatever their numbers.
+    """Return the local steps of every client in closed form; their numbers may differ.
 
     >>> import fedscaffold as fs
     >>> from fedscaffold.theory import spectra
@@ -119,7 +119,7 @@ def walk(spectra: Spectra, form: Form, lr: float, steps: NDArray[np.int64], nois
 def error_curve(
     given: Federation, form: Form, *, lr: float, steps: NDArray[np.int64], noise: Noise, rounds: int, measure: Floats
 ) -> Floats:
-    """E u' W u for t = 0 .. rounds, W = `measure`; infinite from where it overflows on."""
+    """Return E u' W u for t = 0 .. rounds, W = `measure`; infinite after an overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         one = walk(given.spectra, form, lr, steps, noise.step)
         follow = _remembering if form.memory else _forgetful
@@ -128,7 +128,7 @@ def error_curve(
 
 
 def _forgetful(given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats) -> Floats:
-    """Methods without memory: mean and second moment of u; z_i = kept_i u - push_i - e_i."""
+    """Propagate mean and second moment of u for methods without memory; z_i = kept_i u - push_i - e_i."""
     heard, eta = given.cohorts, form.server_lr
     best = given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
@@ -179,7 +179,7 @@ def _with_rest(heard: Cohorts, eta: float) -> _Average:
 
 
 def _ends(curve: Floats, t: int) -> bool:
-    """Whether a curve has diverged or settled by round t; then it is filled up to its end."""
+    """Return whether a curve has diverged or settled by round t, and fill its remainder if so."""
     if not curve[t] < HOPELESS * curve[0] and curve[0] > 0:
         curve[t:] = np.inf
         return True
@@ -207,7 +207,7 @@ def _recall(given: Federation, form: Form, one: Walk, noise: Noise) -> _Recall:
 
 
 def _remembering(given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats) -> Floats:
-    """SCAFFOLD: second moments of (u, v_1 .. v_N)."""
+    """Propagate the second moments of (u, v_1 .. v_N) for SCAFFOLD."""
     heard, average, recall = given.cohorts, _with_rest(given.cohorts, form.server_lr), _recall(given, form, one, noise)
     d, best = given.spectra.dim, given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
@@ -235,7 +235,7 @@ def drawn_curve(
     runs: int,
     seed: int = 0,
 ) -> tuple[Floats, float]:
-    """`error_curve` as the mean over runs drawn with Gaussian noise, and the standard error at its end."""
+    """Estimate `error_curve` from runs with Gaussian noise; return it and the standard error at its end."""
     one, rng = walk(given.spectra, form, lr, steps, noise.step), np.random.default_rng(seed)
     heard, recall, best = given.cohorts, _recall(given, form, one, noise), given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
@@ -268,7 +268,7 @@ def drawn_curve(
 
 
 def _round(moment: Floats, heard: Cohorts, average: _Average, eta: float, one: Walk, recall: _Recall) -> Floats:
-    """The second moments one round later."""
+    """Return the second moments one round later."""
     n, d = one.scatter.shape[:2]
 
     def applied(rows: Floats) -> tuple[Floats, Floats, Floats]:
@@ -306,7 +306,7 @@ def _round(moment: Floats, heard: Cohorts, average: _Average, eta: float, one: W
 
 
 def root(covariances: Floats) -> Floats:
-    """(N, d, d) matrices R with R R' the covariances.
+    """Return (N, d, d) matrices R with R R' the covariances.
 
     >>> root(np.array([[[4.0]]]))
     array([[[2.]]])
@@ -317,6 +317,6 @@ def root(covariances: Floats) -> Floats:
 
 
 def _rebuilt(spectra: Spectra, values: Floats) -> Floats:
-    """(N, d, d) f(A_i), given the values f(a)."""
+    """Return (N, d, d) f(A_i), given the values f(a)."""
     matrices: Floats = (spectra.vectors * values[:, None, :]) @ np.swapaxes(spectra.vectors, 1, 2)
     return matrices

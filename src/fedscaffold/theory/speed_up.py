@@ -31,8 +31,8 @@ v_a = 1 - (1 - u_a) / (gamma a H), with 0 < gamma a < 2, so that |u_a| < 1 and 0
 
         N tr Sigma <= sigma^2 gamma^2 H max_a (1 + u_a) / ((2 - gamma a)(1 + v_a)) / m^2                  -> any_noise
 
-    In units of gamma sigma^2 / mu this grows like 1 / (gamma mu H) where that is large. Some growth is real: see
-    `conjectures.stiff_and_noisy`.
+    In units of gamma sigma^2 / mu this grows like 1 / (gamma mu H) where that is large. Some growth is real: N = d
+    clients that are each stiff and noisy in a direction of their own show it (docs/conjectures.md).
 
 Symbols: gamma = lr, H = local_steps, mu and L the least and the largest eigenvalue of any A_c.
 """
@@ -100,7 +100,7 @@ def speed_up(eigenvalues: ArrayLike, *, lr: float, local_steps: int) -> SpeedUp:
 
 
 def _lowest(bound: Callable[[float], float], end: float) -> float:
-    """Least value on [0, end) of a maximum of functions that each only rise or only fall, by golden section."""
+    """Minimise a maximum of monotone functions on [0, end) by golden section."""
     low, high = 0.0, end
     for _ in range(SEARCH):
         left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)

@@ -1,4 +1,4 @@
-"""The largest step size that does not blow up, at a problem and, where curvature changes, at a point.
+"""The largest stable step size for a problem and, if curvature varies, at a point.
 
     quadratics     the least lr at which the spectral radius of a round with all clients reaches 1, if there are not
                    too many; else 2 / L beside the radius itself
@@ -17,11 +17,13 @@ import numpy as np
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms.round import work_of
 from fedscaffold.problems.problem import Floats, Problem, weights_of
-from fedscaffold.theory.quadratics import Spectra, linear_round, spectra
+from fedscaffold.theory.declared_form import has_declared_form
+from fedscaffold.theory.quadratics import Overflows, Spectra, linear_round, spectra
 from fedscaffold.theory.rates import DENSE, spectral_radius
-from fedscaffold.theory.round_map import SCAFFOLD, Form, a_problem, form_of, is_quadratic
-from fedscaffold.theory.samples import client_ends, looks_at, mean_ends, passes
+from fedscaffold.theory.round_map import SCAFFOLD, Form, a_problem, is_quadratic
+from fedscaffold.theory.subsampling import client_ends, looks_at, mean_ends, passes
 
 __all__ = ["StableStep", "stable_step"]
 
@@ -32,18 +34,18 @@ FLAT = 1e-9  # a radius of 1 belongs to directions without curvature; rounding m
 
 
 class StableStep(NamedTuple):
-    """How large a step may be."""
+    """Result of `stable_step`."""
 
     lr: float
-    """The largest stable step size; infinite where there is no curvature."""
+    """The largest stable step size; infinite without curvature."""
     source: str
     """"spectral radius", "2/L", or "curvature at x"."""
     radius: float | None
-    """Of a round at the step size asked for, where it is exact."""
+    """Spectral radius of a round at the given step size, if known exactly."""
 
     @property
     def unstable(self) -> bool | None:
-        """Whether the step size asked for is proved to be too large; None where nothing is proved."""
+        """Whether the given step size is provably too large; None if nothing is proved."""
         return None if self.radius is None else self.radius > 1 + FLAT
 
 
@@ -56,7 +58,15 @@ def stable_step(
     at: Floats | None = None,
     exact: bool = True,
 ) -> StableStep:
-    """How large the step size `lr` of `local_steps` local steps might be; `exact` allows the theory of quadratics.
+    """Return the largest stable step size for a number of local steps.
+
+    Args:
+        problem: The problem.
+        lr: The step size whose stability is asked for.
+        local_steps: Number of local steps.
+        algorithm: The algorithm. If it does not have the form that it declares, only the curvature is used.
+        at: Point of the curvature; the problem's start by default.
+        exact: Whether the exact theory of quadratics may be used.
 
     >>> import fedscaffold as fs
     >>> pair = fs.problems.quadratic(hessians=[[[1.0]], [[4.0]]], linear=[[1.0], [0.0]])
@@ -67,8 +77,8 @@ def stable_step(
     True
     """
     lr, steps = checks.number("lr", lr, above=0), checks.whole("local_steps", local_steps)
-    form = form_of(algorithm)
-    if exact and form is not None and is_quadratic(a_problem(problem)):
+    form = algorithm.form if exact and is_quadratic(a_problem(problem)) else None
+    if form is not None and has_declared_form(algorithm):
         known = spectra(problem)
         size, radius = known.dim + known.values.size, None
         if size <= DENSE:
@@ -77,22 +87,25 @@ def stable_step(
             return StableStep(_boundary(known, form, steps), "spectral radius", radius)
         steepest = float(known.values.max()) if not form.one_step else _steepest(problem, np.zeros(known.dim), True)
         return StableStep(2 / steepest if steepest > 0 else np.inf, "2/L", radius)
-    smoothness = problem.smoothness
-    if smoothness is not None and lr * smoothness < 2 and not algorithm.one_step:
+    smoothness, one_step = problem.smoothness, work_of(algorithm, 2).steps == 1
+    if smoothness is not None and lr * smoothness < 2 and not one_step:
         return StableStep(2 / smoothness, "2/L", None)
     point = problem.layout.flatten(problem.params) if at is None else np.asarray(at, np.float64)
-    steepest = _steepest(problem, point, algorithm.one_step)
+    steepest = _steepest(problem, point, one_step)
     return StableStep(2 / steepest if steepest > 0 else np.inf, "curvature at x", None)
 
 
 def _radius(known: Spectra, form: Form, lr: float, steps: int) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
-        one = linear_round(known, form, lr=lr, local_steps=1 if form.one_step else steps)
+        try:
+            one = linear_round(known, form, lr=lr, local_steps=1 if form.one_step else steps)
+        except Overflows:  # the search for the largest step meets it with many local steps, however small lr is
+            return np.inf
         return spectral_radius(one) if np.isfinite(one.lag).all() and np.isfinite(one.upsilon).all() else np.inf
 
 
 def _boundary(known: Spectra, form: Form, steps: int) -> float:
-    """The least lr whose radius is above 1, from below: instability may come and go further up."""
+    """Return the least lr with a radius above 1, searched from below: larger ones may be stable again."""
     steepest = float(known.values.max())
     if steepest <= 0:
         return np.inf
@@ -109,7 +122,7 @@ def _boundary(known: Spectra, form: Form, steps: int) -> float:
 
 
 def _steepest(problem: Problem, x: Floats, of_mean: bool) -> float:
-    """Largest eigenvalue of a client's Hessian at x, or of the mean one; of a sample where the problem is large."""
+    """Return the largest eigenvalue of any client's Hessian at x, or of the mean; large problems are sampled."""
     rng = np.random.default_rng(0)
     looks = looks_at(problem, weights_of(problem, "equal"), False, rng)
     if of_mean:

@@ -32,7 +32,7 @@ from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.bounds_quadratic import factor_sharp
-from fedscaffold.theory.law import Chain, chain
+from fedscaffold.theory.error_dynamics import Chain, chain
 from fedscaffold.theory.quadratics import LinearRound, to_xi
 from fedscaffold.theory.rates import spectral_radius
 from fedscaffold.theory.round_map import SCAFFOLD, client_quadratics
@@ -46,7 +46,7 @@ AGREE = 1e-6  # two step sizes agree to this: the error of the smaller one is ab
 
 
 class Stationary(NamedTuple):
-    """Mean and covariance in the long run."""
+    """Stationary mean and covariance."""
 
     def __repr__(self) -> str:
         return brief(self)
@@ -56,13 +56,13 @@ class Stationary(NamedTuple):
     x_covariance: Floats
     """(d, d)"""
     covariance: Floats | None
-    """((N+1)d, (N+1)d) of (x, xi_1 .. xi_N), or of x alone without memory; None where it is too large to be had."""
+    """((N+1)d, (N+1)d) of (x, xi_1 .. xi_N), or of x alone without memory; None if too large to compute."""
 
 
 def stationary(
     problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, algorithm: Algorithm = SCAFFOLD
 ) -> Stationary:
-    """Exact mean and covariance in the long run, all clients taking part, gradients having covariance `noise`.
+    """Return the exact stationary mean and covariance with all clients and gradient covariance `noise`.
 
     `noise` is a variance of every coordinate, one (d, d) covariance, or (N, d, d).
 
@@ -108,7 +108,7 @@ def _memoryless(law: Chain) -> Floats:
 
 
 def _added(law: Chain) -> Floats:
-    """B: the covariance of what the noise adds to (u, r) in a round."""
+    """Return B, the covariance of the noise added to (u, r) in a round."""
     d, n = law.one.basis.shape
     total = np.zeros((d + n, d + n))
     for source in law.sources:
@@ -121,12 +121,12 @@ def _added(law: Chain) -> Floats:
 
 
 def entry(one: LinearRound, to_u: float, to_r: float) -> Floats:
-    """((N+1) d, N d): how noise e_1 .. e_N, in the clients' own coordinates, enters (u, r), but for the sign."""
+    """Return ((N+1) d, N d) the map, up to sign, from noise e_1 .. e_N in the clients' coordinates to (u, r)."""
     return np.concatenate([to_u * one.basis / one.num_clients, to_r * one.centred(np.eye(one.basis.shape[1]))])
 
 
 def doubled(power: Floats, added: Floats) -> Floats:
-    """The sum over t of A^t B A'^t, the solution of X = A X A' + B, A a contraction in the long run.
+    """Solve X = A X A' + B, the sum over t of A^t B A'^t, for A of spectral radius below 1.
 
     >>> doubled(np.array([[0.5]]), np.array([[3.0]]))
     array([[4.]])
@@ -140,14 +140,14 @@ def doubled(power: Floats, added: Floats) -> Floats:
 
 
 def _by_doubling(law: Chain) -> Floats:
-    """The whole covariance, of (theta, xi_1 .. xi_N)."""
+    """Return the full covariance of (theta, xi_1 .. xi_N)."""
     half = to_xi(law.spectra, doubled(law.one.matrix(), _added(law)), law.one.travel)
     both: Floats = to_xi(law.spectra, half.T, law.one.travel)
     return (both + both.T) / 2
 
 
 def by_transfer(law: Chain) -> Floats:
-    """The covariance of x alone, by the trapezoidal rule in tau = log tan(omega / 2); not for option I."""
+    """Return the covariance of x alone, by the trapezoidal rule in tau = log tan(omega / 2); not for option I."""
     one = law.one
     if one.form.at_x:
         raise InputError(f"option I is solved up to (N + 1) d = {DENSE}, got {sum(one.basis.shape)}: take option II")
@@ -203,7 +203,7 @@ def _adjoint(matrices: Floats) -> Floats:
 
 
 def block_residual(problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, covariance: Floats) -> float:
-    """Largest residual of the corrected block equations F6 at a covariance of (theta, xi_1 .. xi_N), relative to it.
+    """Return the largest relative residual of the corrected equations F6 at a covariance of (theta, xi_1 .. xi_N).
 
     An independent check of `stationary`, for SCAFFOLD: powers by repeated products, no eigenvalues, no doubling.
 

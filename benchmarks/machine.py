@@ -1,0 +1,50 @@
+"""The machine beneath a benchmark: its threads, its rate of matrix products, and how much of it is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from benchmarks.workloads import Workload, widths
+from fedscaffold import checks
+
+__all__ = ["gemm_flops", "num_threads", "sgemm_rate"]
+
+
+@contextmanager
+def num_threads(threads: int) -> Iterator[None]:
+    """Torch with so many threads inside an operation, and as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(checks.whole("threads", threads))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def sgemm_rate(threads: int = 1) -> float:
+    """GFLOP/s of a large float32 matrix product, the best of ten: what no simulator here can exceed."""
+    n = 1024
+    a, product = torch.ones(n, n), torch.empty(n, n)
+    best = float("inf")
+    with num_threads(threads):
+        for _ in range(10):
+            start = time.perf_counter()
+            torch.mm(a, a, out=product)
+            best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best / 1e9
+
+
+def gemm_flops(workload: Workload) -> float:
+    """Floating point operations of all matrix products of a work load, over all its rounds.
+
+    A layer needs three products of 2 x batch x in x out: its output, the gradient of its weights, and that of
+    its input, which the first layer does without.
+    """
+    products = sum(i * o * (3 if depth else 2) for depth, (i, o) in enumerate(pairwise(widths(workload))))
+    steps = workload.rounds * workload.cohort * workload.local_steps
+    return 2.0 * workload.batch_size * products * steps

@@ -1,0 +1,163 @@
+"""`python -m papers`: the papers' figures and tables, one command each, or all on one page.
+
+Exit codes are those of the library's command line: 0 done, 1 a criterion failed, 2 the user's mistake.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedscaffold.checks import InputError
+from fedscaffold.cli.interrupts import exit_with_line
+from fedscaffold.cli.verbs import Json, print_answer
+from fedscaffold.parsing import plain
+from fedscaffold.state.files import write_whole
+
+if TYPE_CHECKING:
+    from papers.claim import Claim, Outcome
+
+__all__ = ["app", "reproduce"]
+
+NOW_AND_THEN = 10.0  # seconds
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(epilog="Example: python -m papers quadratics-fig2 --quick --out runs/papers")
+def reproduce(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Claims; --list names them.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Name the claims.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All claims, on one page.")] = False,
+    full: Annotated[bool, typer.Option("--full/--quick", help="What the paper did; seconds to hours.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever the cache has.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the page, figures and results.")] = Path("runs/papers"),
+    as_json: Json = False,
+) -> int:
+    """Run claims of the papers, check them by their criteria, and make reproduction.html.
+
+    Exit code 1 if a criterion fails; a published sentence that does not hold is reported, and is no failure of ours.
+    """
+    from papers.claims import CLAIMS, find
+
+    size = "full" if full else "quick"
+    if listed:
+        return _list(as_json)
+    if everything == bool(names):
+        raise InputError("give the names of claims, or --all; --list names them")
+    claims = [find(name) for name in (CLAIMS if everything else dict.fromkeys(names or []))]
+    _settle()
+    began = time.perf_counter()
+    again = "without --fresh " if fresh else ""
+    with exit_with_line(f"stopped; what was measured is kept: the same command {again}goes on"):
+        outcomes = _run(claims, size, out, fresh, as_json)
+        facts = _facts(time.perf_counter() - began)
+        page = _keep(outcomes, out, facts)
+    from papers.page import terminal
+
+    lines = [line for one in outcomes for line in (*terminal(one), "")]
+    answer = {"size": size, "page": str(page), "facts": facts, "claims": [_plain(one) for one in outcomes]}
+    print_answer(answer, [*lines, f"page: {page}"], as_json)
+    return 1 if any(one.failed for one in outcomes) else 0
+
+
+def _list(as_json: bool) -> int:
+    from papers.claims import CLAIMS, find
+
+    claims = [find(name) for name in CLAIMS]
+    lines = [f"{c.name:22} {c.source:34} {c.title} (quick about {c.seconds['quick']:g} s)" for c in claims]
+    answer = {
+        "claims": [{"name": c.name, "source": c.source, "title": c.title, "seconds": dict(c.seconds)} for c in claims]
+    }
+    print_answer(answer, lines, as_json)
+    return 0
+
+
+def _settle() -> None:
+    from fedscaffold.experiments.jax_setup import configure_jax
+
+    configure_jax(0.0)
+
+
+def _run(claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bool) -> list[Outcome]:
+    """One claim after the other, each kept as soon as it is done."""
+    from papers import plotting
+    from papers.cache import home
+    from papers.claims import reproduce as run
+
+    outcomes: list[Outcome] = []
+    for i, claim in enumerate(claims):
+        left = sum(c.seconds[size] for c in claims[i:])
+        about = claim.seconds[size]
+        progress = Progress(about, as_json)
+        progress.say(f"{i + 1}/{len(claims)} {claim.name}, about {about:g} s (all: {left:.0f} s left)\n")
+        outcome, drawings = run(claim, size, home(), fresh=fresh, tell=progress.cell)
+        with plotting.style():
+            for one in drawings:
+                plotting.save(one.figure, out, one.name)
+        write_whole(out / f"{claim.name}.json", json.dumps(_plain(outcome), indent=1))
+        outcomes.append(outcome)
+        progress.say(f"  {outcome.verdict}{' (from the cache)' if outcome.cached else ''}\n")
+    return outcomes
+
+
+class Progress:
+    """How far a claim is: on a terminal in a line that passes; elsewhere, as in a log, a line now and then."""
+
+    def __init__(self, about: float, silent: bool) -> None:
+        self.about, self.silent, self.began, self.said = about, silent, time.monotonic(), time.monotonic()
+
+    def cell(self, line: str) -> None:
+        """A part of the claim is done and kept."""
+        now = time.monotonic()
+        if sys.stderr.isatty() or now - self.said > NOW_AND_THEN:
+            self.said = now
+            self.say(f"  {line}; {now - self.began:.0f} s of about {self.about:g} s")
+
+    def say(self, line: str) -> None:
+        """Write over the line before, if that one did not end."""
+        if not self.silent:
+            text = line.rstrip("\n")
+            sys.stderr.write(line.replace(text, f"\r{text}\x1b[K") if sys.stderr.isatty() else f"{text}\n")
+            sys.stderr.flush()
+
+
+def _facts(seconds: float) -> dict[str, str]:
+    import platform
+    import shlex
+
+    from fedscaffold.runs import versions
+
+    return {
+        "command": shlex.join(["python", "-m", "papers", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "machine": f"{platform.machine()}, {platform.system()}",
+        "time": f"{seconds:.0f} s in all; what was in the cache costs nothing again",
+    }
+
+
+def _keep(outcomes: Sequence[Outcome], out: Path, facts: dict[str, str]) -> Path:
+    from papers.page import page
+
+    figures = {name: (out / f"{name}.svg").read_text(encoding="utf-8") for one in outcomes for name, _ in one.figures}
+    path = out / "reproduction.html"
+    path.write_text(page(outcomes, figures, facts), encoding="utf-8")
+    return path
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    """An outcome for programs, without its moving picture."""
+    told = outcome._asdict() | {
+        "checks": [check._asdict() | {"ratio": check.ratio, "mark": check.mark} for check in outcome.checks],
+        "tables": [table._asdict() for table in outcome.tables],
+    }
+    del told["film"]
+    made: dict[str, Any] = plain(told)
+    return made

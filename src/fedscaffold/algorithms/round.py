@@ -1,0 +1,273 @@
+"""Parts of a round that all engines share: client work around the local steps, and message contents.
+
+An engine supplies the gradient and the loop over local steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from fedscaffold.algorithms.base import Algorithm, LocalWork, Record, Vector, Walk
+
+__all__ = [
+    "Exchange", "absorb", "each", "exchange", "fitted", "needs", "personal_model", "reads_gradient_at_x", "rebuild",
+    "reply_of", "shift_of", "start_of", "work_of",
+]  # fmt: skip
+
+
+class Exchange(NamedTuple):
+    """What clients and server exchange in a round, apart from x."""
+
+    record: type
+    """Type of the message."""
+    reads: frozenset[str]
+    """Fields of the walk that the algorithm reads."""
+    vectors: tuple[str, ...]
+    """Fields of the message that are vectors."""
+    travel: tuple[str, ...]
+    """Fields of the message that are the client's travel, which the server can compute."""
+    d: str | None
+    """Field of the message that is the mean direction, if any."""
+    move: str | None
+    """Field of the message that is the move, if any."""
+    down: tuple[str, ...]
+    """Vectors of the server's record that a client needs if it stores its own memory."""
+    told: tuple[str, ...]
+    """Numbers of the server's record that it needs."""
+
+    def sent(self, plain: bool) -> tuple[str, ...]:
+        """Return the vectors that a client sends when the server receives each message separately.
+
+        Args:
+            plain: Whether the client took SGD steps of one size. The move is then the travel times the mean
+                direction, and one vector carries both.
+        """
+        return tuple(name for name in self.vectors if name != self.rebuilt(plain))
+
+    def rebuilt(self, plain: bool) -> str | None:
+        """Return the field that the server computes from the mean direction."""
+        return self.move if plain and self.d is not None else None
+
+
+@cache
+def exchange(algorithm: Algorithm) -> Exchange:
+    """Find what an algorithm exchanges, by tracing its functions on scalars and recording the fields they read.
+
+    >>> from fedscaffold.algorithms import fedavg, scaffold
+    >>> exchange(scaffold()).sent(plain=True), exchange(scaffold()).sent(plain=False)
+    (('d',), ('d', 'move'))
+    >>> exchange(scaffold(option=1)).sent(plain=True), exchange(fedavg()).sent(plain=True)
+    (('d', 'move'), ('move',))
+    >>> exchange(scaffold()).down
+    ('c',)
+    """
+    algorithm = _without_layers(algorithm)
+    x = _Vector(0.25)
+    server: Any = algorithm.init(x)
+    memory = None if algorithm.memory is None else algorithm.memory(x)
+    own = None if algorithm.own is None else algorithm.own(x)
+    start = x if algorithm.start is None else algorithm.start(x, own)
+    seen: set[str] = set()
+    shift = None
+    if algorithm.shift is not None:
+        shift = algorithm.shift(_ReadRecorder(server, seen), memory)
+    needed = [name for name in server._fields if name in seen and name not in {"x", *algorithm.finds}]
+    down = tuple(name for name in needed if isinstance(getattr(server, name), _Vector))
+    told = tuple(name for name in needed if name not in down)
+    read: set[str] = set()
+    walk = _ReadRecorder(_traced_walk(x, start), read)
+    if algorithm.keep is not None:
+        walk.record.own = algorithm.keep(own, walk, shift)  # type: ignore[arg-type]
+    message: Any = algorithm.message(walk, shift)  # type: ignore[arg-type]
+    at = {role: _fields_holding(message, getattr(walk.record, role)) for role in ("travel", "d", "move")}
+    vectors = tuple(name for name in message._fields if name not in at["travel"])
+    first = {role: names[0] if names else None for role, names in at.items()}
+    return Exchange(type(message), frozenset(read), vectors, at["travel"], first["d"], first["move"], down, told)
+
+
+class _Vector(float):
+    """A scalar that stands for a vector. Arithmetic yields a `_Vector`; multiplying by True returns the same object."""
+
+    def _lift(name: str) -> Callable[[_Vector, Any], Any]:  # type: ignore[misc]
+        def operation(self: _Vector, other: Any) -> _Vector:
+            if other is True and "mul" in name:
+                return self
+            return _Vector(getattr(float, name)(self, float(other)))
+
+        return operation
+
+    __add__, __radd__ = _lift("__add__"), _lift("__radd__")
+    __sub__, __rsub__ = _lift("__sub__"), _lift("__rsub__")
+    __mul__, __rmul__ = _lift("__mul__"), _lift("__rmul__")
+    __truediv__, __rtruediv__ = _lift("__truediv__"), _lift("__rtruediv__")
+
+    def __neg__(self) -> _Vector:
+        return _Vector(-float(self))
+
+
+class _ReadRecorder:
+    """Wrap a record and collect the names of the fields that are read."""
+
+    def __init__(self, record: Any, names: set[str]) -> None:
+        self.record, self.names = record, names
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.record, name)
+        if not name.startswith("_"):
+            self.names.add(name)
+        return value
+
+
+def _traced_walk(x: float, start: Any) -> Walk:
+    """Return a walk of scalars with the structure of `start`; its fields are distinct objects."""
+
+    def like(value: float) -> Callable[[], Any]:
+        if not _is_record(start):
+            vector = _Vector(value)
+            return lambda: vector
+        record = type(start)(*(_Vector(value + 0.5 * k) for k in range(len(start))))
+        return lambda: record
+
+    fields: dict[str, Callable[[], Any]] = {"y": like(1.5), "move": like(2.5), "d": like(4.5)}
+    return Walk(x=lambda: x, travel=lambda: 3.5, gradient=lambda: _Vector(5.5), own=lambda: None, **fields)
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, tuple)
+
+
+def _fields_holding(message: Any, value: Any) -> tuple[str, ...]:
+    """Return the fields of a message that hold this very object, or one of its fields if it is a record."""
+    parts = [value, *value] if _is_record(value) else [value]
+    fields = zip(message._fields, message, strict=True)
+    return tuple(name for name, field in fields if any(field is part for part in parts))
+
+
+def shift_of(algorithm: Algorithm, server: Record, memory: Record) -> Vector:
+    """Return the shift of a client with this memory; None if the algorithm has none."""
+    return None if algorithm.shift is None else algorithm.shift(server, memory)
+
+
+@cache
+def fitted(algorithm: Algorithm, layout: Any) -> Algorithm:
+    """Return the algorithm for a model with these layers.
+
+    Args:
+        algorithm: The algorithm as the user gave it.
+        layout: The model's layers, with a method `split(names)`.
+    """
+    return algorithm if algorithm.fit is None else algorithm.fit(layout)
+
+
+def _without_layers(algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm for a scalar, or for a vector without layers."""
+    return algorithm if algorithm.fit is None else algorithm.fit(None)
+
+
+def start_of(algorithm: Algorithm, x: Vector, own: Record) -> Any:
+    """Return the start of a client's local steps: a vector, or a record of vectors that are stepped together."""
+    return x if algorithm.start is None else algorithm.start(x, own)
+
+
+def reply_of(algorithm: Algorithm, walk: Walk, shift: Vector, own: Record) -> tuple[Record, Record]:
+    """Return a client's message after its local steps, and its private record.
+
+    Args:
+        algorithm: The algorithm.
+        walk: Result of the local training.
+        shift: The shift used in the round.
+        own: The client's private record before the round.
+    """
+    if algorithm.keep is not None:
+        own = algorithm.keep(own, walk, shift)
+    walk.own = own
+    return algorithm.message(walk, shift), own
+
+
+def each(function: Callable[..., Any], *values: Any) -> Any:
+    """Apply a function to vectors, or field by field to records of one type.
+
+    >>> from fedscaffold.algorithms.ditto import Pair
+    >>> each(lambda a, b: a - b, 3.0, 1.0), each(lambda a, b: a - b, Pair(3.0, 5.0), Pair(1.0, 1.0))
+    (2.0, Pair(y=2.0, v=4.0))
+    """
+    if not _is_record(values[0]):
+        return function(*values)
+    return type(values[0])(*(function(*parts) for parts in zip(*values, strict=True)))
+
+
+def personal_model(algorithm: Algorithm, x: Vector, own: Record) -> Vector:
+    """Return the model that a client uses: a personal one if the algorithm has them, else the common model.
+
+    Args:
+        algorithm: The algorithm.
+        x: The common model.
+        own: The client's private record. Tables with one row per client give a table of models.
+
+    >>> from fedscaffold.algorithms import ditto, fedavg
+    >>> own = ditto().own(3.0)
+    >>> personal_model(ditto(), 1.0, own), personal_model(fedavg(), 1.0, None)
+    (3.0, 1.0)
+    """
+    return x if algorithm.personal is None else algorithm.personal(x, own)
+
+
+def rebuild(algorithm: Algorithm, vectors: Mapping[str, Vector], travel: Any, plain: bool) -> Record:
+    """Rebuild the message from the vectors sent and the travel, which the server knows from the client's steps.
+
+    >>> from fedscaffold.algorithms import scaffold
+    >>> rebuild(scaffold(), {"d": 3.0}, travel=0.5, plain=True)
+    Message(d=3.0, move=1.5)
+    """
+    known = exchange(algorithm)
+    made = known.rebuilt(plain)
+    moved = {} if made is None else {made: travel * vectors[str(known.d)]}
+    return known.record(**vectors, **moved, **dict.fromkeys(known.travel, travel))
+
+
+def absorb(algorithm: Algorithm, server: Record, changes: Record) -> Record:
+    """Return the server's record after memories changed other than by messages.
+
+    Args:
+        algorithm: The algorithm, whose `means` are kept up.
+        server: The server's record.
+        changes: For each field of the memory the p_i-weighted sum of its change, or None if unchanged.
+    """
+    for field, of in algorithm.means:
+        change = getattr(changes, of)
+        if change is not None:
+            server = server._replace(**{field: getattr(server, field) + change})
+    return server
+
+
+def work_of(algorithm: Algorithm, steps: Any, batch_size: Any = None) -> LocalWork:
+    """Return the local work that an algorithm does for the requested number of steps and batch size.
+
+    >>> from fedscaffold.algorithms import fedavg, sgd
+    >>> work_of(fedavg(), 5).steps, work_of(sgd(), 5).steps
+    (5, 1)
+    """
+    asked = LocalWork(steps, batch_size)
+    return asked if algorithm.work is None else algorithm.work(asked)
+
+
+def reads_gradient_at_x(algorithm: Algorithm) -> bool:
+    """Return whether clients compute their gradient at x over all of their data in a round.
+
+    >>> from fedscaffold.algorithms import dane, scaffold
+    >>> [reads_gradient_at_x(algorithm) for algorithm in (scaffold(), scaffold(option=1), dane())]
+    [False, True, True]
+    """
+    return algorithm.prepare is not None or "gradient" in exchange(algorithm).reads
+
+
+def needs(algorithm: Algorithm, condition: str) -> str | None:
+    """Return why an algorithm needs a condition; None if it does not.
+
+    >>> from fedscaffold.algorithms import scaffold
+    >>> needs(scaffold(), "everyone") is None
+    True
+    """
+    return dict(algorithm.needs).get(condition)

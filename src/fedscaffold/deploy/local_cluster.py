@@ -1,0 +1,302 @@
+"""A Flower federation on this machine: SuperLink, SuperExec and one SuperNode per site, with TLS and keys.
+
+Every process leads its own session, so that it can be stopped with everything it started, and writes to its own log
+file (grandchildren would hold a pipe open). Flower's telemetry, update checks and package installations are off. The
+link runs with `--isolation process` and a shared secret: a run survives a crash of the link, and only our executor is
+given its tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedscaffold.checks import InputError
+from fedscaffold.deploy import keys
+from fedscaffold.deploy.apps import TOML
+from fedscaffold.deploy.processes import descendants, end_processes, free_port, has_ended, is_alive, signal_group
+from fedscaffold.deploy.server_loop import Stopped
+from fedscaffold.deploy.settings import load
+from fedscaffold.state.files import make_folder, write_private
+
+__all__ = ["Federation", "engine_environment", "stage"]
+
+RETURN = 70.0  # seconds; Flower still considers a site online that restarts sooner, and refuses it
+MOST_DEATHS = 5
+PRIVATE = 0o077  # umask: database, logs and output are readable by their owner only
+
+PROJECT = """\
+[project]
+name = "federation"
+version = "1.0.0"
+description = "A federation by fedscaffold"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "local"
+
+[tool.flwr.app.components]
+serverapp = "fedscaffold.deploy.flower_app:server_app"
+clientapp = "fedscaffold.deploy.flower_app:client_app"
+
+[tool.flwr.app.config]
+home = ""
+"""
+
+
+def engine_environment(home: Path) -> dict[str, str]:
+    """Return the environment of Flower's processes: no proxies, telemetry, update checks or installations."""
+    kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return kept | {
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+
+
+def stage(app: Path, target: Path) -> None:
+    """Copy the app as Flower distributes it: Python files and settings, with a project file."""
+    shutil.rmtree(target, ignore_errors=True)
+    make_folder(target, private=True)
+    for path in sorted(app.iterdir()):
+        if path.name == TOML or (path.suffix == ".py" and not path.name.startswith("test_")):
+            shutil.copy(path, target / path.name)
+    (target / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+
+
+class Federation:
+    """The processes of a federation on this machine; a context manager that stops them on exit."""
+
+    def __init__(self, app: Path, home: Path) -> None:
+        self.app, self.home = Path(app).resolve(), Path(home).resolve()
+        self.settings = load(self.app / TOML)
+        if not self.settings.deploy.sites:
+            raise InputError(f"{self.app / TOML}: deploy.sites must name the sites that may take part")
+        self.secrets, self.logs = self.home / "secrets", self.home / "logs"
+        self.environment = engine_environment(self.home / "engine")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.port = free_port()
+        self.deaths: dict[str, int] = {}
+        self.due: dict[str, float] = {}  # when to restart a process that died
+        self.gone: set[int] = set()  # process ids of servers known to be dead
+        self.usual: Any = None  # the previous handler of SIGTERM
+
+    def __enter__(self) -> Federation:
+        alone = threading.current_thread() is threading.main_thread()
+        if alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            # leave the `with` block on SIGTERM, so that all processes are stopped
+            self.usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        for folder in (self.home, self.secrets, self.logs, self.home / "engine", self.home / "server"):
+            make_folder(folder, private=True)
+        (self.home / "server" / "outcome.json").unlink(missing_ok=True)
+        for stale in self.home.glob("link.db*"):
+            stale.unlink()
+        self._make_keys()
+        stage(self.app, self.home / "app")
+        connection = f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.secrets / "ca.crt"}"\n'
+        text = f'[superlink]\ndefault = "local"\n\n[superlink.local]\n{connection}'
+        write_private(self.home / "engine" / "config.toml", text)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        if self.usual is not None:
+            signal.signal(signal.SIGTERM, self.usual)
+
+    def up(self) -> None:
+        """Start all processes, once the link is healthy and the sites are registered."""
+        self.start_link()
+        self.start_executor()
+        self._register()
+        for site in self.settings.deploy.sites:
+            self.start_site(site)
+
+    def start_link(self) -> None:
+        """Start the SuperLink and wait until it is healthy."""
+        secrets = self.secrets
+        tls = ["--ssl-ca-certfile", secrets / "ca.crt", "--ssl-certfile", secrets / "server.crt"]
+        tls += ["--ssl-keyfile", secrets / "server.key", "--enable-supernode-auth"]
+        alone = ["--isolation", "process", "--superexec-auth-secret-file", secrets / "superexec.secret"]
+        place = ["--host", "127.0.0.1", "--port", self.port, "--database", self.home / "link.db"]
+        self._start("link", ["flower-superlink", *place, *tls, *alone])
+        self._wait_healthy()
+
+    def start_executor(self) -> None:
+        """Start the process that runs the server app for the link."""
+        secret = ["--superexec-auth-secret-file", self.secrets / "superexec.secret"]
+        place = ["--runtime-api-address", f"127.0.0.1:{self.port}", "--root-certificates", self.secrets / "ca.crt"]
+        self._start("executor", ["flower-superexec", *place, *secret])
+
+    def start_site(self, site: str) -> None:
+        """Start a site's SuperNode."""
+        folder = self.home / "sites" / site
+        make_folder(folder, private=True)
+        place = ["--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1", "--port", free_port()]
+        trust = ["--root-certificates", self.secrets / "ca.crt"]
+        trust += ["--auth-supernode-private-key", self.secrets / f"{site}.key"]
+        config = f'site="{site}" folder="{folder}"'
+        self._start(f"site-{site}", ["flower-supernode", *place, *trust, "--node-config", config])
+
+    def submit(self) -> str:
+        """Start or resume the run and return its id; the server of an earlier run must be dead."""
+        status = self.home / "server" / "status.json"
+        if status.exists():
+            self.gone.add(json.loads(status.read_text(encoding="utf-8"))["pid"])
+        home = f'home="{self.home / "server"}"'
+        done = self._flwr("run", self.home / "app", "local", "--run-config", home, "--format", "json")
+        return str(json.loads(done[done.index("{") :])["run-id"])
+
+    def outcome(self, timeout: float, tell: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
+        """Wait for the end of the run.
+
+        Args:
+            timeout: Seconds to wait.
+            tell: Called with every new status.
+
+        Returns:
+            The summary, from outcome.json.
+
+        Raises:
+            Stopped: If the run failed, a process died too often, or the timeout passed.
+        """
+        path, status = self.home / "server" / "outcome.json", self.home / "server" / "status.json"
+        until = time.monotonic() + timeout
+        last: dict[str, Any] = {}
+        while not path.exists():
+            if time.monotonic() > until:
+                raise Stopped(f"no outcome within {timeout:.0f} s; see {self.logs}")
+            if status.exists() and (now := json.loads(status.read_text(encoding="utf-8"))) != last:
+                last = now
+                tell(now)
+            self._watch(last.get("pid"))
+            time.sleep(0.2)
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if "error" in result:
+            stopped = Stopped(result["error"])
+            stopped.missed = result.get("missed", {})
+            raise stopped
+        return result
+
+    def _watch(self, server: int | None) -> None:
+        """Restart processes that died; sites only after Flower considers them offline."""
+        for name in [name for name, process in self.processes.items() if has_ended(process)]:
+            self.kill(name)  # its descendants
+            self.deaths[name] = self.deaths.get(name, 0) + 1
+            if self.deaths[name] > MOST_DEATHS:
+                raise Stopped(f"the {name} died {MOST_DEATHS + 1} times; see {self.logs / name}.log")
+            self.due[name] = time.monotonic() + (RETURN if name.startswith("site-") else 0.0)
+        for name in [name for name, at in self.due.items() if time.monotonic() >= at]:
+            del self.due[name]
+            if name.startswith("site-"):
+                self.start_site(name.removeprefix("site-"))
+            elif name == "link":
+                self.start_link()
+            else:
+                self.start_executor()
+        gone = server is not None and server not in self.gone and not is_alive(server)
+        if gone and not self.due and not (self.home / "server" / "outcome.json").exists():
+            self.submit()  # the server app died: a new one resumes from the last commit
+
+    def kill(self, name: str) -> None:
+        """Kill (SIGKILL) a process and its descendants: "link", "executor" or "site-NAME"."""
+        process = self.processes.pop(name)
+        kin = descendants(process.pid)
+        signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+        end_processes(kin, patience=0.0)
+
+    def stop(self) -> None:
+        """Stop all processes by SIGTERM, then SIGKILL after 10 seconds."""
+        for name in [name for name, process in self.processes.items() if process.returncode is not None]:
+            del self.processes[name]  # already reaped
+        kin = [one for process in self.processes.values() for one in descendants(process.pid)]
+        order = sorted(self.processes, key=lambda name: (name == "link", name == "executor"))
+        for name in order:
+            signal_group(self.processes[name].pid, signal.SIGTERM)
+        until = time.monotonic() + 10
+        for name in order:
+            process = self.processes[name]
+            while not has_ended(process) and time.monotonic() < until:
+                time.sleep(0.05)
+            signal_group(process.pid, signal.SIGKILL)  # and its group; not reaped yet, so the id is still valid
+            process.wait()
+        self.processes.clear()
+        end_processes(kin)  # descendants that started sessions of their own
+
+    def _make_keys(self) -> None:
+        secrets = self.secrets
+        if not (secrets / "ca.crt").exists():
+            keys.make_authority(secrets, days=365)
+            keys.make_secret(secrets / "superexec.secret")
+        keys.make_server(secrets, secrets, ["localhost", "127.0.0.1"], days=90)
+        for site in self.settings.deploy.sites:
+            if not (secrets / f"{site}.key").exists():
+                keys.make_site_key(secrets / f"{site}.key", secrets / f"{site}.pub")
+
+    def _register(self) -> None:
+        """Register the sites' keys and names with the link."""
+        sites = self.settings.deploy.sites
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for site in sites:
+                words = ["flwr", "supernode", "register", str(self.secrets / f"{site}.pub"), "local", "--name", site]
+                quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+                started.append(subprocess.Popen(words, env=self.environment, stdout=quiet, stderr=pipe, umask=PRIVATE))
+            for site, process in zip(sites, started, strict=True):
+                _, said = process.communicate(timeout=120)
+                if process.returncode:
+                    raise Stopped(f"{site} could not be registered: {said.decode(errors='replace')[-300:].strip()}")
+        finally:  # on success they have ended already
+            for process in started:
+                process.kill()
+                process.wait()
+
+    def _start(self, name: str, command: list[Any]) -> None:
+        log = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.processes[name] = subprocess.Popen(
+            [str(word) for word in command],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            umask=PRIVATE,
+        )
+        os.close(log)
+
+    def _flwr(self, *words: Any) -> str:
+        command = ["flwr", *(str(word) for word in words)]
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=120, check=False, umask=PRIVATE
+        )
+        if done.returncode:
+            raise Stopped(f"{' '.join(command[:3])} failed: {(done.stderr or done.stdout)[-300:].strip()}")
+        return done.stdout
+
+    def _wait_healthy(self, seconds: float = 60.0) -> None:
+        context = ssl.create_default_context(cafile=str(self.secrets / "ca.crt"))
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if has_ended(self.processes["link"]):
+                raise Stopped(f"the link did not start; see {self.logs / 'link.log'}")
+            try:
+                with urllib.request.urlopen(f"https://127.0.0.1:{self.port}/health", context=context, timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        raise Stopped(f"the link was not healthy within {seconds:.0f} s; see {self.logs / 'link.log'}")

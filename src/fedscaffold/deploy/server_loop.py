@@ -1,0 +1,292 @@
+"""The main loop of a deployment, for any transport.
+
+A transport carries packets to sites and back, and may lose, delay, repeat or reorder them. All guarantees are the
+server's (`server.py`), so the same loop serves in-process sites, local processes and a real federation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from fedscaffold.deploy.aggregation import rounding_bound, shares
+from fedscaffold.deploy.attendance import IN_VAIN, LATE, format_causes
+from fedscaffold.deploy.client import Learner, answer
+from fedscaffold.deploy.gate import Refused
+from fedscaffold.deploy.schema import Array, Packet, Schema
+from fedscaffold.deploy.server import Outcome, Server
+from fedscaffold.deploy.settings import Settings
+from fedscaffold.state import safetensors_io
+from fedscaffold.state.files import write_private
+
+__all__ = ["InProcess", "Stopped", "Summary", "Transport", "drive"]
+
+POLL = 0.1  # seconds between polls for replies
+LONGEST_PAUSE = 30.0
+
+
+class Stopped(RuntimeError):
+    """The run ended before its last round; the committed state is intact."""
+
+    missed: dict[str, dict[str, Any]] = {}  # noqa: RUF012 (never changed)
+    """Sites that missed rounds, as in `Summary`."""
+
+
+class Transport(Protocol):
+    """Carries packets between the server and its sites."""
+
+    def greetings(self) -> dict[str, Packet]:
+        """Return the greetings of sites that are new since the last call."""
+
+    def present(self) -> set[str]:
+        """Return the sites that can be reached now."""
+
+    def send(self, requests: Mapping[str, Packet]) -> None:
+        """Send requests without waiting for replies."""
+
+    def collect(self) -> list[tuple[str, Packet | str]]:
+        """Return what arrived since the last call: by site a reply, or the reason why there is none."""
+
+
+class Summary(NamedTuple):
+    """Result of a run."""
+
+    rounds: int
+    residual: float | None
+    """|c - sum p_i c_i|; None where clients keep the c_i."""
+    metrics: dict[str, float]
+    seconds: float
+    model: Path
+    missed: dict[str, dict[str, Any]] = {}  # noqa: RUF012 (never changed)
+    """By site that missed rounds: the last round, its kind, the cause, how often, and whether it never counted."""
+    unmeasured: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
+    """By metric: sites where it was not finite, which its mean leaves out."""
+
+
+class InProcess:
+    """Transport that runs all sites sequentially in this process, without a network."""
+
+    def __init__(self, learner: Learner, settings: Settings, folder: Path) -> None:
+        self.learner, self.settings, self.folder = learner, settings, folder
+        self.queue: dict[str, Packet] = {}
+        self.known: set[str] = set()
+
+    def greetings(self) -> dict[str, Packet]:
+        """Return the greetings of sites that are not registered yet, including earlier failures."""
+        new = [site for site in self.settings.deploy.sites if site not in self.known]
+        said = {site: self._answer(site, Packet({"kind": "hello"}, {})) for site in new}
+        self.known |= {site for site, packet in said.items() if packet.facts["kind"] == "hello"}
+        return said
+
+    def present(self) -> set[str]:
+        """All sites."""
+        return self.known
+
+    def send(self, requests: Mapping[str, Packet]) -> None:
+        """Queue the requests for `collect`."""
+        self.queue |= requests
+
+    def collect(self) -> list[tuple[str, Packet | str]]:
+        """Answer one queued request."""
+        if not self.queue:
+            return []
+        site, request = next(iter(self.queue.items()))
+        del self.queue[site]
+        return [(site, self._answer(site, request))]
+
+    def _answer(self, site: str, request: Packet) -> Packet:
+        return answer(request, self.learner, self.settings, site, self.folder / "sites")
+
+
+def drive(
+    server: Server,
+    transport: Transport,
+    rounds: int,
+    tell: Callable[[Outcome], None] = lambda outcome: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Summary:
+    """Run a deployment until `rounds` rounds are committed in total.
+
+    Args:
+        server: The server, new or resumed.
+        transport: The connection to the sites.
+        rounds: Total number of rounds, including those committed before a restart.
+        tell: Called with the outcome of every round.
+        sleep: Called to wait; tests pass a fake.
+
+    Returns:
+        The summary, with metrics of the final model.
+
+    Raises:
+        Stopped: If training diverged at every site, or the quorum was missed more than `deploy.retries` times in a row.
+    """
+    began = time.monotonic()
+    for site in sorted(set(server.roster) - set(server.settings.deploy.sites)):
+        server.leave(site)  # removed from the settings
+    _await_sites(server, transport, sleep)
+    while server.state.round < rounds:
+        outcome = _run_round(server, transport, sleep, evaluate=False)
+        if outcome is not None:
+            tell(outcome)
+            _record_round(server, outcome)
+        diverged = outcome is not None and _has_diverged(server, outcome)
+        if diverged or server.attempt > server.settings.deploy.retries:
+            raise _make_stopped(server, outcome, diverged)
+        if outcome is None or not outcome.committed:
+            sleep(min(LONGEST_PAUSE, 0.5 * 2**server.attempt))
+        _register_new_sites(server, transport)
+    last = _run_round(server, transport, sleep, evaluate=True)
+    model = server.folder / "model.safetensors"
+    save_model(server, model)
+    gauge, metrics, unmeasured = server.residual, {}, {}
+    if last is not None:
+        metrics, unmeasured = last.metrics, last.unmeasured
+        _append_metrics(server, {**metrics, "round": server.state.round, **_unmeasured_fact(last), "residual": gauge})
+    summary = Summary(server.state.round, gauge, metrics, time.monotonic() - began, model, server.missed, unmeasured)
+    _write_status(server, "finished", unmeasured)
+    return summary
+
+
+def _has_diverged(server: Server, outcome: Outcome) -> bool:
+    """Return whether a round failed because every site's update was non-finite, so that a retry is pointless."""
+    everybody = set(outcome.refused) >= set(server.roster)
+    causes = outcome.refused.values()
+    return not outcome.committed and everybody and all(cause.startswith(("not finite", "overflow")) for cause in causes)
+
+
+def _make_stopped(server: Server, outcome: Outcome | None, diverged: bool) -> Stopped:
+    """Return the exception that ends the run, with the cause of every site that did not count."""
+    _write_status(server, "stopped")
+    number = server.state.round + 1
+    if diverged:
+        why = f"round {number}: every site's update holds NaN or infinite numbers, so training diverged"
+        why += "; take a smaller local.lr, and look for NaN in the data"
+    else:
+        why = f"round {number} failed its quorum {server.attempt} times in a row"
+    if outcome is None:
+        causes = {site: missed.cause for site, missed in server.attendance.missed.items() if missed.round == number}
+    else:
+        causes = outcome.absent | dict.fromkeys(outcome.heard, IN_VAIN)
+        causes |= dict.fromkeys(outcome.missing, LATE) | outcome.refused
+    committed = f"rounds 1 to {server.state.round} are" if server.state.round else "nothing is"
+    stopped = Stopped(f"{why} ({format_causes(causes)}); {committed} committed in {server.folder}")
+    stopped.missed = server.missed
+    return stopped
+
+
+def _unmeasured_fact(outcome: Outcome) -> dict[str, Any]:
+    return {"unmeasured": outcome.unmeasured} if outcome.unmeasured else {}
+
+
+def save_model(server: Server, path: Path) -> None:
+    """Write the server's model to a safetensors file."""
+    arrays = server.schema.filed(server.state.x, {**server.untrained, **server.state.buffers})
+    write_model(path, arrays, {"round": str(server.state.round), "run": server.run})
+
+
+def save_simulated(folder: Path, schema: Schema, x: Array, rows: Sequence[Mapping[str, Any]], run: str) -> Path:
+    """Write the metrics and the model of a simulated run; return the model's path."""
+    write_private(folder / "metrics.jsonl", "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows))
+    model = folder / "model.safetensors"
+    write_model(model, schema.filed(x, {}), {"round": str(len(rows)), "run": run})
+    return model
+
+
+def write_model(path: Path, arrays: Mapping[str, Array], facts: Mapping[str, str]) -> None:
+    """Write named arrays atomically to a safetensors file that only its owner can read."""
+    write_private(path, lambda fd: safetensors_io.write(fd, safetensors_io.encode(arrays, facts)))
+
+
+def _await_sites(server: Server, transport: Transport, sleep: Callable[[float], None]) -> None:
+    """Register sites until all are present or have declined, or `deploy.wait` seconds have passed."""
+    began = server.clock()
+    while True:
+        _register_new_sites(server, transport)
+        _write_status(server, "gathering")
+        waited = server.clock() - began
+        if transport.present() & set(server.roster) | server.declined.keys() >= set(server.settings.deploy.sites):
+            return
+        if waited >= server.settings.deploy.wait:
+            return
+        sleep(POLL)
+
+
+def _register_new_sites(server: Server, transport: Transport) -> None:
+    for site, packet in sorted(transport.greetings().items()):
+        try:
+            server.hello(site, packet)
+        except Refused:
+            continue  # recorded in the audit log and the status
+
+
+def _run_round(server: Server, transport: Transport, sleep: Callable[[float], None], evaluate: bool) -> Outcome | None:
+    requests = server.open(transport.present(), evaluate)
+    if not requests:
+        return None
+    _write_status(server, "waiting")
+    transport.send(requests)
+    while not server.due():
+        came = transport.collect()
+        for site, reply in came:
+            if isinstance(reply, str):
+                server.failed(site, reply)
+            else:
+                server.receive(site, reply)
+        if came:
+            _write_status(server, "waiting")
+        elif not server.due():
+            sleep(POLL)
+    return server.close()
+
+
+def _record_round(server: Server, outcome: Outcome) -> None:
+    _write_status(server, "between rounds", outcome.unmeasured)
+    if outcome.committed and outcome.kind == "train":
+        row: dict[str, Any] = {**outcome.metrics, "round": outcome.round - 1, "heard": list(outcome.heard)}
+        _append_metrics(server, {**row, **_unmeasured_fact(outcome), "residual": server.residual})
+
+
+def _append_metrics(server: Server, row: dict[str, Any]) -> None:
+    path = server.folder / "metrics.jsonl"
+    if path.is_symlink() or not path.exists():  # never write through a link: replace it by a file
+        write_private(path, "")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _write_status(server: Server, phase: str, unmeasured: dict[str, list[str]] | None = None) -> None:
+    """Write status.json, which `deploy status` displays; replaced atomically."""
+    now, wall = server.clock(), time.time()
+    p = shares(server.roster)
+    sites = {
+        site: {
+            "records": member.records,
+            "share": p[site],
+            "counted_in_round": member.applied,
+            "last_seen": None if site not in server.seen else wall - (now - server.seen[site]),
+            "told": member.told,
+        }
+        for site, member in server.roster.items()
+    }
+    status = {
+        "phase": phase,
+        "round": server.state.round,
+        "rounds": server.settings.rounds,
+        "waiting_for": list(server.waiting),
+        "absent": [site for site in server.settings.deploy.sites if site not in server.roster],
+        "attempt": server.attempt,
+        "residual": server.residual,
+        "explained": rounding_bound(server.state) if server.server_keeps else None,
+        "precision": server.settings.precision,
+        "at": wall,
+        "pid": os.getpid(),
+        "sites": sites,
+        "missed": server.missed,
+        "unmeasured": unmeasured or {},
+        "warnings": server.warnings,
+    }
+    write_private(server.folder / "status.json", json.dumps(status))

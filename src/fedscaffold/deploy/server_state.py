@@ -1,0 +1,126 @@
+"""Saving and loading of the server's state: one atomic commit per round."""
+
+from __future__ import annotations
+
+from collections import defaultdict, namedtuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedscaffold import checks
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.checks import InputError
+from fedscaffold.deploy.aggregation import Member, State
+from fedscaffold.deploy.audit import Head
+from fedscaffold.deploy.schema import Array, Schema
+from fedscaffold.deploy.settings import Settings, algorithm_of
+from fedscaffold.parsing import format_of
+from fedscaffold.state import Snapshot, StateError, commit, latest
+
+__all__ = ["SavedState", "load_state", "peek_state", "save_state"]
+
+
+FORMAT = 2  # version 0.1.0 wrote format 1, without the keys "format" and "means"
+BEFORE = (("c", "c_i"),)  # the means of format 1
+
+
+class SavedState(NamedTuple):
+    """A committed state with its run and generation."""
+
+    state: State
+    run: str
+    generation: int
+    resync: bool
+    warnings: tuple[str, ...]
+    audit: Head | None = None
+    """Head of the audit log; None in states written before it was stored."""
+    means: tuple[tuple[str, str], ...] = ()
+    """The algorithm's `means`: (server field, memory field) pairs."""
+
+
+def save_state(folder: Path, kept: SavedState, settings: Settings, schema: Schema) -> int:
+    """Commit a state durably; return its generation."""
+    state = kept.state
+    arrays = dict(state.server._asdict())
+    memory = ((f"{name}.{site}", value) for site, one in state.memory.items() for name, value in one._asdict().items())
+    arrays |= dict(memory)
+    arrays |= {f"buffer.{name}": value for name, value in state.buffers.items()}
+    facts = {
+        "format": FORMAT,
+        "run": kept.run,
+        "round": state.round,
+        "scale": state.scale,
+        "resync": kept.resync,
+        "settings": settings.digest,
+        "schema": schema.digest,
+        "roster": {site: member._asdict() for site, member in state.roster.items()},
+        "audit": None if kept.audit is None else list(kept.audit),
+        "means": [list(pair) for pair in kept.means],
+    }
+    return commit(folder, arrays, facts, after=kept.generation or None, private=True)
+
+
+def load_state(folder: Path, settings: Settings, schema: Schema) -> SavedState | None:
+    """Load the latest valid state of `folder`; None if there is none.
+
+    Raises:
+        InputError: If it belongs to another model or other settings.
+    """
+    snapshot = latest(folder)
+    if snapshot is None:
+        return None
+    for what, mine in (("schema", schema.digest), ("settings", settings.digest)):
+        if snapshot.facts[what] != mine:
+            name = "model" if what == "schema" else "algorithm or local settings"
+            raise InputError(f"the state in {folder} belongs to another {name}; take another folder or put them back")
+    return _decode_snapshot(snapshot, algorithm_of(settings))
+
+
+def peek_state(folder: Path) -> SavedState | None:
+    """Load the latest valid state of `folder` for inspection, of any model and settings; None if there is none."""
+    snapshot = latest(folder)
+    return None if snapshot is None else _decode_snapshot(snapshot)
+
+
+def _decode_snapshot(snapshot: Snapshot, algorithm: Algorithm | None = None) -> SavedState:
+    format_of(snapshot.facts.get("format"), FORMAT, f"generation {snapshot.generation} of the server's state")
+    try:
+        return _to_saved_state(snapshot, algorithm)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        said = f"generation {snapshot.generation} is not the state of a server: {type(error).__name__}: {error}"
+        raise StateError(said) from None
+
+
+def _to_saved_state(snapshot: Snapshot, algorithm: Algorithm | None) -> SavedState:
+    """Build the state with the algorithm's record types; without an algorithm, with generic ones of the same fields."""
+    facts = snapshot.facts
+    server: dict[str, Array] = {}
+    memory: dict[str, dict[str, Array]] = defaultdict(dict)
+    buffers: dict[str, Array] = {}
+    for name, value in snapshot.arrays.items():
+        field, _, of = name.partition(".")
+        if not of:
+            server[field] = value
+        elif field == "buffer":
+            buffers[of] = value
+        else:
+            memory[of][field] = value
+    kinds = _record_types(algorithm, server, next(iter(memory.values()), {}))
+    state = State(
+        checks.whole("round", facts["round"], at_least=0),
+        kinds[0](**server),
+        {site: kinds[1](**fields) for site, fields in memory.items()},
+        {site: Member(**member) for site, member in facts["roster"].items()},
+        buffers,
+        facts.get("scale", 0.0),
+    )
+    means = tuple((field, of) for field, of in facts.get("means", BEFORE) if field in server)
+    audit = facts.get("audit")
+    head = None if audit is None else Head(*audit)
+    return SavedState(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head, means)
+
+
+def _record_types(algorithm: Algorithm | None, server: dict[str, Array], memory: dict[str, Array]) -> tuple[Any, Any]:
+    """Return the types of the server record and the client memory."""
+    if algorithm is None:
+        return namedtuple("Server", server), namedtuple("Memory", memory)
+    return type(algorithm.init(0.0)), type(None if algorithm.memory is None else algorithm.memory(0.0))

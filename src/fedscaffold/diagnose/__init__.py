@@ -1,0 +1,1 @@
+"""Diagnose a run or a deployed server from its folder."""

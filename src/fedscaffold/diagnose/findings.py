@@ -1,0 +1,305 @@
+"""Findings about the control variates of a federation, each one sentence with a number and a recommended action.
+
+Shared by simulated runs and deployed servers; needs NumPy only. The severity of a finding is "ok", "watch" (worth a
+look, may be intended) or "wrong" (results are not what they seem).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.metrics import explained
+
+__all__ = [
+    "NUMBERS",
+    "Finding",
+    "Memory",
+    "check_ages",
+    "check_finite",
+    "check_norms",
+    "check_recorded_residual",
+    "check_residual",
+    "join_names",
+    "longest_absence",
+    "mean_and_norms",
+    "overdue",
+    "worst",
+]
+
+NUMBERS = {
+    "residual": "mismatch, |c - sum p_i c_i|",
+    "lost": "clients whose control variate is exactly zero",
+    "ages": "rounds since the client that is away for longest was heard",
+    "norms": "largest norm of a control variate, |c_i|",
+    "alignment": "share of the clients' difference that the control variates leave",
+    "drift": "distance from the model that the furthest client goes in a local round",
+    "step size": "step size as a share of the largest stable one",
+    "progress": "last value of what its sentence is about: metric, gradient norm, or round of divergence",
+    "rounds": "rounds abandoned in a row",
+    "refusals": "replies refused",
+    "audit": "rounds committed",
+}
+SEVERITIES = ("ok", "watch", "wrong")
+CHANCE = 1e-3  # sampling explains an absence that is at least this probable
+OUTLIER, SIGMAS = 10.0, 6.0  # multiples of the median norm, and of the robust deviation of its logarithm
+NAMED, MOST = 5, 1000  # most clients named in a sentence, and in a finding
+UNKNOWN = "a c_i or c was lost, replayed or overwritten"
+STARTS_AGAIN = (
+    "the mismatch never heals: go back to a checkpoint or copy from before it, or start again; then find what "
+    "changed the state between rounds"
+)
+
+
+class Finding(NamedTuple):
+    """Result of one check."""
+
+    about: str
+    severity: str
+    sentence: str
+    do: str = ""
+    number: float | None = None
+    clients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The control variates of a federation after a round, as its server has them."""
+
+    name: Callable[[int], str]
+    """(i) -> display name of client i."""
+    p: NDArray[Any]
+    c: NDArray[Any]
+    mean: NDArray[Any]
+    """sum p_i c_i, recomputed from all rows in double precision."""
+    kept: NDArray[Any] | None
+    """The same sum as updated incrementally by rounds; None if it is not maintained."""
+    norms: NDArray[Any]
+    """(N,) |c_i|."""
+    scale: float
+    """Scale of rounding errors: the largest root mean square of |c_i| so far."""
+    round: int
+    heard_at: NDArray[np.int64]
+    """(N,) the round in which each was last heard; 0 for never."""
+    share: float
+    """Mean share of the clients heard in a round."""
+
+    @property
+    def explained(self) -> float:
+        """The residual that rounding explains."""
+        return explained(self.round, len(self.p), self.scale)
+
+
+def worst(findings: Iterable[Finding]) -> str:
+    """Return the highest severity.
+
+    >>> worst([Finding("a", "ok", "All is well."), Finding("b", "watch", "Look.")])
+    'watch'
+    """
+    return max((one.severity for one in findings), key=SEVERITIES.index, default="ok")
+
+
+def mean_and_norms(
+    chunks: Iterable[tuple[NDArray[Any], NDArray[Any]]], p: NDArray[Any], dim: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return sum p_i c_i in double precision and the norms |c_i|, in one pass over all rows.
+
+    >>> mean, norms = mean_and_norms([(np.array([1]), np.array([[3.0, 4.0]]))], np.array([0.5, 0.5]), 2)
+    >>> mean.tolist(), norms.tolist()
+    ([1.5, 2.0], [0.0, 5.0])
+    """
+    mean, norms = np.zeros(dim), np.zeros(len(p))
+    for clients, rows in chunks:
+        wide = rows.astype(np.float64)
+        mean += np.einsum("n,nd->d", p[clients], wide)  # not by BLAS: see simulation/invariants.py
+        norms[clients] = np.sqrt(np.einsum("nd,nd->n", wide, wide))
+    return mean, norms
+
+
+def check_finite(memory: Memory | None, x: NDArray[Any], c: NDArray[Any] | None) -> list[Finding]:
+    """Check x, c and the clients' rows for values that are not finite."""
+    found = []
+    for name, vector in (("the model x", x), ("the server's c", c)):
+        if vector is not None and not np.isfinite(vector).all():
+            bad = int((~np.isfinite(vector)).sum())
+            found.append(f"{name} has {bad} of {vector.size} values that are NaN or infinite")
+    spoilt = () if memory is None else _client_names(memory, ~np.isfinite(memory.norms))
+    if spoilt:
+        found.append(f"the control variate of {join_names(spoilt)} is NaN or infinite")
+    do = "the run diverged or its state was damaged: take a smaller step size, or go back to a checkpoint from before"
+    said = "; ".join(found)
+    return [Finding("finite", "wrong", f"{said[0].upper()}{said[1:]}.", do, None, spoilt)] if found else []
+
+
+def check_recorded_residual(residual: float, level: float, since: int | None = None) -> Finding:
+    """Check c = sum p_i c_i from the recorded residual and the level that rounding explains.
+
+    >>> check_recorded_residual(1e-15, 1e-14).severity, check_recorded_residual(0.1, 1e-14, since=3).severity
+    ('ok', 'wrong')
+    """
+    return (
+        _residual_ok(residual, level) if residual <= level else _residual_wrong(residual, level, None, since, UNKNOWN)
+    )
+
+
+def check_residual(
+    memory: Memory, since: int | None = None, suspects: Sequence[str] = (), zeros_meant: bool = False
+) -> list[Finding]:
+    """Check c = sum p_i c_i; if violated, say which side was changed, since when, and which clients are suspected.
+
+    Args:
+        memory: The control variates.
+        since: The first round whose recorded residual rounding does not explain.
+        suspects: Clients whose row alone would explain the mismatch.
+        zeros_meant: Whether old control variates are set to zero on purpose.
+    """
+    level = memory.explained
+    residual = float(np.linalg.norm(memory.c - memory.mean))
+    kept = 0.0 if memory.kept is None else float(np.linalg.norm(memory.kept - memory.mean))
+    largest = max(residual, kept)
+    lost = () if zeros_meant else _client_names(memory, (memory.norms == 0) & (memory.heard_at > 0))
+    if largest <= level:
+        found = [_residual_ok(largest, level)]
+        if lost and memory.scale > 0:
+            said = f"The control variate of {join_names(lost)} is exactly zero although heard, and c agrees with that."
+            do = "look whether a site was repaired or joined anew; its next round refreshes it"
+            found.append(Finding("lost", "watch", said, do, float(len(lost)), lost))
+        return found
+    why = _explain_mismatch(memory, kept, level, lost, suspects)
+    who = tuple(dict.fromkeys((*lost, *suspects)))
+    return [_residual_wrong(largest, level, memory.scale, since, why, who)]
+
+
+def _residual_ok(residual: float, level: float) -> Finding:
+    said = f"c is the mean of the c_i: they differ by {residual:.2g}, and rounding explains {level:.2g}."
+    return Finding("residual", "ok", said, number=residual)
+
+
+def _residual_wrong(
+    residual: float, level: float, scale: float | None, since: int | None, why: str, who: tuple[str, ...] = ()
+) -> Finding:
+    size = f" ({residual / scale:.2g} of their size)" if scale else ""
+    times = f"{residual / level:.2g} times what rounding explains" if level > 0 else "where nothing is explained"
+    said = f"c differs from the mean of the c_i by {residual:.3g}{size}, {times}"
+    said += f", since round {since}" if since is not None else ""
+    return Finding("residual", "wrong", f"{said}: {why}.", STARTS_AGAIN, residual, who)
+
+
+def _explain_mismatch(memory: Memory, kept: float, level: float, lost: Sequence[str], suspects: Sequence[str]) -> str:
+    if not np.any(memory.c) and np.any(memory.mean):
+        return "c is exactly zero, so it was lost"
+    if lost:
+        return f"the control variate of {join_names(lost)} is exactly zero although heard, so it was lost"
+    if suspects:
+        return (
+            f"the control variate of {join_names(suspects)} alone would explain it, so it was overwritten or replayed"
+        )
+    if memory.kept is not None and kept > level:
+        apart = float(np.linalg.norm(memory.c - memory.kept))
+        if apart <= level:
+            return "rows of c_i were changed after the rounds that made them"
+        return "both c and rows of c_i were changed, or the algorithm's server step and remember do not agree"
+    if memory.kept is not None:
+        return "the c_i are as the rounds left them, so c was changed, or the server's step does not go with remember"
+    return UNKNOWN
+
+
+def check_ages(
+    memory: Memory, tended: str | None = None, pull: float | None = None, slope: float | None = None
+) -> Finding:
+    """Check for clients not heard for longer than sampling explains, and estimate the effect on the model.
+
+    With S of N clients drawn uniformly in a round, N (1 - S/N)^a bounds the probability that any client is absent
+    for a rounds.
+
+    Args:
+        memory: The control variates.
+        tended: Name of the policy for stale control variates, if any.
+        pull: |sum p_i (g_i - c_i)| over the overdue clients, the gradient norm at which training would end.
+        slope: |grad f(x)| now.
+    """
+    age = memory.round - memory.heard_at
+    longest = longest_absence(len(memory.p), memory.share)
+    late, silent = overdue(memory), memory.heard_at == 0
+    never, stale = _client_names(memory, late & silent), _client_names(memory, late & ~silent)
+    usual = f"the mean age is {age.mean():.3g} rounds, the oldest {age.max()}; sampling explains {longest:.3g}"
+    if not never and not stale:
+        rest = f"; {silent.sum()} of {len(age)} clients are not heard yet" if silent.any() else ""
+        return Finding("ages", "ok", f"Nobody is away for long: {usual}{rest}.", number=float(age.max()))
+    parts = [f"{join_names(never)} never heard in {memory.round} rounds"] if never else []
+    parts += [f"{join_names(stale)} not heard for {age[late & ~silent].max()} rounds"] if stale else []
+    said = f"{' and '.join(parts)}: {usual}"
+    ends = pull is not None and slope is not None and pull > 0.5 * slope
+    if pull is not None and slope is not None:
+        said += f"; left so, training ends at a gradient of {pull:.2g} (now {slope:.2g})"
+    grave = bool(never) or ends
+    severity = "wrong" if grave and tended is None else "watch"
+    do = "find out why they are not reached; or leave them out, or let old memory go: stale = 'drop:20'"
+    return Finding("ages", severity, f"{said[0].upper()}{said[1:]}.", do, float(age.max()), (*never, *stale))
+
+
+def longest_absence(num_clients: int, share: float) -> float:
+    """Return the age that sampling explains: N (1 - share)^age = 1/1000.
+
+    >>> longest_absence(10, 1.0), round(longest_absence(10, 0.5), 6)
+    (0.0, 13.287712)
+    """
+    if share >= 1:
+        return 0.0
+    return math.log(CHANCE / num_clients) / math.log1p(-share) if share > 0 else math.inf
+
+
+def overdue(memory: Memory) -> NDArray[np.bool_]:
+    """Return (N,) which clients were not heard for longer than sampling explains."""
+    late: NDArray[np.bool_] = memory.round - memory.heard_at > longest_absence(len(memory.p), memory.share)
+    return late
+
+
+def check_norms(memory: Memory, gradients: NDArray[Any] | None = None) -> Finding:
+    """Check the norms of the control variates for outliers.
+
+    Args:
+        memory: The control variates.
+        gradients: (N,) |g_i(x)|, NaN where unknown; a norm that its gradient explains is no outlier.
+    """
+    heard = (memory.heard_at > 0) & (memory.norms > 0)
+    norms = memory.norms[heard]
+    if not len(norms):
+        return Finding("norms", "ok", "No control variate is there yet.", number=0.0)
+    middle, top = float(np.median(norms)), float(norms.max())
+    spread = 1.4826 * float(np.median(np.abs(np.log(norms / middle))))
+    out = (
+        heard
+        & (memory.norms > OUTLIER * middle)
+        & (np.log(np.maximum(memory.norms, 1e-300) / middle) > SIGMAS * spread)
+    )
+    if gradients is not None:
+        out &= ~(memory.norms <= 3 * gradients)  # NaN compares false and explains nothing
+    who = _client_names(memory, out)
+    said = f"The control variates measure {norms.min():.2g} to {top:.2g}, {middle:.2g} in the middle"
+    if not who:
+        return Finding("norms", "ok", f"{said}.", number=top)
+    do = "look at this client's data and replies: scaling, labels, or a site that sends what it likes (deploy.clip)"
+    return Finding(
+        "norms", "watch", f"{said}: {join_names(who)} stands out, {top / middle:.2g} times that.", do, top, who
+    )
+
+
+def _client_names(memory: Memory, which: NDArray[np.bool_]) -> tuple[str, ...]:
+    return tuple(memory.name(int(i)) for i in np.flatnonzero(which)[:MOST])
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Join names to a phrase, abbreviated if they are many.
+
+    >>> join_names(["client 1", "client 2"]), join_names([str(i) for i in range(9)])
+    ('client 1 and client 2', '0, 1, 2, 3, 4 and 4 more')
+    """
+    if len(names) > NAMED:
+        return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,0 +1,186 @@
+"""Typed configuration of a run, read from TOML with overrides; unknown keys are refused with a suggestion."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, create_model
+
+from fedscaffold import checks
+from fedscaffold.checks import InputError
+from fedscaffold.parsing import NotToml, format_of, toml
+from fedscaffold.run_config import KEYS, Argument
+
+__all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Section", "Server"]
+__all__ += ["given_keys", "load", "parse", "to_toml"]
+
+
+FORMAT = 1
+KEY = "{key}"  # placeholder for the key in the message of a check
+
+
+class Section(BaseModel):
+    """A table of the configuration, with known keys only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Algorithm(BaseModel):
+    """The algorithm's name; further keys are its parameters, checked by the algorithm itself."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: Annotated[str, PlainValidator(lambda value: checks.text(KEY, value))] = "scaffold"
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters of the algorithm, such as option, server_lr or mu."""
+        return dict(self.model_extra or {})
+
+
+def _fields(section: str) -> dict[str, Any]:
+    """Return the pydantic fields of a table of the file, from the arguments of a run; "" is the top level."""
+
+    def field(stated: Argument) -> Any:
+        reads = Annotated[Any, PlainValidator(lambda value: stated.read(KEY, value))]
+        return reads, Field(stated.default, description=stated.sentence)
+
+    keys = {key.rpartition(".")[2]: stated for key, stated in KEYS.items() if key.rpartition(".")[0] == section}
+    return {name: field(stated) for name, stated in keys.items()}
+
+
+if TYPE_CHECKING:  # created at run time from the table of arguments
+    ProblemConfig: TypeAlias = Any
+    Local: TypeAlias = Any
+    Cohort: TypeAlias = Any
+    Server: TypeAlias = Any
+    Output: TypeAlias = Any
+    Config: TypeAlias = Any
+else:
+    ProblemConfig = create_model("ProblemConfig", __base__=Section, **_fields("problem"))
+    Local = create_model("Local", __base__=Section, **_fields("local"))
+    Cohort = create_model("Cohort", __base__=Section, **_fields("cohort"))
+    Server = create_model("Server", __base__=Section, **_fields("server"))
+    Output = create_model("Output", __base__=Section, **_fields("output"))
+    Config = create_model(
+        "Config",
+        __base__=Section,
+        **_fields(""),
+        problem=(ProblemConfig, ProblemConfig()),
+        algorithm=(Algorithm, Algorithm()),
+        local=(Local, Local()),
+        cohort=(Cohort, Cohort()),
+        server=(Server, Server()),
+        output=(Output, Output()),
+    )
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration file and apply overrides such as `local.lr=0.2`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} not found; give the path of a TOML configuration") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}; give the path of a TOML configuration, in UTF-8") from None
+    return parse(text, overrides, source=str(path))
+
+
+def parse(text: str, overrides: Sequence[str] = (), source: str = "config") -> Config:
+    """Parse a configuration from TOML text and overrides.
+
+    >>> parse("rounds = 5", ["local.lr=0.2"]).local.lr
+    0.2
+    >>> parse("[locl]")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: config: unknown key 'locl' (did you mean 'local'?); known: algorithm, block, ...
+    >>> parse("seed = 1e9")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: config: seed must be a whole number of at least 0, got 1000000000.0: write 1000000000
+    """
+    table = toml(text, source)
+    for override in overrides:
+        _apply_override(table, override)
+    format_of(table.pop("format", None), FORMAT, source)
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise InputError(f"{source}: {_describe_error(error)}") from None
+
+
+def to_toml(config: Config) -> str:
+    """Return the resolved configuration as TOML: every key with its value, and the format version.
+
+    >>> parse(to_toml(Config())) == Config()
+    True
+    """
+    return tomli_w.dumps({"format": FORMAT} | config.model_dump(exclude_none=True))
+
+
+def given_keys(config: Config) -> list[str]:
+    """Return the dotted keys that were given explicitly.
+
+    >>> given_keys(parse("rounds = 5", ["local.lr=0.2", "algorithm.option=1"]))
+    ['algorithm.option', 'local.lr', 'rounds']
+    """
+    keys = []
+    for key in config.model_fields_set:
+        value = getattr(config, key)
+        keys += [f"{key}.{one}" for one in value.model_fields_set] if isinstance(value, BaseModel) else [key]
+    return sorted(keys)
+
+
+def _apply_override(table: dict[str, Any], override: str) -> None:
+    path, sign, value = override.partition("=")
+    keys = path.strip().split(".")
+    if not sign or not all(keys):
+        raise InputError(f"--set takes key=value such as local.lr=0.2, got {checks.shown(override)}")
+    if len(value.splitlines()) > 1:
+        raise InputError(f"--set takes one line of text, got {checks.shown(override)}")
+    try:
+        parsed = toml(f"value = {value}", f"--set {path.strip()}")["value"]
+    except NotToml:
+        parsed = value.strip()  # a bare word is a string: --set algorithm.name=fedavg
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise InputError(f"--set {override}: {key!r} is a value, not a table")
+    table[keys[-1]] = parsed
+
+
+def _describe_error(error: ValidationError) -> str:
+    """Describe the first validation error: the key, what is wrong, what is allowed."""
+    first = error.errors(include_url=False)[0]
+    # unions report one error for each member type, with the type's name at the end of the location
+    place = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        known = sorted(_known_keys(place[:-1]))
+        near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
+        hint = f" (did you mean {'.'.join([*place[:-1], near[0]])!r}?)" if near else ""
+        return f"unknown key {'.'.join(place)!r}{hint}; known: {', '.join(known)}"
+    key = ".".join(_config_keys(place))
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"]).replace(KEY, key)
+    expected = "a table" if first["type"] == "model_type" else first["msg"].removeprefix("Input should be ")
+    return f"{key} must be {expected}, got {checks.shown(first['input'])}"
+
+
+def _config_keys(place: list[str]) -> list[str]:
+    """Return the leading parts of an error's location that are keys; a union adds the member type after them."""
+    model: Any = Config
+    for depth, part in enumerate(place):
+        fields = getattr(model, "model_fields", {})
+        if part not in fields:
+            return place[:depth]
+        model = fields[part].annotation
+    return place
+
+
+def _known_keys(place: list[str]) -> list[str]:
+    model: Any = Config
+    for key in place:
+        model = model.model_fields[key].annotation
+    return list(model.model_fields)

@@ -1,0 +1,56 @@
+"""Layers of a model by name: which part of its vector some of them are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.checks import InputError
+
+__all__ = ["Split", "split"]
+
+
+class Split(NamedTuple):
+    """Some layers of a model, and the others."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """Where the chosen layers begin and end in the vector."""
+    chosen: NDArray[np.bool_]
+    others: NDArray[np.bool_]
+
+
+def split(names: Sequence[str], shapes: Sequence[tuple[int, ...]], chosen: Collection[str]) -> Split:
+    """Find layers by name.
+
+    Args:
+        names: Of all arrays of the model, in the order of its vector: `conv.bn.weight`, or `['conv']['bn']['scale']`.
+        shapes: Their shapes.
+        chosen: Names or patterns (`bn*`), each of one part of an array's name or of the whole of it, with dots.
+
+    Raises:
+        InputError: A name that no layer has; the layers are listed.
+
+    >>> split(["fc.weight", "bn1.weight", "bn1.bias"], [(2,), (1,), (1,)], ["bn*"]).ranges
+    ((2, 3), (3, 4))
+    """
+    parts = [re.findall(r"[^\W]+", name) for name in names]
+    known = [".".join(one) or name for one, name in zip(parts, names, strict=True)]
+    ends = [0, *accumulate(prod(shape) for shape in shapes)]
+    found: set[int] = set()
+    for pattern in chosen:
+        of_it = {k for k, one in enumerate(parts) if any(fnmatchcase(part, pattern) for part in (*one, known[k]))}
+        if not of_it:
+            raise InputError(f"no layer is called {pattern!r}; layers: {', '.join(known)}")
+        found |= of_it
+    ranges = tuple(pair for k, pair in enumerate(pairwise(ends)) if k in found)
+    mask = np.zeros(ends[-1], bool)
+    for begin, end in ranges:
+        mask[begin:end] = True
+    return Split(ranges, mask, ~mask)

@@ -1,0 +1,259 @@
+"""Inspection of the user's functions before a run: which couple records, which arrays are batch statistics.
+
+A loss is recognised as a mean over records by comparing it, and its gradient, on real batches with the mean over their
+records, at random parameters (at the start, a network whose last layer is zero would be inconclusive). The comparison
+is in float64 if the functions allow it. A coupling that is inactive at these points is found in the function's jaxpr
+(`mixing`). Functions that cannot be classified count as coupled, which is always correct and only slower.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.checks import InputError, one_number, takes_key, takes_weights
+from fedscaffold.problems.batches import Kind, Kinds, call, keyed, record_values
+from fedscaffold.problems.mixing import mixes_records
+
+if TYPE_CHECKING:
+    from fedscaffold.problems.problem import Problem
+
+__all__ = ["Inspection", "inspect_functions"]
+
+Tree: TypeAlias = Any
+Array: TypeAlias = Any
+
+RECORDS = 61  # in a batch that is compared with its records: prime, so no constant divisor is near
+SPREADS = (0.1, 1.0)  # of the random parameters, in units of the model's own size
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "batch_stats", "moving_mean", "moving_variance")
+STATISTIC_TYPES = {"BatchStat"}  # Flax NNX
+PAIR = ("mean", "var")  # the names of Flax's batch statistics
+
+
+class Inspection(NamedTuple):
+    """Result of inspecting a problem's functions."""
+
+    kinds: Kinds
+    statistics: tuple[str, ...] = ()
+    """Names of arrays among the parameters that are batch statistics."""
+
+
+def inspect_functions(problem: Problem) -> Inspection:
+    """Find the kind of each function, and the batch statistics among the parameters.
+
+    Args:
+        problem: The problem; its functions are evaluated on some of its records.
+
+    Returns:
+        The inspection; kinds given by the user are not checked.
+    """
+    named = _named_statistics(problem.params)
+    if named:
+        return Inspection(Kinds(), named)
+    with warnings.catch_warnings():  # of double precision where a model has single precision written into it
+        warnings.simplefilter("ignore")
+        return _inspect_unnamed(problem)
+
+
+def _inspect_unnamed(problem: Problem) -> Inspection:
+    functions = problem.functions
+    stated: Kind | None = None if problem.coupled is None else "coupled" if problem.coupled else "mean"
+    train, test = _samples(problem.records, problem.offsets), None
+    if problem.test is not None:
+        size = len(jax.tree.leaves(problem.test)[0])
+        test = _samples(problem.test, np.array([0, size]))
+    slopes = np.ones(len(problem.layout.names))
+
+    def kind_of(name: str, function: Callable[..., Any] | None, batches: list[Tree], key: Array | None = None) -> Kind:
+        nonlocal slopes
+        if function is None:
+            return "mean"
+        if takes_weights(name, function):
+            return "weighted"
+        if stated == "coupled" or (stated is not None and key is None):
+            return stated
+        coupled, found = _couples(name, keyed(function, key), problem.params, batches)
+        slopes = found if name == "loss" else slopes
+        return "coupled" if coupled else "mean"
+
+    for name, function in (("loss", functions.loss), ("gradient", functions.gradient)):
+        if function is not None and takes_key(function):
+            _refuse_without_key(name, function, problem.params, train[0])
+    loss = kind_of("loss", functions.loss, train) if functions.has_loss else "mean"
+    accuracy = kind_of("accuracy", functions.accuracy, train if test is None else test)
+    given = functions.gradient is not None
+    slope = kind_of("gradient", functions.gradient, train) if given else loss
+    if functions.random:  # what is drawn with a key may depend on the batch's shape
+        slope = kind_of("gradient" if given else "loss", functions.gradient or functions.loss, train, jax.random.key(0))
+    kinds = Kinds(loss, accuracy, slope)
+    untrained = np.flatnonzero(slopes == 0).tolist()
+    used = partial(_is_measured, problem, kinds.accuracy, (train if test is None else test)[0])
+    return Inspection(kinds, tuple(problem.layout.names[j] for j in untrained if used(j)))
+
+
+def _refuse_without_key(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> None:
+    """Raise an InputError for a function that works with a random key but not with key=None."""
+    try:
+        jax.eval_shape(keyed(function, None), params, batch)
+    except Exception as error:
+        try:
+            jax.eval_shape(keyed(function, jax.random.key(0)), params, batch)
+        except Exception:  # it fails either way, and a run will say why
+            return
+        raise InputError(
+            f"{name} must run with key=None, as it is measured without randomness: draw random numbers only where "
+            f"key is not None; it said {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        ) from None
+
+
+def _samples(records: Tree, offsets: NDArray[np.int64]) -> list[Tree]:
+    """Return two batches of real records: from the largest client, and from all clients."""
+    rng = np.random.default_rng(0)
+    counts = np.diff(offsets)
+    largest, total = int(np.argmax(counts)), int(offsets[-1])
+    own = offsets[largest] + np.sort(rng.permutation(int(counts[largest]))[:RECORDS])
+    mixed = np.sort(rng.choice(total, min(total, len(own)), replace=False, shuffle=False))
+    return [jax.tree.map(lambda a: np.asarray(a[rows]), records) for rows in (own, mixed)]  # noqa: B023
+
+
+def _models(params: Tree) -> list[Tree]:
+    """Return random parameters around the initial model, near and far."""
+    rng = np.random.default_rng(1)
+
+    def moved(spread: float) -> Callable[[Any], NDArray[Any]]:
+        def leaf(array: Any) -> NDArray[Any]:
+            start = np.asarray(array, np.float64)
+            width = spread * (np.sqrt(np.mean(start**2)) + 0.1) if start.size else 0.0
+            return np.asarray(start + width * rng.normal(size=start.shape))
+
+        return leaf
+
+    return [jax.tree.map(moved(spread), params) for spread in SPREADS]
+
+
+def _couples(name: str, function: Callable[..., Any], params: Tree, batches: list[Tree]) -> tuple[bool, NDArray[Any]]:
+    """Return whether a function couples records, and the largest slope of each array."""
+    with jax.enable_x64(_runs_in_double(function, params, batches[0])):
+        tolerance = _tolerance(function, params, batches[0])
+        jax.eval_shape(partial(_on_batch, name, function), params, batches[0])  # what fails here, fails in a run
+        mixed = mixes_records(function, _models(params)[0], batches[0])
+        mismatches, slopes = [], []
+        for model in _models(params):
+            for batch in batches:
+                try:
+                    mismatch, slope = _compare(name, function, model, batch)
+                except Exception:  # it cannot be called with a single record
+                    return True, np.asarray(jax.jit(partial(_slopes, name, function))(model, batch))
+                mismatches.append(float(mismatch))
+                slopes.append(np.asarray(slope))
+    known = [mismatch for mismatch in mismatches if not np.isnan(mismatch)]
+    return mixed or not known or max(known) > tolerance, np.max(slopes, axis=0)
+
+
+def _runs_in_double(function: Callable[..., Any], params: Tree, batch: Tree) -> bool:
+    """Return whether a function can be traced in float64; some hard-code float32."""
+    try:
+        with jax.enable_x64(True):
+            jax.eval_shape(function, jax.tree.map(partial(np.asarray, dtype=np.float64), params), batch)
+    except Exception:
+        return False
+    return True
+
+
+def _tolerance(function: Callable[..., Any], params: Tree, batch: Tree) -> float:
+    """Return the square root of eps of the coarsest floating-point type that the function computes in."""
+    text = str(jax.make_jaxpr(function)(jax.tree.map(jnp.asarray, _models(params)[0]), batch))
+    found = set(re.findall(r"\b(bf16|f16|f32)\[", text))
+    coarsest = next((kind for kind in ("bf16", "f16", "f32") if kind in found), "f64")
+    digits = {"bf16": 7, "f16": 10, "f32": 23, "f64": 52}  # binary, after the point
+    return float(2 ** (-digits[coarsest] / 2))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compare(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> tuple[Array, Array]:
+    """Compare a function on a batch with its mean over the records.
+
+    Returns:
+        The relative difference, of values or for a loss of gradients if that is larger; and the largest slope of each
+        array.
+    """
+    whole, slope = _on_batch(name, function, params, batch)
+    largest = _slopes(name, function, params, batch)
+    each = record_values(function, params, batch)
+    mean = jax.tree.map(lambda a: a.mean(axis=0), each)
+    size = _norm(jax.tree.map(lambda a: jnp.abs(a).mean(axis=0), each))
+    mismatch = _relative(whole, mean, size)
+    if slope is None:
+        return mismatch, largest
+    mean_slope = jax.grad(lambda p: jnp.mean(record_values(function, p, batch)))(params)
+    return jnp.maximum(mismatch, _relative(slope, mean_slope, _norm(mean_slope))), largest
+
+
+def _on_batch(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Return a function's value on a batch without padding, and the gradient of a loss."""
+    whole = function(params, batch)
+    if name != "loss":
+        return whole, None
+    one_number("loss(params, batch)", jnp.shape(whole))
+    return whole, jax.grad(function)(params, batch)
+
+
+def _slopes(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> Array:
+    """Return the largest slope of a loss on a batch per array; ones for other functions."""
+    _, slope = _on_batch(name, function, params, batch)
+    if slope is None:
+        return jnp.ones(len(jax.tree.leaves(params)))
+    return jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in jax.tree.leaves(slope)])
+
+
+def _relative(a: Tree, b: Tree, size: Array) -> Array:
+    """Return the relative distance of two pytrees; infinite if only the second is not finite."""
+    own = _norm(a)
+    scale = jnp.maximum(own, size)
+    apart = _norm(jax.tree.map(jnp.subtract, a, b)) / jnp.where(scale == 0, 1, scale)
+    return jnp.where(jnp.isfinite(own) & ~jnp.isfinite(apart), jnp.inf, apart)
+
+
+def _norm(tree: Tree) -> Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.asarray(leaf, float))) for leaf in jax.tree.leaves(tree)))
+
+
+def _named_statistics(params: Tree) -> tuple[str, ...]:
+    """Return the arrays whose name or type is that of batch statistics."""
+
+    def typed(node: Any) -> bool:
+        return any(kind.__name__ in STATISTIC_TYPES for kind in type(node).__mro__)
+
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=typed):
+        name = jax.tree_util.keystr(path)
+        if typed(node) or any(word in name for word in STATISTICS):
+            found.append(name)
+    return tuple(found)
+
+
+def _is_measured(problem: Problem, kind: Kind, batch: Tree, place: int) -> bool:
+    """Return whether an array without a gradient is a statistic: by its name, or because the accuracy uses it."""
+    words = re.findall(r"[a-z]+", problem.layout.names[place].lower())
+    if any(word in PAIR for word in words):
+        return True
+    score = problem.functions.accuracy
+    if score is None:
+        return False
+    rng = np.random.default_rng(2)
+    leaves = jax.tree.leaves(_models(problem.params)[0])
+    shape, size = leaves[place].shape, np.sqrt(np.mean(leaves[place] ** 2)) + 1.0
+    values = []
+    for width in (0.1, 1.0, 10.0, 100.0):
+        for moved in (size * width * rng.normal(size=shape), size * width * rng.exponential(size=shape)):
+            leaves[place] = np.asarray(moved)
+            values.append(np.asarray(call(score, kind, problem.layout.tree(list(leaves)), batch)))
+    return any(not np.array_equal(values[0], other, equal_nan=True) for other in values[1:])

@@ -1,0 +1,275 @@
+"""Callbacks: observe a run while it is going on, and stop it early.
+
+Callbacks run on the host, outside the compiled program, so they do not change a run's results: they are bit-identical
+with and without callbacks. Rounds run in chunks of about half a second; a callback is called after each chunk, or every
+`every` rounds, at which a chunk then ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.problems.layout import Layout
+from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation.checkpoint import Checkpoint, Progress
+from fedscaffold.simulation.communication import count_bytes
+from fedscaffold.simulation.distributed import allreduce_max, is_distributed
+from fedscaffold.simulation.invariants import InvariantMonitor, explained_residual
+from fedscaffold.simulation.program import PreparedRun
+from fedscaffold.simulation.sampling import Streams
+from fedscaffold.simulation.spec import Draws
+
+if TYPE_CHECKING:
+    from fedscaffold.simulation.result import Run
+
+__all__ = ["Callback", "Look", "Observers", "ProgressLine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Snapshot of a run that is passed to callbacks."""
+
+    start: int
+    """Number of rounds before those in `columns`."""
+    columns: dict[str, NDArray[Any]]
+    """History of the rounds since this callback was last called, as in `Run.history`."""
+    cohort: Callable[[int], NDArray[Any]]
+    """(round, counted from 1) -> the clients that took part in it."""
+    explained: float
+    """Largest residual that rounding explains so far (see `Run.explained`)."""
+    seconds: dict[str, float]
+    """Seconds spent so far in this session on compile, draw, rounds, checkpoint."""
+    outcome: str | None
+    """None while the run is going on, else "finished", "target" or "diverged"."""
+    state: Any
+    """State of the federation. Its buffers are donated to the next rounds: copy what you keep."""
+    layout: Layout
+
+    @property
+    def round(self) -> int:
+        """Number of rounds done."""
+        return self.start + len(self.columns["round"])
+
+    @cached_property
+    def model(self) -> Any:
+        """Copy of the model, with the pytree structure of the problem's params."""
+        return self.layout.unflatten(np.array(self.state.x))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last round; NaN for those that were not measured in it."""
+        return {name: column[-1].item() for name, column in self.columns.items() if len(column)}
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if name != "round")
+        return f"Look(round {self.round}{', ' * bool(told)}{told})"
+
+
+class Callback:
+    """Base class of callbacks; override the methods you need.
+
+    Callbacks are called in the order given. Each sees every round once; `begin` receives the rounds of earlier
+    sessions, restored from a checkpoint.
+
+    >>> import fedscaffold as fs
+    >>> class Patience(fs.Callback):
+    ...     every = 5
+    ...     best = float("inf")
+    ...     def after(self, look):
+    ...         before, self.best = self.best, min(self.best, look.metrics["distance"])
+    ...         return self.best > 0.99 * before  # True ends the run
+    >>> problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, seed=0)
+    >>> run = fs.simulate(
+    ...     fs.fedavg(), problem, rounds=1000, local_steps=5, lr=0.5, callbacks=[Patience()]
+    ... )
+    >>> run.outcome, run.rounds % 5, run.rounds < 1000
+    ('stopped', 0, True)
+    """
+
+    every: int | None = None
+    """Rounds between two calls of `after`; None for about twice a second."""
+
+    def begin(self, look: Look) -> None:
+        """Called once the program is compiled; `look` holds the rounds of earlier sessions."""
+
+    def after(self, look: Look) -> bool | None:
+        """Called after some rounds; return True to stop the run."""
+
+    def end(self, run: Run) -> None:
+        """Called with the result at the end of the run."""
+
+
+class _FunctionCallback(Callback):
+    """Callback that calls a function."""
+
+    def __init__(self, function: Callable[[Look], bool | None]) -> None:
+        self.function = function
+
+    def after(self, look: Look) -> bool | None:
+        return self.function(look)
+
+
+class ProgressLine:
+    """Progress line on stderr with an estimate of the remaining time.
+
+    Args:
+        wanted: Whether to print; None prints on a terminal only.
+        rounds: Number of rounds of the run.
+    """
+
+    def __init__(self, wanted: bool | None, rounds: int) -> None:
+        self.shown = (sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted
+        self.rounds, self.began = rounds, time.perf_counter()
+
+    def until(self, done: int) -> int:
+        """Return the number of rounds to run before `after` must be called."""
+        return self.rounds
+
+    def after(self, now: Progress, seconds: float) -> bool:
+        """Print the progress line; never stops the run."""
+        if self.shown:
+            left = (time.perf_counter() - self.began) * (self.rounds - now.done) / now.done
+            end = "\n" if now.done == self.rounds else ""
+            sys.stderr.write(f"\rround {now.done}/{self.rounds}, about {left:.0f} s left \x1b[K{end}")
+            sys.stderr.flush()
+        return False
+
+
+class Observers:
+    """Dispatcher to everything that observes a run: callbacks, progress line, invariant checks, checkpoints."""
+
+    def __init__(
+        self, config: RunConfig, ready: PreparedRun, monitor: InvariantMonitor, checkpoint: Checkpoint | None
+    ) -> None:
+        self.config, self.ready, self.checkpoint = config, ready, checkpoint
+        self.monitor = monitor if ready.spec.keeps else None
+        self.callbacks: list[Callback] = [_as_callback(one) for one in config.callbacks]
+        self.line = ProgressLine(config.progress, config.rounds)
+        self.pending: list[list[dict[str, NDArray[Any]]]] = [[] for _ in self.callbacks]
+        self.streams = Streams(config.seed)
+        self.heard_at = np.zeros(ready.drawer.num_clients, np.int64)
+        self.reported = 0
+        self.drawn: tuple[int, Any] = 0, ()
+        self.seconds = dict.fromkeys(("compile", "draw", "rounds", "checkpoint"), 0.0)
+
+    def time_draws(self, draw: Callable[[int, int], Draws]) -> Callable[[int, int], Draws]:
+        """Wrap `draw` to record the time it takes and the last cohorts drawn."""
+
+        def noted(start: int, number: int) -> Draws:
+            began = time.perf_counter()
+            drawn = draw(start, number)
+            self.seconds["draw"] += time.perf_counter() - began
+            self.drawn = start, drawn.cohort if isinstance(drawn.cohort, np.ndarray) else ()
+            return drawn
+
+        return noted
+
+    def until(self, done: int) -> int:
+        """Return the number of rounds to run before the next callback or checkpoint is due."""
+        wanted = [one.every - done % one.every for one in self.callbacks if one.every is not None]
+        return min([self.config.rounds if self.checkpoint is None else self.checkpoint.until(done), *wanted])
+
+    def begin(self, now: Progress, seconds: float) -> None:
+        """Call `begin` of all callbacks; `now` is the progress restored from the checkpoint."""
+        self.seconds["compile"] += seconds
+        rows = np.concatenate(now.table) if now.table else np.zeros((0, len(self.ready.spec.metrics)))
+        if self.callbacks:
+            columns = self._columns(now, rows)
+            for callback in self.callbacks:
+                callback.begin(self._look(now, [columns]))
+
+    def after(self, now: Progress, seconds: float) -> bool:
+        """Process a chunk of rounds and return whether a callback stops the run."""
+        self.seconds["rounds"] += seconds
+        stop = self._call_callbacks(now)
+        if is_distributed(self.ready):
+            stop = bool(allreduce_max(int(stop))[0])
+        self.line.after(now, seconds)
+        if self.checkpoint is not None:
+            self.checkpoint.after(now, stop)
+        elif self.monitor is not None and self.monitor.due():
+            self.monitor(now.state)
+        return stop
+
+    def end(self, run: Run) -> None:
+        """Call `end` of all callbacks."""
+        for callback in self.callbacks:
+            callback.end(run)
+
+    def _call_callbacks(self, now: Progress) -> bool:
+        if not self.callbacks:
+            return False
+        columns = self._columns(now, now.table[-1])
+        over = bool(now.state.done) or now.done >= self.config.rounds
+        stop = False
+        for callback, pending in zip(self.callbacks, self.pending, strict=True):
+            pending.append(columns)
+            if over or callback.every is None or now.done % callback.every == 0:
+                look = self._look(now, pending)
+                pending.clear()
+                stop |= bool(callback.after(look))
+        return stop and not over
+
+    def _columns(self, now: Progress, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Return the history columns of the rounds not yet reported; `rows` starts with the first of them."""
+        over = bool(now.state.done)
+        start = self.reported
+        self.reported = stop = int(now.state.round) if over else now.done  # no rows after an early end
+        columns: dict[str, NDArray[Any]] = {"round": np.arange(start + 1, stop + 1)}
+        columns |= {name: rows[: stop - start, j] for j, name in enumerate(self.ready.spec.metrics)}
+        return columns | count_bytes(self.config, self.ready, start, stop, self.heard_at)
+
+    def _look(self, now: Progress, told: Sequence[dict[str, NDArray[Any]]]) -> Look:
+        columns = {name: np.concatenate([one[name] for one in told]) for name in told[0]}
+        spent = {} if self.checkpoint is None else {"checkpoint": self.checkpoint.spent}
+        seconds = self.seconds | {"rounds": max(0.0, self.seconds["rounds"] - self.seconds["draw"])} | spent
+        return Look(
+            start=self.reported - len(columns["round"]),
+            columns=columns,
+            cohort=self._cohort,
+            explained=explained_residual(now.state, self.config.problem.num_clients),
+            seconds=seconds,
+            outcome=self._outcome(now, columns),
+            state=now.state,
+            layout=self.ready.spec.layout,
+        )
+
+    def _cohort(self, round: int) -> NDArray[Any]:
+        """Return the clients of a round, counted from 1; redraw them if they are not in the last draws."""
+        start, cohorts = self.drawn
+        if start < round <= min(start + len(cohorts), self.reported):
+            row: NDArray[Any] = cohorts[round - 1 - start]
+            return row if row[-1] < self.ready.drawer.num_clients else row[row < self.ready.drawer.num_clients]
+        return self.ready.drawer.cohort(self.streams, round - 1)
+
+    def _outcome(self, now: Progress, columns: dict[str, NDArray[Any]]) -> str | None:
+        """Return how the run ended, or None while it is going on."""
+        if not bool(now.state.done):
+            return "finished" if now.done >= self.config.rounds else None
+        stop = self.ready.spec.stop
+        reached = stop is not None and bool(stop.met(columns[stop.metric][-1:], self.ready.target).any())
+        return "target" if reached else "diverged"
+
+
+def _as_callback(given: Any) -> Callback:
+    """Return `given` as a `Callback`: a callback, an object with some of its methods, or a function."""
+    if isinstance(given, Callback):
+        return given
+    return _adapt_object(given) if hasattr(given, "after") else _FunctionCallback(given)
+
+
+def _adapt_object(given: Any) -> Callback:
+    """Return a `Callback` with the methods that `given` has."""
+    made = Callback()
+    for name in ("every", "begin", "after", "end"):
+        if hasattr(given, name):
+            setattr(made, name, getattr(given, name))
+    return made

@@ -1,0 +1,94 @@
+"""Refuse combinations of arguments that are mathematically invalid, with the reason and an alternative."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms.round import exchange, needs
+from fedscaffold.checks import InputError
+from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation.leaves import Leaves
+from fedscaffold.simulation.stale import Policy
+from fedscaffold.simulation.step_sizes import by_step
+
+__all__ = ["refuse"]
+
+
+def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Policy) -> None:
+    """Raise an InputError if arguments of the config are incompatible."""
+    algorithm, problem = config.algorithm, config.problem
+    name = algorithm.name
+    _refuse_functions(algorithm)
+    for layer in problem.inspected.statistics[:1]:
+        raise InputError(
+            f"{layer} looks like batch statistics: they have no gradient, and control variates would drive them "
+            "off; leave them out of params (group or layer normalisation needs none)"
+        )
+    absent = size < problem.num_clients or config.availability is not None
+    absent |= config.cohorts is not None and any(len(cohort) < problem.num_clients for cohort in config.cohorts)
+    absent |= callable(config.sampling)
+    compressed = config.compression not in (None, "none")
+    unmet = {
+        "everyone": absent,
+        "sgd": config.local_optimizer is not None,
+        "plain sgd": config.local_optimizer is not None or by_step(config.lr),
+        "equal steps": bool((steps != steps[0]).any()),
+        "exact messages": compressed,
+    }
+    for condition, reason in algorithm.needs:
+        if condition not in unmet:
+            known = ", ".join(sorted(unmet))
+            raise InputError(f"{name} needs {condition!r}, which no engine knows; known: {known}")
+        if unmet[condition]:
+            raise InputError(f"{name} {reason}")
+    if config.local_optimizer is not None and "travel" in exchange(algorithm).reads:
+        raise InputError(
+            f"{name} reads the sum of step sizes, which an optimizer does not have; give lr instead of local_optimizer"
+        )
+    _refuse_policy(config, policy)
+
+
+def _refuse_policy(config: RunConfig, policy: Policy) -> None:
+    algorithm = config.algorithm
+    if policy.name == "keep":
+        return
+    if algorithm.memory is None:
+        raise InputError(f"{algorithm.name} keeps no control variates, so none grow stale: leave stale='keep'")
+    more = sorted({*algorithm.memory(0.0)._fields} - {of for _, of in algorithm.means})
+    if more:
+        raise InputError(
+            f"{algorithm.name}'s clients remember {', '.join(more)} beside control variates, and {policy.name} would "
+            "spoil it: leave stale='keep'"
+        )
+    if needs(algorithm, "everyone") is not None:
+        raise InputError(f"{algorithm.name} hears all clients in every round, so no control variate grows stale")
+    if policy.refresh_after is not None and algorithm.renew is None:
+        raise InputError(
+            f"{algorithm.name} does not remember gradients, so a gradient cannot renew its memory; use decay or drop"
+        )
+
+
+@cache
+def _refuse_functions(algorithm: Algorithm) -> None:
+    """Raise an InputError for functions or records that are not as `fedscaffold.algorithms.base` describes them."""
+    algorithm = algorithm if algorithm.fit is None else algorithm.fit(None)
+    vector = Leaves([np.ones(1)])
+    try:
+        exchange(algorithm)
+        server = algorithm.init(vector)
+        memory = None if algorithm.memory is None else algorithm.memory(vector)
+        for field, of in algorithm.means:
+            getattr(server, field), getattr(memory, of)
+        own = None if algorithm.own is None else algorithm.own(vector)
+        start = vector if algorithm.start is None else algorithm.start(vector, own)
+        shift = vector if algorithm.shift is None else algorithm.shift(server, memory)
+        algorithm.direction(lambda z: z, start, vector, shift)
+    except (AttributeError, TypeError) as error:
+        does = "use + - * / on vectors, and NamedTuples for records, as fedscaffold.algorithms.base says"
+        raise InputError(f"a function of {algorithm.name} cannot be run: {error}; {does}") from error
+    if (algorithm.memory is None) != (algorithm.remember is None):
+        raise InputError(f"{algorithm.name} must have both memory and remember, or neither")

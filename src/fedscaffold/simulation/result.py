@@ -1,0 +1,226 @@
+"""The result of a run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.algorithms.round import personal_model
+from fedscaffold.brief import brief
+from fedscaffold.checks import InputError
+from fedscaffold.problems.layout import Layout
+from fedscaffold.problems.problem import weights_of
+from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation import notebook
+from fedscaffold.simulation.communication import count_bytes
+from fedscaffold.simulation.distributed import is_distributed
+from fedscaffold.simulation.engine import Seconds
+from fedscaffold.simulation.evaluation_batches import describe
+from fedscaffold.simulation.invariants import describe_fault, exact_mean, explained_residual, residual_of
+from fedscaffold.simulation.out_of_core import OutOfCoreClients
+from fedscaffold.simulation.program import PreparedRun
+from fedscaffold.simulation.spec import State
+from fedscaffold.simulation.staleness import ages, decay_memory
+
+__all__ = ["Clients", "Run", "find_fault", "finish"]
+
+
+class Clients(NamedTuple):
+    """State of the clients at the end of a run, one row per client."""
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+    memory: Any
+    """Client memory as the algorithm's record, each field with one row per client; None for stateless algorithms."""
+    age: NDArray[Any] | None
+    """(N,) rounds since each client last took part; kept with the metric `age` or a `stale` policy, else None."""
+    who: NDArray[Any] | None = None
+    """Client numbers of the rows, in a run on several processes, each of which holds its own clients."""
+    own: Any = None
+    """Private client state as the algorithm's record (personal models), or None."""
+    models: NDArray[Any] | None = None
+    """(N, d) personal models as flat vectors, for algorithms that have them; see `Run.model`."""
+
+    @property
+    def c_i(self) -> NDArray[Any] | None:
+        """Control variates of the clients; None for algorithms without them."""
+        return getattr(self.memory, "c_i", None)
+
+
+class Run(NamedTuple):
+    """Result of a run."""
+
+    def __repr__(self) -> str:
+        last = {name: column[-1] for name, column in self.history.items() if name != "round"} if self.rounds else {}
+        said = [f"{self.rounds} rounds", f"d = {self.vector.size}"]
+        said += [f"{name} {value:.4g}" for name, value in last.items() if not name.startswith("bytes")]
+        said += [] if self.reached_at is None else [f"target reached in round {self.reached_at}"]
+        said += [] if self.diverged_at is None else [f"diverged in round {self.diverged_at}"]
+        said += [] if self.fault is None else ["FAULT"]
+        return f"Run({', '.join(said)})"
+
+    def _repr_html_(self) -> str:
+        return notebook.table(self)
+
+    def to_pandas(self) -> Any:
+        """Return the history as a pandas DataFrame with one row per round."""
+        return notebook.to_pandas(self.history)
+
+    def plot(self, metrics: str | Sequence[str] | None = None) -> Any:
+        """Plot metrics (by default all) against rounds and return the matplotlib axes, one per metric."""
+        return notebook.plot(self.history, metrics)
+
+    def model(self, client: int) -> Any:
+        """Return the model that a client uses, with the pytree structure of the problem's params.
+
+        Args:
+            client: The client's number.
+
+        Returns:
+            Its personal model where the algorithm gives it one (Ditto, FedBN), else the common model `x`.
+
+        Raises:
+            InputError: There is no such client, or another process holds it.
+
+        >>> import fedscaffold as fs
+        >>> problem = fs.problems.quadratic(num_clients=3, dim=2, seed=0)
+        >>> run = fs.simulate(fs.ditto(), problem, rounds=2, local_steps=2, lr=0.1)
+        >>> run.model(client=1).shape, run.model(client=1) is run.x
+        ((2,), False)
+        """
+        here = range(self.num_clients) if self.clients.who is None else self.clients.who.tolist()
+        if client not in here:
+            raise InputError(f"client must be one of the {len(here)} clients here, counted from 0, got {client!r}")
+        models = self.clients.models
+        return self.x if models is None else Layout.of(self.x).unflatten(models[here.index(client)])
+
+    x: Any
+    """The model, with the pytree structure of the problem's params."""
+    vector: NDArray[Any]
+    """The model as a flat vector."""
+    server: Any
+    """Server state as the algorithm's record, in which `x` is the flat model; means over clients, such as `c`, are
+    float64."""
+    clients: Clients
+    history: dict[str, NDArray[Any]]
+    """Columns with one entry per round: `round`, the metrics asked for, `residual`, `bytes_up`, `bytes_down`."""
+    rounds: int
+    """Number of rounds run."""
+    outcome: str
+    """How the run ended: "finished" (all rounds), "target", "diverged", or "stopped" by a callback."""
+    reached_at: int | None
+    """Round in which `stop_at` was reached, or None."""
+    diverged_at: int | None
+    """First round with a non-finite value, or None."""
+    advice: str | None
+    """What to change after a divergence."""
+    residual: float
+    """|c - sum p_i c_i| at the end, computed from all stored c_i."""
+    scale: float
+    """Largest root mean square of |c_i| in any round."""
+    explained: float
+    """Largest residual that rounding explains; a larger one means a permanent bias."""
+    seconds: Seconds
+    digest: str
+    """Hash of the model's bytes; equal digests mean bit-identical models."""
+    fault: str | None
+    """Description of the violated invariant, if the residual is larger than rounding explains; else None."""
+    measured: dict[str, str]
+    """For each metric on records, the data it was measured on: record by record, or in which batches."""
+    num_clients: int
+    """Number of clients N."""
+
+
+def finish(
+    config: RunConfig,
+    ready: PreparedRun,
+    state: State,
+    table: NDArray[Any],
+    seconds: Seconds,
+    away: OutOfCoreClients | None = None,
+) -> Run:
+    """Build the `Run` of a final state; `table` holds its metrics by round."""
+    done = int(state.round)
+    history: dict[str, NDArray[Any]] = {"round": np.arange(1, done + 1)}
+    history |= {name: table[:done, j] for j, name in enumerate(ready.spec.metrics)}
+    history |= count_bytes(config, ready, 0, done)
+    ended = bool(state.done)
+    stop = ready.spec.stop
+    reached = ended and stop is not None and bool(stop.met(history[stop.metric][-1], ready.target))
+    diverged = done if ended and not reached else None
+    if away is not None:
+        state, mean = state._replace(memory=None, heard_at=away.heard_at), away.mean(done)
+    else:
+        mean = _exact_mean(config, ready, state)
+    clients = config.problem.num_clients
+    memory = jax.tree.map(lambda a: a.astype(state.x.dtype, copy=False), decay_memory(ready.spec, state, state.memory))
+    age = None if state.heard_at is None else ages(state)
+    algorithm = ready.spec.algorithm
+    models = None if algorithm.personal is None else personal_model(algorithm, state.x, state.own)
+    return Run(
+        x=ready.spec.layout.unflatten(state.x),
+        vector=state.x,
+        server=state.server,
+        clients=Clients(memory, age, _local_clients(ready), state.own, models),
+        history=history,
+        rounds=done,
+        outcome=_outcome(done >= config.rounds, ended, reached),
+        reached_at=done if reached else None,
+        diverged_at=diverged,
+        advice=None if diverged is None else _advice(config, ready, diverged),
+        residual=residual_of(ready.spec, state, mean),
+        scale=float(state.scale),
+        explained=explained_residual(state, clients),
+        seconds=seconds,
+        digest=hashlib.sha256(np.ascontiguousarray(state.x).tobytes()).hexdigest()[:16],
+        fault=describe_fault(ready.spec, state, mean, clients),
+        measured=describe(config.problem, ready.spec),
+        num_clients=clients,
+    )
+
+
+def _outcome(complete: bool, ended: bool, reached: bool) -> str:
+    if ended:
+        return "target" if reached else "diverged"
+    return "finished" if complete else "stopped"
+
+
+def _exact_mean(config: RunConfig, ready: PreparedRun, state: State) -> tuple[NDArray[Any], ...]:
+    """Return the exact means of the clients' memories, summed over all processes."""
+    p, shards = weights_of(config.problem, config.weights), ready.shards
+    if shards is None:
+        return exact_mean(ready.spec, state, p)
+    return tuple(shards.total(part) for part in exact_mean(ready.spec, state, p[shards.own]))
+
+
+def _local_clients(ready: PreparedRun) -> NDArray[Any] | None:
+    """Return the client numbers of this process; None if there is only one process."""
+    return np.arange(ready.drawer.num_clients)[ready.shards.own] if is_distributed(ready) and ready.shards else None
+
+
+def find_fault(config: RunConfig, ready: PreparedRun, away: OutOfCoreClients | None, state: State) -> str | None:
+    """Check the invariant c = sum p_i c_i on the stored c_i; return a message if it is violated, else None."""
+    on_devices = ready.shards is not None and isinstance(state.x, jax.Array)
+    state = ready.shards.collect(state) if on_devices and ready.shards else jax.tree.map(np.asarray, state)
+    mean = _exact_mean(config, ready, state) if away is None else away.mean(int(state.round))
+    return describe_fault(ready.spec, state, mean, config.problem.num_clients)
+
+
+def _advice(config: RunConfig, ready: PreparedRun, at: int) -> str:
+    what = f"diverged at round {at}"
+    smoothness = config.problem.smoothness
+    if config.local_optimizer is not None or callable(config.lr):
+        return f"{what}: take smaller local steps"
+    if smoothness is None:
+        return f"{what} with lr {config.lr:g}: try a tenth of it, or fewer local steps"
+    limit = 2 / smoothness
+    if float(ready.lr.max()) >= limit:
+        why = f"lr {config.lr:g} is above 2/L = {limit:.3g}, where even one client alone diverges"
+        return f"{what}: {why}; try {1 / smoothness:.3g}"
+    return f"{what}: lr {config.lr:g} is below 2/L = {limit:.3g}; take fewer local steps or a smaller server_lr"

@@ -1,0 +1,223 @@
+"""Sampling of cohorts and batches: all random choices of a run except gradient noise.
+
+Every round has its own random streams, seeded with (seed, round, purpose), so draws do not depend on how rounds are
+grouped and a run can resume at any round. Drawing on the host takes a few nanoseconds per record and no time that grows
+with N, unless cohorts are sampled by weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.simulation.participation import Availability, Sampling, call_sampler, sample_by_weight
+from fedscaffold.simulation.spec import Draws
+
+__all__ = ["Drawer", "most_steps"]
+
+Ints = NDArray[np.int64]
+COHORT, ROWS, COIN = 0, 1, 2
+WARM_UP = 18  # discarded outputs, after which the three seed words are mixed
+
+
+class Drawer(NamedTuple):
+    """Sampler of cohorts and batches; `draw` returns the draws of any rounds."""
+
+    num_clients: int
+    size: int
+    """Cohort size S."""
+    slots: int
+    """S rounded up to whole blocks."""
+    schedule: Sequence[Sequence[int]] | None
+    """Explicit cohorts, one per round, or None."""
+    first: Ints
+    counts: Ints
+    steps: Ints
+    """(N,) local steps of each client."""
+    batch: Ints | None
+    """(N,) batch size of each client; None for full batches."""
+    shuffle: bool
+    """Shuffle the records in each epoch, instead of sampling with replacement."""
+    precision: str = "float64"
+    """Dtype of the record weights."""
+    available: NDArray[np.bool_] | Availability | None = None
+    """(T, N) availability mask, repeated every T rounds, or a function (round, counted from 1) -> (N,) mask."""
+    mean_steps: int | None = None
+    """Mean number of local steps if it is geometric and shared by all clients, else None."""
+    known: tuple[int, int, bool] | None = None
+    """Cached `shape`, which takes O(N) to compute."""
+    lr: Callable[[int], NDArray[Any]] | None = None
+    """(round, counted from 1) -> step sizes, if they vary over rounds."""
+    sampling: Sampling | None = None
+    """The user's function, or (N,) weights; None for uniform sampling."""
+
+    @property
+    def shape(self) -> tuple[int, int, bool]:
+        """Largest number of local steps, largest batch size, and whether batch sizes differ."""
+        return int(self.steps.max()), 0 if self.batch is None else int(self.batch.max()), self.ragged
+
+    @property
+    def ragged(self) -> bool:
+        """Whether batch sizes differ."""
+        if self.batch is None:
+            return False
+        short = self.shuffle and bool((self.counts % self.batch != 0).any())
+        return short or bool((self.batch != self.batch[0]).any())
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Possible batch sizes in ascending order; empty for full batches."""
+        if self.batch is None:
+            return ()
+        last = self.counts % self.batch if self.shuffle else np.zeros_like(self.counts)
+        return tuple(np.unique(np.concatenate([self.batch, last[last > 0]])).tolist())
+
+    def cohort(self, streams: Streams, round: int) -> Ints:
+        """Return the clients of a round (counted from 0) in ascending order."""
+        if self.schedule is not None:
+            return np.sort(np.asarray(self.schedule[round], np.int64))
+        if self.always:
+            return np.arange(self.num_clients)
+        if callable(self.sampling):
+            # a separate generator: the user's function may advance or keep it
+            own = Streams(streams.seed).start(round, COHORT)
+            return call_sampler(self.sampling, round + 1, own, self.num_clients, self.size)
+        stream = streams.start(round, COHORT)
+        reached = self._available_clients(round)
+        if self.sampling is not None:
+            among = np.arange(self.num_clients) if reached is None else reached
+            return sample_by_weight(self.sampling, among, self.size, stream)
+        if reached is not None:
+            return np.sort(stream.choice(reached, min(self.size, len(reached)), replace=False, shuffle=False))
+        return np.sort(stream.choice(self.num_clients, self.size, replace=False, shuffle=False))
+
+    def _available_clients(self, round: int) -> Ints | None:
+        """Return the available clients; None if all are."""
+        if self.available is None:
+            return None
+        if callable(self.available):
+            return np.flatnonzero(self.available(round + 1))
+        return np.flatnonzero(self.available[round % len(self.available)])
+
+    def heard(self, seed: int, rounds: int) -> list[Ints]:
+        """Return the cohorts of the first rounds."""
+        streams = Streams(seed)
+        return [self.cohort(streams, r) for r in range(rounds)]
+
+    @property
+    def always(self) -> bool:
+        """Whether all clients take part in every round."""
+        given = self.schedule, self.available, self.sampling
+        return all(one is None for one in given) and self.size == self.num_clients
+
+    @property
+    def varying(self) -> bool:
+        """Whether the cohort size may vary over rounds."""
+        return self.schedule is not None or self.available is not None or callable(self.sampling)
+
+    def draw(self, seed: int, start: int, number: int, room: int) -> Draws:
+        """Return the draws of `number` rounds after round `start`, in arrays with room for `room` rounds."""
+        most, widest, ragged = self.known or self.shape
+        shape = (room, self.slots)
+        cohort = np.full(shape, self.num_clients, np.int32)
+        rows = weights = None
+        if self.batch is not None:
+            rows = np.zeros((*shape, most, widest), np.int32)
+            weights = np.zeros(rows.shape, self.precision) if ragged else None
+        streams = Streams(seed)
+        steps = None
+        if self.mean_steps is not None:
+            steps = np.zeros(room, np.int32)
+            steps[:number] = [draw_local_steps(streams, start + r, self.mean_steps) for r in range(number)]
+        lr = self._step_sizes(start, number, room)
+        if self.batch is None and self.always:
+            cohort[:, : self.size] = np.arange(self.size)
+            return Draws(cohort, None, None, steps, lr)
+        fill = self._sample_epochs if self.shuffle else self._sample_with_replacement
+        for r in range(number):
+            chosen = self.cohort(streams, start + r)
+            cohort[r, : len(chosen)] = chosen
+            if rows is not None:
+                streams.start(start + r, ROWS)
+                fill(streams, chosen, rows[r], None if weights is None else weights[r])
+        return Draws(cohort, rows, weights, steps, lr)
+
+    def _step_sizes(self, start: int, number: int, room: int) -> NDArray[Any] | None:
+        """Return the step sizes of `number` rounds after round `start`, with room for `room` rounds."""
+        if self.lr is None:
+            return None
+        table = np.zeros((room, *self.lr(start + 1).shape), self.precision)
+        for r in range(number):
+            table[r] = self.lr(start + r + 1)
+        return table
+
+    def _sample_with_replacement(
+        self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
+    ) -> None:
+        """Sample records with replacement: 32-bit words scaled to the client's count (bias below count / 2^32)."""
+        assert self.batch is not None
+        words = streams.words(len(chosen), *rows.shape[1:])
+        scaled = (words * self.counts[chosen, None, None].astype(np.uint64)) >> np.uint64(32)
+        scaled += self.first[chosen, None, None].astype(np.uint64)
+        rows[: len(chosen)] = scaled
+        if weights is not None:
+            size = self.batch[chosen, None, None]
+            weights[: len(chosen)] = np.where(np.arange(rows.shape[-1]) < size, 1 / size, 0)
+
+    def _sample_epochs(
+        self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
+    ) -> None:
+        """Shuffle each client's records per epoch and split them into batches; the last may be smaller."""
+        assert self.batch is not None
+        for slot, client in enumerate(chosen):
+            count, batch, steps = int(self.counts[client]), int(self.batch[client]), int(self.steps[client])
+            per_epoch = -(-count // batch)
+            epochs = -(-steps // per_epoch)
+            order = streams.generator.permuted(np.broadcast_to(np.arange(count), (epochs, count)), axis=1)
+            padded = np.full((epochs, per_epoch * batch), -1)
+            padded[:, :count] = order
+            batches = padded.reshape(-1, batch)[:steps]
+            rows[slot, :steps, :batch] = np.maximum(batches, 0) + self.first[client]
+            if weights is not None:
+                real = batches >= 0
+                weights[slot, :steps, :batch] = real / real.sum(axis=1, keepdims=True)
+
+
+def draw_local_steps(streams: Streams, round: int, mean: int) -> int:
+    """Draw the number of local steps of a round, geometric with the given mean and shared by all clients."""
+    return int(streams.start(round, COIN).geometric(1 / mean))
+
+
+def most_steps(mean: int, seeds: Sequence[int], rounds: int) -> int:
+    """Return the largest number of local steps drawn in any round of these runs, rounded up to a multiple of `mean`.
+
+    >>> most_steps(5, [0], 100) % 5
+    0
+    """
+    most = max(draw_local_steps(streams, r, mean) for streams in map(Streams, seeds) for r in range(rounds))
+    return mean * -(-most // mean)
+
+
+class Streams:
+    """Random streams by (seed, round, purpose), from one generator that is reseeded for each."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.bits = np.random.SFC64(0)
+        self.generator = np.random.Generator(self.bits)
+
+    def start(self, round: int, purpose: int) -> np.random.Generator:
+        """Return the generator at the start of a stream: SFC64 seeded with three words as its author recommends."""
+        words = np.array([self.seed, round, purpose, 1], np.uint64)
+        self.bits.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
+        self.bits.random_raw(WARM_UP, output=False)
+        return self.generator
+
+    def words(self, *shape: int) -> NDArray[np.uint32]:
+        """Return random 32-bit words."""
+        size = prod(shape)
+        return self.bits.random_raw(-(-size // 2)).view(np.uint32)[:size].reshape(shape)

@@ -1,0 +1,254 @@
+"""`Simulator`, which runs a federation round by round or to the end, and `simulate`, its one-call form."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold import checks
+from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms.round import work_of
+from fedscaffold.checks import InputError
+from fedscaffold.problems.problem import Problem
+from fedscaffold.run_config import MOST, RunConfig, refuse_arguments, takes
+from fedscaffold.simulation.callbacks import Observers
+from fedscaffold.simulation.checkpoint import Checkpoint, Progress, catch_signals
+from fedscaffold.simulation.communication import count_bytes
+from fedscaffold.simulation.distributed import (
+    allreduce_max,
+    check_same_run,
+    detect_lost_processes,
+    is_distributed,
+    run_everywhere,
+)
+from fedscaffold.simulation.engine import Engine, Seconds, compile_rounds, run_rounds
+from fedscaffold.simulation.fingerprint import facts
+from fedscaffold.simulation.invariants import InvariantMonitor
+from fedscaffold.simulation.out_of_core import OutOfCoreClients, open_clients, resolve_client_state
+from fedscaffold.simulation.program import PreparedRun, prepare
+from fedscaffold.simulation.result import Run, find_fault, finish
+from fedscaffold.simulation.spec import State
+from fedscaffold.state.files import owned
+
+__all__ = ["Simulator", "simulate"]
+
+
+class Simulator:
+    """Simulator of a federation: `run` runs all rounds; `init` and `step` run them one call at a time.
+
+    Both ways give bit-identical results. States are immutable: `step` returns a new state and does not modify its
+    argument, so a run can continue from any earlier state, or from a modified one
+    (`state._replace(server=state.server._replace(x=...))`). `state.server` is the algorithm's server record, in which
+    `x` is the model as a flat vector; `state.memory` and `state.own` are the clients' records, each field an array with
+    one row per client.
+
+    Args:
+        algorithm: The algorithm to run, such as `fs.scaffold()`.
+        problem: The problem to minimise.
+        **arguments: The keyword arguments of `simulate`.
+
+    Raises:
+        InputError: An argument is invalid, or two arguments are incompatible.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, seed=0)
+    >>> simulator = fs.Simulator(fs.scaffold(), problem, local_steps=5, lr=0.5, cohort=0.4)
+    >>> state = simulator.init()
+    >>> while int(state.round) < 100:
+    ...     state, rows = simulator.step(state, rounds=10)
+    >>> sorted(rows)
+    ['bytes_down', 'bytes_up', 'distance', 'loss', 'residual', 'round']
+    >>> rows["round"].tolist()
+    [91, 92, 93, 94, 95, 96, 97, 98, 99, 100]
+    """
+
+    def __init__(self, algorithm: Algorithm, problem: Problem, **arguments: Any) -> None:
+        refuse_arguments("Simulator", arguments)
+        self._prepare(RunConfig(algorithm, problem, **arguments))
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Simulator:
+        """Return the simulator of a `RunConfig`."""
+        made = cls.__new__(cls)
+        made._prepare(config)
+        return made
+
+    def _prepare(self, config: RunConfig) -> None:
+        self.config = resolve_client_state(config)
+        with self._precision():
+            self.ready = prepare(self.config)
+
+    def init(self) -> State:
+        """Return the state before the first round."""
+        return self._engine.place(self.ready.start)
+
+    def step(self, state: State, rounds: int = 1) -> tuple[State, dict[str, NDArray[Any]]]:
+        """Run the next rounds.
+
+        Args:
+            state: The state to continue from; it is not modified.
+            rounds: Number of rounds to run. One call with many rounds is faster than many calls.
+
+        Returns:
+            The new state, and the metrics of these rounds as columns, as in `run.history`. A run that diverges or
+            reaches its target ends at that round; later calls return no rows.
+
+        Raises:
+            InputError: The state is not one of this simulator, or `cohorts` does not cover the rounds asked for.
+        """
+        structure: Any = jax.tree.structure(state)
+        if structure != jax.tree.structure(self.ready.start):
+            raise InputError("state must be one of this simulator, from init() or step()")
+        done = int(state.round)
+        stop = done + checks.whole("rounds", rounds)
+        self._refuse_rounds(done, stop)
+        tables, at = [np.zeros((0, len(self.ready.spec.metrics)))], done
+        heard_at = None if state.heard_at is None else np.array(state.heard_at, np.int64)
+        with self._precision():
+            state = self._engine.place(state)
+            while at < stop and not bool(state.done):
+                number = min(stop - at, self._engine.until(at))
+                state, rows = self._engine.advance(state, at, number)
+                tables.append(rows)
+                at += number
+        stop = int(state.round)
+        table = np.concatenate(tables)[: stop - done]
+        columns: dict[str, NDArray[Any]] = {"round": np.arange(done + 1, stop + 1)}
+        columns |= {name: table[:, j] for j, name in enumerate(self.ready.spec.metrics)}
+        return state, columns | count_bytes(self.config, self.ready, done, stop, heard_at)
+
+    def params(self, state: State) -> Any:
+        """Return the model of a state, with the pytree structure of the problem's params."""
+        return self.ready.spec.layout.unflatten(np.asarray(state.x))
+
+    def result(self, state: State, rows: dict[str, NDArray[Any]]) -> Run:
+        """Return the `Run` that ends at this state.
+
+        Args:
+            state: A state returned by `step`.
+            rows: Metrics of the last rounds, as returned by `step`; earlier rounds are filled with NaN.
+        """
+        done = int(state.round)
+        table = np.full((done, len(self.ready.spec.metrics)), np.nan)
+        for j, name in enumerate(self.ready.spec.metrics):
+            table[done - len(rows[name]) :, j] = rows[name]
+        return finish(self.config, self.ready, jax.tree.map(np.asarray, state), table, Seconds(0.0, 0.0, 0.0))
+
+    def run(self) -> Run:
+        """Run all rounds, resuming from the checkpoint if there is one.
+
+        Raises:
+            Interrupted: A signal ended the run; a checkpoint was written first.
+            StateError: The state or a checkpoint is damaged or violates an invariant.
+        """
+        config, ready = self.config, self.ready
+        with self._precision(), ExitStack() as stack:
+            identity = facts(config, ready) if config.checkpoint is not None or is_distributed(ready) else {}
+            if is_distributed(ready):
+                agreed = {"rounds": config.rounds, "every": config.every, "checkpoint": config.checkpoint is not None}
+                check_same_run(identity | agreed)
+                stack.enter_context(detect_lost_processes())
+            if config.checkpoint is not None:
+                _lock_checkpoint(Path(config.checkpoint), stack, ready)
+            away = None
+            if config.client_state != "array":
+                away = open_clients(config, ready)
+                stack.callback(away.store.close)
+            monitor = InvariantMonitor(
+                partial(find_fault, config, ready, away),
+                lambda due: allreduce_max(due)[0] if is_distributed(ready) else due,
+            )
+            checkpoint = None
+            if config.checkpoint is not None:
+                signals = stack.enter_context(catch_signals())
+                folder = Path(config.checkpoint)
+                checkpoint = Checkpoint(
+                    folder, config.every, identity, config.rounds, monitor, signals, away, ready.shards
+                )
+            observers = Observers(config, ready, monitor, checkpoint)
+            now, seconds = self._run(observers, checkpoint, away)
+            run = finish(config, ready, now.state, np.concatenate(now.table), seconds, away)
+            run = run if monitor.found is None else run._replace(fault=monitor.found)
+            observers.end(run)
+            return run
+
+    def _run(
+        self, observers: Observers, checkpoint: Checkpoint | None, away: OutOfCoreClients | None
+    ) -> tuple[Progress, Seconds]:
+        """Compile and run the remaining rounds; the returned progress holds the state on the host."""
+        config, ready = self.config, self.ready
+        began = time.perf_counter()
+        now = Progress(ready.start, [], 0) if checkpoint is None else checkpoint.begin(ready.start)
+        if now.done >= config.rounds or bool(now.state.done):  # the checkpoint is of a finished run
+            return now, Seconds(time.perf_counter() - began, 0.0, 0.0)
+        engine = compile_rounds(ready, [config.seed], config.evaluate_every, away=away)
+        now = now._replace(state=engine.place(now.state))
+        compiled, cpu = time.perf_counter(), time.process_time()
+        observers.begin(now, compiled - began)
+        now = run_rounds(engine._replace(draw=observers.time_draws(engine.draw)), now, config.rounds, observers)
+        seconds = Seconds(compiled - began, time.perf_counter() - compiled, time.process_time() - cpu)
+        return now._replace(state=engine.collect(now.state)), seconds
+
+    @cached_property
+    def _engine(self) -> Engine:
+        """Compiled program of `step`."""
+        config = self.config
+        if config.client_state != "array" or self.ready.shards is not None:
+            what = "devices" if self.ready.shards is not None else "client_state"
+            raise InputError(f"{what} is for run(): step() keeps its clients in memory, on one device")
+        with self._precision():
+            return compile_rounds(self.ready, [config.seed], config.evaluate_every)
+
+    def _refuse_rounds(self, done: int, stop: int) -> None:
+        most_rounds = MOST
+        if self.config.cohorts is not None or work_of(self.config.algorithm, 1).geometric:
+            most_rounds = self.config.rounds  # cohorts, or geometric step counts, exist for these rounds only
+        if stop > most_rounds:
+            raise InputError(
+                f"the simulator was made for {most_rounds} rounds and {done} are done: "
+                f"at most {most_rounds - done} more, got {stop - done}; make it with rounds={stop}"
+            )
+
+    def _precision(self) -> Any:
+        return jax.enable_x64(self.config.precision == "float64")
+
+
+@takes(RunConfig)
+def simulate(algorithm: Algorithm, problem: Problem, **arguments: Any) -> Run:  # noqa: D417
+    """Simulate a federation: run rounds of `algorithm` on `problem`.
+
+    Args:
+        algorithm: The algorithm to run, such as `fs.scaffold()`.
+        problem: The problem to minimise.
+        ARGUMENTS
+
+    Returns:
+        The model, the history by round, and how the run ended.
+
+    Raises:
+        InputError: An argument is invalid, or two arguments are incompatible.
+        Interrupted: A signal ended a run that has a checkpoint.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, seed=0)
+    >>> run = fs.simulate(fs.scaffold(), problem, rounds=200, local_steps=5, lr=0.5, cohort=0.4, precision="float64")
+    >>> bool(run.history["distance"][-1] < 1e-8), run.diverged_at
+    (True, None)
+    """
+    return Simulator(algorithm, problem, **arguments).run()
+
+
+def _lock_checkpoint(folder: Path, stack: ExitStack, ready: PreparedRun) -> None:
+    """Lock the checkpoint folder for the duration of the run; with several processes, process 0 does."""
+    if not is_distributed(ready):
+        stack.enter_context(owned(folder))
+        return
+    first = jax.process_index() == 0
+    run_everywhere(lambda: stack.enter_context(owned(folder)) if first else None)

@@ -1,0 +1,86 @@
+"""Local step sizes: one number, or a schedule over rounds, over the local steps of a round, or over both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold import checks
+from fedscaffold.checks import InputError
+
+__all__ = ["Schedule", "by_step", "schedule_of"]
+
+WANTED = "lr must be a number above 0, or a function of `round`, of `step`, or of both by these names"
+
+
+class Schedule(NamedTuple):
+    """A step size schedule. Rounds count from 1, as in a run's history; local steps from 0."""
+
+    function: Callable[..., Any]
+    by_round: bool
+    by_step: bool
+    named: bool = True
+    """Whether arguments are passed by the names `round` and `step`; a single argument of another name is the step."""
+
+    def values(self, round: int, steps: int, dtype: str) -> NDArray[Any]:
+        """Return the step sizes of a round: shape (), or (steps,) if they vary over local steps.
+
+        >>> schedule_of(lambda round: 1 / round).values(4, 3, "float64")
+        array(0.25)
+        >>> schedule_of(lambda round, step: 1 / (round + step)).values(1, 2, "float64")
+        array([1. , 0.5])
+        """
+        if not self.by_step:
+            return np.array(self._at(round, None), dtype)
+        checks.fits(f"a schedule of {steps} step sizes", 32 * steps)
+        values = np.array([self._at(round, k) for k in range(steps)], dtype)
+        if not values.any():
+            where = f" of round {round}" if self.by_round else ""
+            raise InputError(f"lr must be above 0 at some of the {steps} local steps{where}, got zeros only")
+        return values
+
+    def _at(self, round: int, step: int | None) -> float:
+        if not self.named:
+            return checks.number(f"lr({step})", self.function(step), at_least=0)
+        given = {"round": round} if self.by_round else {}
+        if step is None:  # the mean direction is the move divided by this step size
+            return checks.number(f"lr(round={round})", self.function(**given), above=0)
+        said = f"lr({', '.join(f'{name}={value}' for name, value in (given | {'step': step}).items())})"
+        return checks.number(said, self.function(**given, step=step), at_least=0)
+
+
+def schedule_of(lr: Any) -> Schedule | None:
+    """Return the schedule of a function, according to the names of its arguments; None for a number.
+
+    >>> schedule_of(0.1) is None, schedule_of(lambda k: 0.1).by_step, schedule_of(lambda round: 0.1).by_step
+    (True, True, False)
+    >>> schedule_of(lambda epoch, k: 0.1)
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: lr must be a number above 0, or a function of `round`, of `step`, or of both by
+    these names, got one of (epoch, k)
+    """
+    if not callable(lr):
+        return None
+    try:
+        parameters = inspect.signature(lr).parameters.values()
+    except (TypeError, ValueError):  # built-in callables have none
+        return Schedule(lr, False, True, named=False)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named &= {"round", "step"}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+    if named and set(required) <= named:
+        return Schedule(lr, "round" in named, "step" in named)
+    if not named and len(required) <= 1 and parameters:
+        return Schedule(lr, False, True, named=False)
+    raise InputError(f"{WANTED}, got one of {inspect.signature(lr)}")
+
+
+def by_step(lr: Any) -> bool:
+    """Return whether the step size may vary over the local steps of a round."""
+    schedule = schedule_of(lr)
+    return schedule is not None and schedule.by_step

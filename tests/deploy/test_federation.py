@@ -1,0 +1,274 @@
+"""A real federation of processes, with TLS and keys, disturbed as badly as can be: the same model, bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deploy_case import open_to_others
+
+import fedscaffold as fs
+from fedscaffold.deploy import InProcess, Server, drive
+from fedscaffold.deploy.apps import open_app
+from fedscaffold.deploy.audit import read_verified
+from fedscaffold.deploy.settings import algorithm_of
+
+pytest.importorskip("flwr")
+from fedscaffold.deploy import flower_app, keys
+from fedscaffold.deploy.local_cluster import Federation
+from fedscaffold.deploy.processes import descendants, is_alive
+from fedscaffold.deploy.schema import Packet, blob
+from fedscaffold.state import latest
+
+APP = """
+import time
+from pathlib import Path
+import numpy as np
+from fedscaffold.deploy import ArraysLearner
+
+CENTRE = {"north": np.array([1.0, -2.0]), "south": np.array([-3.0, 0.5])}
+CURVATURE = {"north": np.array([1.0, 2.0]), "south": np.array([2.0, 0.5])}
+
+def data(site):
+    return CURVATURE[site][None].repeat(4, 0), CENTRE[site] + np.linspace(-1, 1, 4)[:, None]
+
+def gradient(params, batch):
+    time.sleep(SLOW)
+    a, b = batch
+    return {"w": (a * (params["w"] - b)).mean(axis=0)}
+
+def learner(settings):
+    return ArraysLearner(gradient, {"w": np.array([0.3, 0.7])}, data, precision=settings.precision)
+"""
+TOML = """
+seed = 5
+rounds = 4
+precision = "float64"
+[local]
+steps = 3
+lr = 0.2
+[deploy]
+sites = ["north", "south"]
+deadline = 20.0
+quorum = 1.0
+retries = 10
+wait = 120.0
+"""
+
+
+def write_app(folder, slow=0.0, toml=TOML):
+    folder.mkdir(parents=True)
+    (folder / "app.py").write_text(APP.replace("SLOW", str(slow)))
+    (folder / "federation.toml").write_text(toml)
+    return folder
+
+
+def in_process(app, folder):
+    settings, learner = open_app(app)
+    server = Server(settings, learner.schema, learner.start, folder)
+    drive(server, InProcess(learner, settings, folder), settings.rounds)
+    return server.state
+
+
+def simulated(app):
+    settings, learner = open_app(app)
+
+    def loss(params, batch):
+        a, b = batch
+        return (a * (params["w"] - b) ** 2).sum(axis=1).mean() / 2
+
+    problem = fs.Problem(loss, {"w": learner.start}, [learner.data(site) for site in settings.deploy.sites])
+    local = settings.local
+    more = {"seed": settings.seed, "precision": settings.precision, "cohort": settings.cohort}
+    run = fs.simulate(
+        algorithm_of(settings), problem, rounds=settings.rounds, local_steps=local.steps, lr=local.lr, **more
+    )
+    return run.vector
+
+
+class Wire:
+    """A grid in this process: real Flower messages, through real serialisation, to the real client."""
+
+    def __init__(self, app, folder):
+        self.settings, self.learner = open_app(app)
+        self.folder, self.replies = folder, {}
+
+    def get_nodes(self):
+        class Node:
+            def __init__(self, node_id, name):
+                self.node_id, self.name = node_id, name
+
+        return [Node(i + 1, site) for i, site in enumerate(self.settings.deploy.sites)]
+
+    def push_messages(self, messages):
+        from flwr.app import Message
+        from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+        ids = []
+        for message in messages:
+            site = self.settings.deploy.sites[message.metadata.dst_node_id - 1]
+            message.metadata.__dict__["_message_id"] = f"m{len(self.replies)}"
+            contents = {key: obj.deflate() for key, obj in get_all_nested_objects(message.content).items()}
+            request = flower_app.from_record(inflated(message.content, contents))
+            reply = flower_app.answer(request, self.learner, self.settings, site, self.folder)
+            self.replies[message.metadata.message_id] = Message(flower_app.to_record(reply), reply_to=message)
+            ids.append(message.metadata.message_id)
+        return ids
+
+    def pull_messages(self, ids):
+        return [self.replies.pop(i) for i in ids if i in self.replies]
+
+
+class Unreadable(Wire):
+    """A site's replies to rounds make the engine fail, after it has taken all that came with them off the link."""
+
+    def pull_messages(self, ids):
+        replies = super().pull_messages(ids)
+        if any(reply.metadata.src_node_id == 2 and reply.content["facts"]["kind"] != "hello" for reply in replies):
+            raise ValueError("an object that cannot be inflated")
+        return replies
+
+
+def inflated(record, contents):
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    return inflate_object_from_contents(record.object_id, contents)
+
+
+def engine_identity(monkeypatch):
+    """What the engine sets in a server app's process."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def test_a_reply_that_the_engine_cannot_read_takes_no_other_along(tmp_path, monkeypatch):
+    engine_identity(monkeypatch)
+    toml = TOML.replace("quorum = 1.0", "quorum = 1").replace("deadline = 20.0", "deadline = 1.0")
+    app = write_app(tmp_path / "app", toml=toml.replace("rounds = 4", "rounds = 2"))
+    settings, learner = open_app(app)
+    server = Server(settings, learner.schema, learner.start, tmp_path / "run")
+    drive(server, flower_app.FlowerTransport(Unreadable(app, tmp_path / "sites"), settings.deploy.deadline), 2)
+    closed = [event for event in read_verified(tmp_path / "run" / "audit.jsonl") if event["event"] == "committed"]
+    assert [(event["heard"], event["missing"]) for event in closed] == [(["north"], ["south"])] * 2
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_flower_messages_carry_the_same_bits(precision, tmp_path, monkeypatch):
+    engine_identity(monkeypatch)
+    app = write_app(tmp_path / "app", toml=TOML.replace("float64", precision))
+    settings, learner = open_app(app)
+    server = Server(settings, learner.schema, learner.start, tmp_path / "wired")
+    transport = flower_app.FlowerTransport(Wire(app, tmp_path / "sites"), settings.deploy.deadline)
+    drive(server, transport, settings.rounds)
+    quiet = in_process(app, tmp_path / "quiet")
+    assert server.state.x.tobytes() == quiet.x.tobytes()
+    tolerance = 1e-12 if precision == "float64" else 1e-6
+    np.testing.assert_allclose(server.state.x, simulated(app), rtol=0, atol=tolerance)
+
+
+def test_packets_survive_flower_and_strangers_do_not():
+    from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+    packet = Packet({"round": 3, "site": "north", "evaluate": True, "loss": 0.5}, {"x": blob(np.arange(3.0))})
+    assert flower_app.from_record(flower_app.to_record(packet)) == packet
+    theirs = RecordDict({"arrays": ArrayRecord({"x": Array(np.ones(2))}), "facts": ConfigRecord({"a": [1, 2]})})
+    assert flower_app.from_record(theirs).blobs == {"x": None}  # a file of theirs is not opened
+    assert flower_app.from_record(RecordDict({"more": MetricRecord({"a": 1})})) == Packet({}, {})
+
+
+def until(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.1)
+
+
+def running(session, word):
+    """Processes of a session whose command line has the word in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if word in (entry / "cmdline").read_text() and os.getsid(int(entry.name)) == session:
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
+    app = write_app(tmp_path / "app", slow=0.4)
+    quiet = in_process(write_app(tmp_path / "quick"), tmp_path / "quiet")
+    np.testing.assert_allclose(quiet.x, simulated(tmp_path / "quick"), rtol=0, atol=1e-12)
+    home = tmp_path / "home"
+
+    def status():
+        path = home / "server" / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {"phase": "", "round": -1, "waiting_for": []}
+
+    with Federation(app, home) as federation:
+        federation.up()
+        keys.make_site_key(tmp_path / "stranger.key", tmp_path / "stranger.pub")
+        shutil.copy(tmp_path / "stranger.key", home / "secrets" / "stranger.key")
+        federation.start_site("stranger")  # a key that nobody registered
+        federation.submit()
+        until(lambda: status()["phase"] == "waiting")
+        site = federation.processes["site-north"].pid
+        until(lambda: running(site, "flwr-clientapp"))
+        for pid in running(site, "flwr-clientapp"):
+            os.kill(pid, signal.SIGKILL)  # a client, in the middle of its round
+        until(lambda: status()["round"] >= 1)
+        federation.kill("link")  # the link, in the middle of another
+        time.sleep(2)
+        federation.start_link()
+        until(lambda: status()["round"] >= 2)
+        federation.kill("executor")  # and the server itself
+        at = status()["round"]
+        federation.start_executor()
+        federation.submit()
+        outcome = federation.outcome(timeout=200)
+        assert federation.deaths["site-stranger"] >= 1
+        kin = [one for process in federation.processes.values() for one in descendants(process.pid)]
+        assert len(kin) > 3
+    assert at < 4
+    assert outcome["rounds"] == 4
+    assert outcome["residual"] < 1e-15
+    arrays = latest(home / "server" / "state").arrays
+    assert arrays["x"].tobytes() == quiet.x.tobytes()
+    assert arrays["c"].tobytes() == quiet.server.c.tobytes()
+    events = read_verified(home / "server" / "audit.jsonl")
+    assert sum(event["event"] == "started" for event in events) == 2
+    assert {event["site"] for event in events if event["event"] == "joined"} == {"north", "south"}
+    assert not any(is_alive(one.pid) for one in kin)  # nothing is left behind
+    assert (home / "link.db").is_file()
+    assert open_to_others(home) == {}
+
+
+@pytest.mark.process
+def test_the_kit_of_a_site_passes_its_preflight(tmp_path):
+    from fedscaffold.deploy.provisioning import check, make_kit
+
+    write_app(tmp_path / "app")
+    (tmp_path / "sites.toml").write_text('server = "localhost"\nport = 1\n')
+    folders = make_kit(tmp_path / "sites.toml", tmp_path / "kits")
+    assert [folder.name for folder in folders] == ["authority", "server", "north", "south"]
+    assert not (tmp_path / "kits" / "server" / "ca.key").exists()
+    for folder in folders[1:]:
+        for script in folder.glob("*.sh"):
+            subprocess.run(["sh", "-n", script], check=True)
+    findings = {finding.what: finding for finding in check(tmp_path / "kits" / "north")}
+    assert {name for name, finding in findings.items() if not finding.good} == {"server"}  # nobody listens there
+    assert "4 records" in findings["data"].said
+    with pytest.raises(ValueError, match="not empty"):
+        make_kit(tmp_path / "sites.toml", tmp_path / "kits")

@@ -1,0 +1,123 @@
+"""Every command of the documentation runs, and every `make` target it names exists. (Python examples are doctests.)"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+
+
+# one process for all commands of a page: starting JAX anew for each would take most of the time
+DRIVER = """
+import importlib, json, sys
+for words in json.load(sys.stdin):
+    sys.argv = words
+    try:
+        importlib.import_module(words[0]).main()
+    except SystemExit as left:
+        if left.code not in (0, None):
+            sys.exit(f"{words}: exit code {left.code}")
+"""
+
+
+JUDGE = "python -m fedscaffold.conformance "
+
+# commands that take long and are run by tests of their own
+ELSEWHERE = {
+    f"python -m papers.exercises {name}" for name in ("participation", "stale", "momentum", "compression", "richardson")
+}
+
+
+def entry(command):
+    """The module whose `main` answers a command of ours, and the words after it; None for other commands."""
+    words = shlex.split(command)
+    if words[0] == "fedscaffold":
+        return ["fedscaffold.cli", *words[1:]]
+    if words[:2] == ["python", "-m"] and words[2].split(".")[0] in ("papers", "benchmarks"):
+        return [f"{words[2]}.__main__", *words[3:]]
+    return None
+
+
+LIMITS = {"--rounds": 5, "--seeds": 1}  # of a comparison: the command is tested, not where it gets to
+
+
+def shortened(words):
+    """The words of a comparison, with fewer rounds and seeds."""
+    limits = LIMITS if words[1:2] == ["compare"] else {}
+    return [
+        str(min(int(word), limits[last])) if last in limits else word
+        for last, word in zip(["", *words[:-1]], words, strict=True)
+    ]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def commands(page):
+    lines = [line.split("  #")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(entry, commands(page)))], ids=lambda p: p.name)
+def test_commands_run(page, tmp_path):
+    for text in blocks(page, "toml"):
+        (tmp_path / "first.toml").write_text(text, encoding="utf-8")
+    for text in blocks(page, "python"):
+        if text.startswith("# "):  # a file, named in its first line
+            (tmp_path / text.splitlines()[0][2:].strip()).write_text(text, encoding="utf-8")
+    asked = json.dumps(
+        [shortened(entry(command)) for command in commands(page) if entry(command) and command not in ELSEWHERE]
+    )
+    driver = [sys.executable, "-c", DRIVER]
+    done = subprocess.run(driver, cwd=tmp_path, input=asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
+def test_the_judge_runs_without_the_command_line(tmp_path):
+    howto = ROOT / "docs" / "howto-judge.md"
+    [adapter] = [text for text in blocks(howto, "python") if text.startswith("# theirs.py")]
+    (tmp_path / "theirs.py").write_text(adapter, encoding="utf-8")
+    typed = {command for page in PAGES for command in commands(page) if command.startswith(JUDGE)}
+    assert len(typed) >= 3
+    for command in typed:
+        words = [sys.executable, *shlex.split(command)[1:]]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr)
+
+
+def test_other_commands_are_make_targets():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in PAGES:
+        for command in commands(page):
+            if entry(command) is None and not command.startswith(JUDGE):
+                name, *targets = command.split()
+                assert name == "make", (page.name, command)
+                assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets), command
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), (page.name, link)
+
+
+def test_what_is_run_elsewhere_is():
+    text = (ROOT / "tests" / "papers" / "test_exercises.py").read_text(encoding="utf-8")
+    for command in ELSEWHERE:  # by the verb, or the function behind it on fewer rounds
+        name = command.split()[-1]
+        assert f'verb("{name}"' in text or f".{name}(" in text, name

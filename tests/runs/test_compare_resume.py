@@ -1,0 +1,223 @@
+"""Comparisons and sweeps that are broken off: they go on run by run, with the bits of one without a break."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from forked import codes_of
+
+from fedscaffold.cli import compare as folders
+from fedscaffold.experiments import compare, run_cache
+from fedscaffold.experiments.build_problem import build
+from fedscaffold.experiments.config_file import parse
+from fedscaffold.runs import read
+from fedscaffold.simulation import engine
+
+CONFIG = "rounds = 30\n[local]\nsteps = 2\nlr = 'tuned'\n[problem]\ndataset = 'quadratic'\nnoise = 0.01\ndim = 4"
+NAMES = ["scaffold", "fedavg"]
+
+
+@pytest.fixture(scope="module")
+def asked():
+    config = parse(CONFIG)
+    return config, build(config.problem)
+
+
+def compared(asked, memo=run_cache.no_cache, tell=lambda line: None):
+    return compare.compare(*asked, NAMES, 2, "distance:0.5", "fedscaffold compare", tell, memo)
+
+
+def same(study, other):
+    assert study.rows == other.rows
+    for mine, theirs in zip(study.runs, other.runs, strict=True):
+        own = {"columns": {"round": ()}, "seconds": None}
+        assert replace(mine, **own) == replace(theirs, **own)
+        assert mine.columns.keys() == theirs.columns.keys()
+        for name, column in mine.columns.items():
+            assert column.dtype == theirs.columns[name].dtype
+            assert column.tobytes() == theirs.columns[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def quiet(asked):
+    return compared(asked)
+
+
+@pytest.mark.slow
+def test_a_comparison_goes_on_with_the_runs_that_are_missing(asked, quiet, tmp_path, monkeypatch):
+    lines = []
+    store = run_cache.Store(tmp_path)
+    usual = engine.run_rounds
+    driven = []
+
+    def drive(*given):
+        driven.append(given)
+        if len(driven) == 3:
+            raise KeyboardInterrupt
+        return usual(*given)
+
+    monkeypatch.setattr("fedscaffold.simulation.sweeps.run_rounds", drive)
+    with pytest.raises(KeyboardInterrupt):
+        compared(asked, store)
+    assert len(list(tmp_path.glob("*.npz"))) == 2 * len(compare.GRID)
+    study = compared(asked, run_cache.Store(tmp_path), lines.append)
+    assert len(driven) == 3 + 2  # the two seeds of the second algorithm
+    same(study, quiet)
+    assert lines[0].startswith("scaffold: 6 of 24 runs, about ")
+    assert lines[-1] == "fedavg: 24 of 24 runs, about 0 s left"
+    assert study.seconds.keys() == quiet.seconds.keys()
+
+
+def test_a_damaged_run_is_run_again(asked, quiet, tmp_path):
+    compared(asked, run_cache.Store(tmp_path))
+    paths = sorted(tmp_path.glob("*.npz"))
+    damaged = bytearray(paths[5].read_bytes())
+    damaged[len(damaged) // 2] ^= 4
+    paths[5].write_bytes(damaged)
+    paths[17].unlink()
+    again = run_cache.Store(tmp_path)
+    same(compared(asked, again), quiet)
+    assert sorted(again.made) == [paths[5].stem, paths[17].stem]
+
+
+def test_no_bit_of_a_kept_result_can_change_unseen(tmp_path):
+    path = tmp_path / "one.npz"
+    data = {"x": np.linspace(0, 1, 5), "flag": np.array([True, False]), "words": ["a", None], "y": float("nan")}
+    run_cache.write(path, data)
+    whole = path.read_bytes()
+    trusted = repr(run_cache.read(path))
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        found = run_cache.read(path)
+        assert found is None or repr(found) == trusted, place  # of a date in the archive nothing depends
+        path.write_bytes(whole[:place])
+        assert run_cache.read(path) is None
+    np.savez(path, json=np.frombuffer(b'{"x": 1}', np.uint8))  # a whole archive, without the checksum
+    assert run_cache.read(path) is None
+
+
+@pytest.mark.slow
+def test_what_a_run_depends_on_is_in_its_key(asked, tmp_path):
+    def keys(config):
+        store = run_cache.Store(tmp_path)
+        compare.compare(config, build(config.problem), ["fedavg"], 1, None, "", memo=store)
+        return store.made
+
+    base = parse(CONFIG, ["rounds=2", "local.lr=0.1"])
+    assert len(keys(base)) == 1
+    assert keys(base) == []
+    for change in ("rounds=3", "local.steps=3", "problem.seed=1", "seed=1"):
+        assert len(keys(parse(CONFIG, ["rounds=2", "local.lr=0.1", change]))) == 1, change
+
+
+# The command line, in processes of its own that are killed for real
+
+KILLS = """
+import glob, json, os, random, signal, time
+import jax, optax, pydantic, scipy.linalg
+import fedscaffold as fs
+from fedscaffold.cli import compare, deploy, main, resume, theory
+from fedscaffold.experiments import compare, build_problem, jax_setup
+from fedscaffold.runs import page
+from forked import command, ended
+
+ASK = ["compare", "--dataset", "quadratic", "--rounds", "3000", "--local-steps", "2", "--lr", "tuned", "--seeds", "2",
+       "--algorithms", "scaffold,fedavg", "--set", "problem.noise=0.01", "--set", "problem.dim=4"]
+
+def cells(folder):
+    return len(glob.glob(folder + "/cells/*.npz"))
+
+def killed(pid, number, folder, more, seconds=0.0):
+    '''Send a signal once there are some more runs than now.'''
+    last = cells(folder) + more
+    while cells(folder) < last and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.002)
+    time.sleep(seconds)
+    os.kill(pid, number)
+    return ended(pid)
+
+codes = [ended(command(*ASK, "--out", "quiet"))]
+broken = [*ASK, "--out", "broken"]
+codes.append(killed(command(*broken), signal.SIGINT, "broken", 1))
+codes.append(cells("broken"))
+codes.append(killed(command(*broken), signal.SIGKILL, "broken", 1))
+codes.append(ended(command(*broken, "--set", "problem.dim=5")))
+codes.append(ended(command("run", "tuned.toml", "--set", "output.dir=broken")))
+codes.append(ended(command("resume", "broken", "--rounds", "4000")))
+codes.append(killed(command("resume", "broken"), signal.SIGTERM, "broken", 1))
+codes.append(ended(command("resume", "broken")))
+codes.append(ended(command("resume", "broken")))
+codes.append([os.path.exists("broken/cells"), os.path.exists("quiet/cells")])
+
+codes.append(ended(command("run", "tuned.toml", "--set", "output.dir=whole")))
+pid = command("run", "tuned.toml")
+codes.append(killed(pid, signal.SIGKILL, "tuned", 1))
+codes.append(ended(command("resume", "tuned")))
+"""
+TUNED = """
+rounds = 3000
+[problem]
+dataset = "quadratic"
+noise = 0.01
+[local]
+steps = 2
+lr = "tuned"
+[output]
+dir = "tuned"
+"""
+
+
+@pytest.fixture(scope="module")
+def command_line(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("comparisons")
+    (folder / "tuned.toml").write_text(TUNED)
+    return *codes_of(KILLS, folder), folder
+
+
+def results(folder):
+    """Everything of a study that is the same however often it was broken off: all but the time it took."""
+    study = read(folder)
+    runs = [replace(run, seconds=None, clock=None, config="", columns={"round": ()}) for run in study.runs]
+    columns = [{name: column.tobytes() for name, column in run.columns.items()} for run in study.runs]
+    return columns, (folder / "table.csv").read_bytes(), runs, study.rows
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_comparison_that_was_killed_goes_on_with_the_same_bits(command_line):
+    codes, said, folder = command_line
+    assert codes[0] == 0, said
+    assert codes[1] == 130, said
+    assert 1 <= codes[2] < 24, said
+    assert f"stopped; {codes[2]} of 24 runs are kept; the same command goes on, or: fedscaffold resume broken" in said
+    assert codes[3] == -9, said
+    assert codes[7:9] == [143, 0], said
+    assert results(folder / "broken") == results(folder / "quiet")
+    assert codes[10] == [False, False]
+
+
+@pytest.mark.process
+def test_another_comparison_or_a_run_is_refused_in_its_folder(command_line):
+    codes, said, _ = command_line
+    assert codes[4:7] == [2, 2, 2], said
+    assert (
+        "broken holds a comparison that was broken off, and it is another one (config.problem.dim: was 4, is 5)" in said
+    )
+    assert "broken holds runs of a sweep that was broken off: `fedscaffold resume broken` goes on" in said
+    assert "resume of a comparison takes --json only, got --rounds" in said
+    assert codes[9] == 2
+    assert "the comparison in broken is finished" in said
+
+
+@pytest.mark.process
+def test_a_run_with_a_tuned_step_size_goes_on_too(command_line):
+    codes, said, folder = command_line
+    assert codes[11:] == [0, -9, 0], said
+    assert results(folder / "tuned") == results(folder / "whole")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"ended": 1, "config": {}}', "[" * 99_999, "\0"])
+def test_a_damaged_question_is_named(text, tmp_path):
+    (tmp_path / folders.ASKED).write_text(text)
+    with pytest.raises(folders.InputError, match=r"comparison.json is damaged: give --fresh to start anew"):
+        folders.resume_comparison(tmp_path, False)
