@@ -39,7 +39,7 @@ R = TypeVar("R")
 LARGEST = 2**63 - 1
 """Whole numbers go into 64 bits."""
 MOST_SHOWN = 120
-BY_NAME = ("weights", "key")  # what a function of (params, batch) may take besides
+BY_NAME = ("weights", "key", "state", "train")  # what a function of (params, batch) may take besides
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -251,8 +251,8 @@ def takes_weights(name: str, function: Callable[..., Any]) -> bool:
     True
     >>> takes_weights("loss", lambda params, x, y: 0.0)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: loss must take (params, batch), and may take weights and key by name, got
-    (params, x, y); unpack the batch inside it: x, y = batch
+    fedscaffold.checks.InputError: loss must take (params, batch), and may take weights, key, state and train by name,
+    got (params, x, y); unpack the batch inside it: x, y = batch
     """
     return "weights" in _taken_by_name(name, function)
 
@@ -263,7 +263,25 @@ def takes_key(function: Callable[..., Any]) -> bool:
     >>> takes_key(lambda params, batch, key=None: 0.0), takes_key(lambda params, batch: 0.0)
     (True, False)
     """
-    return "key" in _taken_by_name("the function", function)
+    return "key" in taken_by_name(function)
+
+
+def takes_state(function: Callable[..., Any]) -> bool:
+    """Whether a function of (params, batch) takes `state` by name, such as running statistics.
+
+    >>> takes_state(lambda params, batch, state: (0.0, state)), takes_state(lambda params, batch: 0.0)
+    (True, False)
+    """
+    return "state" in taken_by_name(function)
+
+
+def taken_by_name(function: Callable[..., Any]) -> set[str]:
+    """Return which of `weights`, `key`, `state` and `train` a function of (params, batch) takes by name.
+
+    >>> sorted(taken_by_name(lambda params, batch, state, train: (0.0, state)))
+    ['state', 'train']
+    """
+    return _taken_by_name("the function", function)
 
 
 def _taken_by_name(name: str, function: Callable[..., Any]) -> set[str]:
@@ -277,7 +295,7 @@ def _taken_by_name(name: str, function: Callable[..., Any]) -> set[str]:
     several = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if not several or any(p.default is p.empty and p.name not in BY_NAME for p in more):
         raise InputError(
-            f"{name} must take (params, batch), and may take weights and key by name, got {signature}; unpack the "
-            "batch inside it: x, y = batch"
+            f"{name} must take (params, batch), and may take {', '.join(BY_NAME[:-1])} and {BY_NAME[-1]} by name, got "
+            f"{signature}; unpack the batch inside it: x, y = batch"
         )
     return {p.name for p in more if p.name in BY_NAME and p.kind is not p.POSITIONAL_ONLY}

@@ -245,6 +245,12 @@ class RunConfig:
         _choice(*STORES),
         key="client_state",
     )
+    buffers: str = _argument(
+        "average",
+        'what becomes of the state that a loss updates, such as running statistics: "average" (over the clients heard, '
+        'with their weights) or "local" (each client keeps its own)',
+        _choice("average", "local"),
+    )
     checkpoint: Path | str | None = _argument(
         None,
         "a folder to keep the whole state in. A run that was ended, however, goes on there when it is asked for again, "

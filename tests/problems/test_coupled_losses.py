@@ -466,7 +466,7 @@ def three(params, x, y):
     [
         (
             lambda: problem(three),
-            "loss must take (params, batch), and may take weights and key by name, got (params, x, y)",
+            "loss must take (params, batch), and may take weights, key, state and train by name, got (params, x, y)",
         ),
         (lambda: problem(lambda params: 0.0), "loss must take (params, batch)"),
         (lambda: problem(plain, accuracy=three), "accuracy must take (params, batch)"),

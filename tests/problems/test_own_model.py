@@ -96,11 +96,11 @@ MISTAKES = {
     "a vector for a loss, clients unequal": (lambda: tried(vector, RAGGED), VECTOR.format(4)),
     "a loss of three arguments": (
         lambda: fs.Problem(lambda params, x, y: 0.0, np.zeros(2), CLIENTS),
-        "loss must take (params, batch), and may take weights and key by name, got (params, x, y); unpack the batch inside it: x, y = batch",
+        "loss must take (params, batch), and may take weights, key, state and train by name, got (params, x, y); unpack the batch inside it: x, y = batch",
     ),
     "a loss of three arguments, deployed": (
         lambda: JaxLearner(lambda params, x, y: 0.0, np.zeros(2), lambda site: CLIENTS[0]),
-        "loss must take (params, batch), and may take weights and key by name, got (params, x, y); unpack the batch inside it: x, y = batch",
+        "loss must take (params, batch), and may take weights, key, state and train by name, got (params, x, y); unpack the batch inside it: x, y = batch",
     ),
     "a loss that needs its key": (
         lambda: fs.Problem(keyed, np.zeros(2), CLIENTS).inspected,

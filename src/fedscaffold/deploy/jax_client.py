@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from fedscaffold.checks import InputError, one_number, takes_key, takes_weights
+from fedscaffold.checks import InputError, one_number, taken_by_name, takes_key, takes_weights
 from fedscaffold.deploy.arrays_client import descend
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
@@ -117,6 +117,11 @@ def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., An
     Batches of a site contain no padding, so the weights are equal.
     """
     weighed, random = takes_weights(name, function), takes_key(function)
+    if more := taken_by_name(function) & {"state", "train"}:
+        raise InputError(
+            f"{name} takes {' and '.join(sorted(more))}, which JAX sites do not keep: deploy a torch module, whose "
+            "buffers are kept, or a model without running statistics"
+        )
 
     def called(params: Tree, batch: Tree, key: Any = None) -> Any:
         size = len(jax.tree.leaves(batch)[0])

@@ -6,8 +6,14 @@ weighted   It takes `weights` by name: one number for each record, summing to 1,
 coupled    Anything else: Cox, contrastive losses, batch normalisation, AUC. It is only ever called with real
            batches of real records, so every batch size that occurs has a branch of its own in the program.
 
-A function may also take `key` by name: a random key in training, None where it is measured. What it draws with a key
-depends on the batch's shape, so its gradient has a kind of its own, found with the key held fixed.
+A function may also take by name
+
+key        A random key in training, None where the function is measured. What it draws with a key depends on the
+           batch's shape, so its gradient has a kind of its own, found with the key held fixed.
+state      Arrays that are not trained by gradients, such as running statistics. A loss (or gradient) that takes them
+           returns a pair: its value and the new state. It is called with real batches only, as it may compute
+           statistics of them.
+train      True in training, False where it is measured: running statistics are used instead of the batch's own.
 """
 
 from __future__ import annotations
@@ -19,9 +25,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fedscaffold.checks import InputError, one_number, takes_key
+from fedscaffold.checks import InputError, one_number, shown, taken_by_name, takes_key, takes_state
 
-__all__ = ["Functions", "Kind", "Kinds", "call", "gradient", "keyed", "no_loss", "record_values", "value"]
+__all__ = [
+    "Functions", "Kind", "Kinds", "bound", "call", "gradient", "measured", "no_loss", "record_values", "value",
+]  # fmt: skip
 
 Tree: TypeAlias = Any
 Array: TypeAlias = Any
@@ -54,6 +62,11 @@ class Functions(NamedTuple):
         """Whether the gradient takes a random key."""
         return takes_key(self.gradient or self.loss)
 
+    @property
+    def stateful(self) -> bool:
+        """Whether the gradient takes a state and returns a new one."""
+        return takes_state(self.gradient or self.loss)
+
 
 class Kinds(NamedTuple):
     """The kind of each of a problem's functions."""
@@ -64,20 +77,36 @@ class Kinds(NamedTuple):
     """Kind of the gradient: that of the loss, unless a gradient is given."""
 
 
-def keyed(function: Callable[..., Any], key: Array | None) -> Callable[..., Any]:
-    """Bind the random key of a function that takes one; None means evaluation without randomness."""
-    if not takes_key(function):
-        return function
-
-    def fixed(params: Tree, batch: Tree, **by_name: Array) -> Any:
-        return function(params, batch, key=key, **by_name)
-
-    return fixed
+def bound(
+    function: Callable[..., Any], key: Array | None = None, state: Tree = None, train: bool = False
+) -> Callable[..., Any]:
+    """Bind what a function takes by name, apart from `weights`; a key of None means without randomness."""
+    given = {"key": key, "state": state, "train": train}
+    taken = {name: value for name, value in given.items() if name in taken_by_name(function)}
+    return partial(function, **taken) if taken else function
 
 
-def call(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree, key: Array | None = None) -> Any:
+def measured(function: Callable[..., Any], state: Tree = None) -> Callable[..., Any]:
+    """Return (params, batch) -> the value of a function where it is measured: without randomness, not in training.
+
+    >>> def loss(params, batch, state, train):
+    ...     return (1.0 if train else state), state
+    >>> measured(loss, state=3.0)(None, None)
+    3.0
+    """
+    at_rest = bound(function, state=state)
+    if not takes_state(function):
+        return at_rest
+
+    def value_alone(params: Tree, batch: Tree, **by_name: Array) -> Any:
+        result = at_rest(params, batch, **by_name)
+        return result[0] if isinstance(result, tuple) else result
+
+    return value_alone
+
+
+def call(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree) -> Any:
     """Return a function's value on a batch without padding."""
-    function = keyed(function, key)
     if kind != "weighted":
         return function(params, batch)
     leaf = jax.tree.leaves(batch)[0]
@@ -90,12 +119,14 @@ def record_values(function: Callable[[Tree, Tree], Any], params: Tree, batch: Tr
     return jax.vmap(function, in_axes=(None, 0))(params, jax.tree.map(lambda a: a[:, None], batch))
 
 
-def value(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree, weights: Array | None) -> Array:
-    """Return a function's value on a batch, without randomness; padding has weight 0.
+def value(
+    function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree, weights: Array | None, state: Tree = None
+) -> Array:
+    """Return a function's value on a batch where it is measured; padding has weight 0.
 
     `weights` is None for a batch without padding, as it must be for a coupled function.
     """
-    function = keyed(function, None)
+    function = measured(function, state)
     if weights is None:
         return call(function, kind, params, batch)
     if kind == "mean":
@@ -112,6 +143,7 @@ def gradient(
     weights: Array | None,
     sizes: Sequence[int] = (),
     key: Array | None = None,
+    state: Tree = None,
 ) -> Tree:
     """Return a client's gradient on a batch, which may be padded with records of weight 0.
 
@@ -123,19 +155,23 @@ def gradient(
         weights: Record weights, 0 for padding; None for a batch without padding.
         sizes: For a coupled function, the possible numbers of real records in ascending order.
         key: A random key for a function that takes one.
+        state: The state of a function that takes one.
 
     Returns:
-        A pytree like `params`.
+        A pytree like `params`; for functions with a state, a pair of it and the new state.
     """
-    given = None if functions.gradient is None else keyed(functions.gradient, key)
-    of_batch = keyed(functions.loss, key)
+    given = None if functions.gradient is None else bound(functions.gradient, key, state, train=True)
+    of_batch = bound(functions.loss, key, state, train=True)
 
     def loss(params: Tree, batch: Tree, **by_name: Array) -> Any:
         result = of_batch(params, batch, **by_name)
-        one_number("loss(params, batch)", jnp.shape(result))
-        return result
+        number, new = _pair("loss", result, state) if functions.stateful else (result, None)
+        one_number("loss(params, batch)", jnp.shape(number))
+        return (number, new) if functions.stateful else number
 
-    slope = given or jax.grad(loss)
+    slope = given or jax.grad(loss, has_aux=functions.stateful)
+    if given is not None and functions.stateful:
+        slope = lambda *batch, **by_name: _pair("gradient", given(*batch, **by_name), state)  # noqa: E731
     if weights is None:
         return call(slope, kinds.gradient, params, batch)
     if kinds.gradient == "weighted":
@@ -146,6 +182,20 @@ def gradient(
         return jax.grad(lambda p: weights @ record_values(loss, p, batch))(params)
     each = record_values(given, params, batch)
     return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each)
+
+
+def _pair(name: str, result: Any, state: Tree) -> tuple[Any, Tree]:
+    """Check the pair (value, new state) that a function with a state returns; the state keeps its types."""
+    wanted = f"{name} takes a state, so it must return a pair: its value, and a new state like the old one"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise InputError(f"{wanted}; got {shown(result)}")
+    number, new = result
+    was, now = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (state, new))
+    structure: Any = jax.tree.structure(state)
+    same = jax.tree.structure(new) == structure
+    if not same or was != now:
+        raise InputError(f"{wanted}; it had arrays of shapes {was}, got {now}")
+    return number, jax.tree.map(lambda a, b: jnp.asarray(a, jnp.asarray(b).dtype), new, state)
 
 
 def _on_real_records(evaluate: Callable[[Tree], Tree], batch: Tree, weights: Array, sizes: Sequence[int]) -> Tree:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError, one_number, takes_key, takes_weights
-from fedscaffold.problems.batches import Kind, Kinds, call, keyed, record_values
+from fedscaffold.problems.batches import Kind, Kinds, bound, call, measured, record_values
 from fedscaffold.problems.mixing import mixes_records
 
 if TYPE_CHECKING:
@@ -80,18 +80,21 @@ def _inspect_unnamed(problem: Problem) -> Inspection:
             return "weighted"
         if stated == "coupled" or (stated is not None and key is None):
             return stated
-        coupled, found = _couples(name, keyed(function, key), problem.params, batches)
+        one = measured(function, problem.state) if key is None else bound(function, key, problem.state, train=True)
+        coupled, found = _couples(name, one, problem.params, batches)
         slopes = found if name == "loss" else slopes
         return "coupled" if coupled else "mean"
 
     for name, function in (("loss", functions.loss), ("gradient", functions.gradient)):
         if function is not None and takes_key(function):
-            _refuse_without_key(name, function, problem.params, train[0])
+            _refuse_without_key(name, function, problem, train[0])
     loss = kind_of("loss", functions.loss, train) if functions.has_loss else "mean"
     accuracy = kind_of("accuracy", functions.accuracy, train if test is None else test)
     given = functions.gradient is not None
     slope = kind_of("gradient", functions.gradient, train) if given else loss
-    if functions.random:  # what is drawn with a key may depend on the batch's shape
+    if functions.stateful:  # it may compute statistics of the batch, whatever it does where it is measured
+        slope = "weighted" if takes_weights("loss", functions.gradient or functions.loss) else "coupled"
+    elif functions.random:  # what is drawn with a key may depend on the batch's shape
         slope = kind_of("gradient" if given else "loss", functions.gradient or functions.loss, train, jax.random.key(0))
     kinds = Kinds(loss, accuracy, slope)
     untrained = np.flatnonzero(slopes == 0).tolist()
@@ -99,13 +102,13 @@ def _inspect_unnamed(problem: Problem) -> Inspection:
     return Inspection(kinds, tuple(problem.layout.names[j] for j in untrained if used(j)))
 
 
-def _refuse_without_key(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> None:
+def _refuse_without_key(name: str, function: Callable[..., Any], problem: Problem, batch: Tree) -> None:
     """Raise an InputError for a function that works with a random key but not with key=None."""
     try:
-        jax.eval_shape(keyed(function, None), params, batch)
+        jax.eval_shape(measured(function, problem.state), problem.params, batch)
     except Exception as error:
         try:
-            jax.eval_shape(keyed(function, jax.random.key(0)), params, batch)
+            jax.eval_shape(bound(function, jax.random.key(0), problem.state, train=True), problem.params, batch)
         except Exception:  # it fails either way, and a run will say why
             return
         raise InputError(
@@ -255,5 +258,6 @@ def _is_measured(problem: Problem, kind: Kind, batch: Tree, place: int) -> bool:
     for width in (0.1, 1.0, 10.0, 100.0):
         for moved in (size * width * rng.normal(size=shape), size * width * rng.exponential(size=shape)):
             leaves[place] = np.asarray(moved)
-            values.append(np.asarray(call(score, kind, problem.layout.tree(list(leaves)), batch)))
+            model = problem.layout.tree(list(leaves))
+            values.append(np.asarray(call(measured(score, problem.state), kind, model, batch)))
     return any(not np.array_equal(values[0], other, equal_nan=True) for other in values[1:])

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.brief import brief
-from fedscaffold.checks import InputError
+from fedscaffold.checks import InputError, takes_state
 from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss
 from fedscaffold.problems.function_kinds import Inspection, inspect_functions
 from fedscaffold.problems.layout import Layout
@@ -76,6 +76,9 @@ class Problem:
             over records; True: they are always evaluated on real batches.
         evaluation_batch: how many records a function that is no mean over records is measured on at a time. None: all
             records of a client, or all test data, at once. A mean over records is the same either way.
+        state: arrays that the loss updates itself and gradients do not train, such as running statistics. A loss that
+            takes `state` by name returns a pair, its value and the new state; `accuracy` may take it too. A function
+            that takes `train` by name is told True in training and False where it is measured.
 
     Raises:
         InputError: for what cannot be used, by name.
@@ -105,6 +108,7 @@ class Problem:
         name: str = "problem",
         coupled: bool | None = None,
         evaluation_batch: int | None = None,
+        state: Tree | None = None,
     ) -> None:
         counts = counted(clients)
         if loss is None and gradient is None:
@@ -118,6 +122,8 @@ class Problem:
         self.coupled = coupled
         whole = evaluation_batch is None
         self.evaluation_batch = None if whole else checks.whole("evaluation_batch", evaluation_batch)
+        self.state = None if state is None else jax.tree.map(np.asarray, state)
+        self._refuse_state()
         self.params = model(params)
         self.layout = Layout.of(self.params)
         refuse_non_finite("params", self.params)
@@ -130,6 +136,21 @@ class Problem:
         self.facts = facts or Facts()
         self.name = name
         self._device: dict[str, Any] = {}
+
+    def _refuse_state(self) -> None:
+        """Raise an InputError for functions and a state that do not fit."""
+        takers = [name for name, function in self.functions._asdict().items() if function and takes_state(function)]
+        if takers and self.state is None:
+            raise InputError(f"{takers[0]} takes a state: give the one to begin with, Problem(..., state=...)")
+        if self.state is not None and not self.functions.stateful:
+            raise InputError(
+                "a state needs a loss that takes it by name, loss(params, batch, state), and returns a pair: its value "
+                "and the new state"
+            )
+        for leaf in jax.tree.leaves(self.state):
+            if leaf.dtype.kind not in "biuf":
+                raise InputError(f"state must hold numbers only, got an array of {leaf.dtype}")
+        refuse_non_finite("state", self.state)
 
     def __repr__(self) -> str:
         return f"Problem({self.name}, {self.num_clients} clients, {self.offsets[-1]} records, d = {self.dim})"
@@ -149,7 +170,8 @@ class Problem:
             A problem without test data, facts or noise.
         """
         loss, gradient = self.functions.loss if self.functions.has_loss else None, self.functions.gradient
-        made = Problem(loss, self.params, clients, gradient=gradient, evaluation_batch=self.evaluation_batch)
+        size, state = self.evaluation_batch, self.state
+        made = Problem(loss, self.params, clients, gradient=gradient, evaluation_batch=size, state=state)
         made.inspected = self.inspected
         return made
 

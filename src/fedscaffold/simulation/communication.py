@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,9 +40,10 @@ def count_bytes(
             last = np.zeros(drawer.num_clients, np.int64) if heard_at is None else heard_at
             renewed = _count_renewals(cohorts, start, last, after)
     gradients = vector * (spec.algorithm.prepare is not None)
+    buffers = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(ready.start.buffers))
     return {
-        "bytes_up": (len(spec.sent) * message + gradients) * heard + vector * renewed,
-        "bytes_down": (1 + len(spec.exchange.down)) * vector * heard,
+        "bytes_up": (len(spec.sent) * message + gradients + buffers) * heard + vector * renewed,
+        "bytes_down": ((1 + len(spec.exchange.down)) * vector + buffers) * heard,
     }
 
 

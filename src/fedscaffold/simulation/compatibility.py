@@ -26,7 +26,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Polic
     for layer in problem.inspected.statistics[:1]:
         raise InputError(
             f"{layer} looks like batch statistics: they have no gradient, and control variates would drive them "
-            "off; leave them out of params (group or layer normalisation needs none)"
+            "off; give them as Problem(..., state=...), apart from params (group or layer normalisation needs none)"
         )
     absent = size < problem.num_clients or config.availability is not None
     absent |= config.cohorts is not None and any(len(cohort) < problem.num_clients for cohort in config.cohorts)
@@ -49,7 +49,22 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Polic
         raise InputError(
             f"{name} reads the sum of step sizes, which an optimizer does not have; give lr instead of local_optimizer"
         )
+    _refuse_buffers(config)
     _refuse_policy(config, policy)
+
+
+def _refuse_buffers(config: RunConfig) -> None:
+    algorithm, problem = config.algorithm, config.problem
+    if problem.state is None:
+        if config.buffers != "average":
+            raise InputError("buffers says what becomes of the state that a loss updates, and this problem has none")
+        return
+    own = None if algorithm.own is None else algorithm.own(0.0)
+    if algorithm.start is not None and isinstance(algorithm.start(0.0, own), tuple):
+        raise InputError(
+            f"{algorithm.name} trains two models at once, and the loss updates one state: take a model without "
+            "running statistics (group or layer normalisation needs none)"
+        )
 
 
 def _refuse_policy(config: RunConfig, policy: Policy) -> None:

@@ -14,7 +14,7 @@ from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.double_precision import in_float64
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES, sum_over
 from fedscaffold.simulation.local import gradient
-from fedscaffold.simulation.own_metrics import evaluate_compiled
+from fedscaffold.simulation.own_metrics import evaluate_compiled, mean_buffers
 from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
 from fedscaffold.simulation.staleness import ages, decay_memory
@@ -59,8 +59,7 @@ def _residual(spec: Spec, state: State) -> Array:
 
 def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
     leaves = spec.layout.leaves(state.x)
-    params = spec.layout.tree(leaves)
-
+    params, buffers = spec.layout.tree(leaves), mean_buffers(spec, federation, state)
     kinds = spec.kinds
 
     def everywhere(kind: Kind, measure: Callable[[Any, Array], Any]) -> Any:
@@ -69,12 +68,13 @@ def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
         return sum_over_devices(spec, sum_over(federation.records, federation.evaluation[kind], kind, measure))
 
     def loss() -> Array:
-        of_batch = partial(value, spec.functions.loss, kinds.loss, params)
+        of_batch = partial(value, spec.functions.loss, kinds.loss, params, state=buffers)
         return everywhere(kinds.loss, of_batch)
 
     def accuracy() -> Array:
         assert spec.functions.accuracy is not None
-        of_batch, kind = partial(value, spec.functions.accuracy, kinds.accuracy, params), kinds.accuracy
+        kind = kinds.accuracy
+        of_batch = partial(value, spec.functions.accuracy, kind, params, state=buffers)
         if federation.test is None:
             return everywhere(kind, of_batch)
         if kind != "mean":
@@ -83,7 +83,7 @@ def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
         return _sum_over_records(federation.test, jnp.full(size, 1 / size, state.x.dtype), of_batch)
 
     def grad_norm() -> Array:
-        total = everywhere(kinds.gradient, lambda batch, w: gradient(spec, leaves, batch, w))
+        total = everywhere(kinds.gradient, lambda batch, w: gradient(spec, leaves, batch, w, buffers=buffers)[0])
         return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in total))
 
     measures: dict[str, Callable[[], Array]] = {

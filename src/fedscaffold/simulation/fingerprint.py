@@ -173,6 +173,7 @@ def problem_facts(problem: Problem) -> dict[str, Any]:
         "records": [_array(leaf) for leaf in jax.tree.leaves(problem.records)],
         "test": [_array(leaf) for leaf in jax.tree.leaves(problem.test)],
         "noise": None if problem.noise is None else to_json(problem.noise),
+        "state": [_array(leaf) for leaf in jax.tree.leaves(problem.state)],
     }
 
 

@@ -47,6 +47,8 @@ class ClientState(NamedTuple):
     own: Any
     errors: Any
     """Error feedback of compression, by field of the message."""
+    buffers: Any = None
+    """The state that the loss updates, where each client keeps its own."""
 
 
 class Reply(NamedTuple):
@@ -60,10 +62,19 @@ class Reply(NamedTuple):
     """Memory before the first step, if the `refresh` policy may have renewed it."""
     move: Array
     """x - y, if drift is measured."""
+    buffers: Any = None
+    """The state that the loss updates, after the last step."""
 
 
 def train(
-    spec: Spec, federation: Federation, settings: Settings, told: Any, held: ClientState, work: Work, most: Array | int
+    spec: Spec,
+    federation: Federation,
+    settings: Settings,
+    told: Any,
+    held: ClientState,
+    work: Work,
+    most: Array | int,
+    buffers: Any = None,
 ) -> Reply:
     """Run one client's local training.
 
@@ -75,12 +86,13 @@ def train(
         held: The client's state.
         work: The client's work in this round.
         most: Number of loop iterations: the largest number of steps in its block.
+        buffers: The state that the loss updates, before the first step.
     """
     x = told.x
-    memory = _initial_memory(spec, federation, x, held.memory, work)
+    memory = _initial_memory(spec, federation, x, held.memory, work, buffers)
     shift = shift_of(spec.algorithm, told, jax.tree.map(lambda a: a.astype(x.dtype), memory))
     start = start_of(spec.algorithm, x, held.own)
-    walk = _run_local_steps(spec, federation, settings, start, x, shift, work, most)
+    walk, buffers = _run_local_steps(spec, federation, settings, start, x, shift, work, most, buffers)
     message, own = reply_of(spec.algorithm, walk, shift, held.own)
     if (rebuilt := spec.rebuilt) is not None:
         message = message._replace(**{rebuilt: None})
@@ -88,7 +100,7 @@ def train(
     move = None
     if "drift" in spec.metrics:
         move = walk.move[0] if isinstance(walk.move, tuple) else walk.move
-    return Reply(message, own, errors, None if work.returns is None else memory, move)
+    return Reply(message, own, errors, None if work.returns is None else memory, move, buffers)
 
 
 def _run_local_steps(
@@ -100,8 +112,9 @@ def _run_local_steps(
     shift: Array,
     work: Work,
     most: Array | int,
-) -> Walk:
-    """Run the local steps and return their outcome, each part of which is computed on demand."""
+    buffers: Any,
+) -> tuple[Walk, Any]:
+    """Run the local steps; return their outcome, each part of which is computed on demand, and the new buffers."""
     noise = _noise(spec, federation, work, x.dtype)
     batch = _batch_of_step(spec, federation, work)
     advance = _optimizer_step(spec, settings)
@@ -109,25 +122,30 @@ def _run_local_steps(
     cut = partial(_split_layers, spec)
     y, at_x, along = each(cut, start), cut(x), None if shift is None else each(cut, shift)
     collect = "d" in spec.exchange.reads and not spec.constant_step
+    begun = buffers
 
-    def direction(y: Any, k: Array, batch: Batch) -> Any:
+    def direction(y: Any, k: Array, batch: Batch, buffers: Any) -> tuple[Any, Any]:
+        new = buffers
+
         def slope(z: Leaves) -> Leaves:
-            g = Leaves(gradient(spec, z.parts, *batch, key=key(k)))
-            return g if noise is None else g + cut(noise[k])
+            nonlocal new
+            g, seen = gradient(spec, z.parts, *batch, key=key(k), buffers=buffers)
+            new = seen if z is y else new  # a gradient at another point than y leaves no trace
+            return Leaves(g) if noise is None else Leaves(g) + cut(noise[k])
 
-        return spec.algorithm.direction(slope, y, at_x, along)
+        return spec.algorithm.direction(slope, y, at_x, along), new
 
-    def step(k: Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        y, total, memory = carry
-        d = direction(y, k, batch(k))
+    def step(k: Array, carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+        y, total, memory, buffers = carry
+        d, buffers = direction(y, k, batch(k), buffers)
         new, memory = advance(k, y, d, memory)
-        after = new, jax.tree.map(jnp.add, total, d) if collect else None, memory
+        after = new, jax.tree.map(jnp.add, total, d) if collect else None, memory, buffers
         return jax.tree.map(lambda a, b: jnp.where(k < work.steps, a, b), after, carry) if spec.unequal else after
 
     memory = None if spec.optimizer is None else spec.optimizer.init(y)
     total = jax.tree.map(jnp.zeros_like, y) if collect else None
     unroll = UNROLL if isinstance(most, int) and not spec.one_by_one else None
-    y, total, _ = jax.lax.fori_loop(0, most, step, (y, total, memory), unroll=unroll)
+    y, total, _, buffers = jax.lax.fori_loop(0, most, step, (y, total, memory, buffers), unroll=unroll)
     ended = each(flat, y)
     steps = work.steps.astype(x.dtype) if spec.unequal else spec.travel_steps
 
@@ -136,14 +154,15 @@ def _run_local_steps(
             return each(lambda sum: flat(sum) / steps, total)
         return each(lambda begun, over: travelled(begun, over, steps, settings.lr), start, ended)
 
-    return Walk(
+    walk = Walk(
         x=lambda: x,
         y=lambda: ended,
         move=lambda: each(jnp.subtract, start, ended),
         travel=lambda: _sum_of_step_sizes(spec, settings, work, x.dtype),
         d=mean_direction,
-        gradient=lambda: gradient_at_x(spec, federation, x, work),
+        gradient=lambda: gradient_at_x(spec, federation, x, work, begun),
     )
+    return walk, buffers
 
 
 def _split_layers(spec: Spec, value: Array) -> Any:
@@ -151,19 +170,20 @@ def _split_layers(spec: Spec, value: Array) -> Any:
     return Leaves(spec.layout.leaves(value)) if value.size == spec.layout.size else value
 
 
-def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work) -> Array:
+def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work, buffers: Any = None) -> Array:
     """Return the client's full-batch gradient at x as a flat vector, with gradient noise of its own."""
     key = jax.random.fold_in(_typed_key(work.key), AT_X) if spec.functions.random else None
-    g = flat(Leaves(gradient(spec, spec.layout.leaves(x), *_full_batch(spec, federation, work.client), key=key)))
+    batch = _full_batch(spec, federation, work.client)
+    g = flat(Leaves(gradient(spec, spec.layout.leaves(x), *batch, key=key, buffers=buffers)[0]))
     noise = _noise(spec, federation, work, x.dtype)
     return g if noise is None else g + noise[spec.max_steps]
 
 
-def _initial_memory(spec: Spec, federation: Federation, x: Array, memory: Any, work: Work) -> Any:
+def _initial_memory(spec: Spec, federation: Federation, x: Array, memory: Any, work: Work, buffers: Any) -> Any:
     """Return the memory before the local steps, renewed if the `refresh` policy says so."""
     if work.returns is None:
         return memory
-    new = spec.algorithm.renew(memory, gradient_at_x(spec, federation, x, work))  # type: ignore[misc]
+    new = spec.algorithm.renew(memory, gradient_at_x(spec, federation, x, work, buffers))  # type: ignore[misc]
     return jax.tree.map(lambda renewed, old: jnp.where(work.returns, renewed, old), new, memory)
 
 
@@ -197,11 +217,22 @@ def _compress_message(spec: Spec, told: Any, errors: Any, work: Work, message: A
 
 
 def gradient(
-    spec: Spec, y: list[Any], batch: Any, weights: Array, sizes: tuple[int, ...] = (), key: Array = None
-) -> list[Any]:
-    """Return the gradient on a batch as a list of leaves; `weights` is None for a batch without padding."""
+    spec: Spec,
+    y: list[Any],
+    batch: Any,
+    weights: Array,
+    sizes: tuple[int, ...] = (),
+    key: Array = None,
+    buffers: Any = None,
+) -> tuple[list[Any], Any]:
+    """Return the gradient on a batch as a list of leaves, and the new buffers.
+
+    `weights` is None for a batch without padding.
+    """
     params = spec.layout.tree(y)
-    return jax.tree.leaves(slope_on_batch(spec.functions, spec.kinds, params, batch, weights, sizes, key))
+    found = slope_on_batch(spec.functions, spec.kinds, params, batch, weights, sizes, key, buffers)
+    slope, buffers = found if spec.functions.stateful else (found, None)
+    return jax.tree.leaves(slope), buffers
 
 
 def _key_of_step(spec: Spec, work: Work) -> Callable[[Array], Array]:

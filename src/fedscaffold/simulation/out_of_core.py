@@ -66,6 +66,8 @@ def refuse_out_of_core(config: RunConfig, spec: Spec) -> None:
         raise InputError(
             f"{config.algorithm.name}'s clients keep models of their own, which {kind} does not; use 'array'"
         )
+    if spec.local_buffers:
+        raise InputError(f"buffers='local' keeps a state at every client, which {kind} does not; use 'array'")
     if spec.errors:
         raise InputError(f"compressed moves leave an error at every client, which {kind} does not keep; use 'array'")
     if config.problem.offsets[-1] >= 2**31:

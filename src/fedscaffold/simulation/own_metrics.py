@@ -20,6 +20,7 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import personal_model
 from fedscaffold.checks import InputError
 from fedscaffold.metrics import ALWAYS, METRICS, Metric, Stop, metric
+from fedscaffold.problems.batches import bound
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.problems.records import counted, is_float, joined
@@ -77,14 +78,19 @@ class OnHost(NamedTuple):
 
     def values(self, measure: Measure, data: Callable[[int], Any], state: State) -> list[float]:
         """Return the values of a metric's columns."""
-        x = np.asarray(state.x)
+        x, buffers = np.asarray(state.x), jax.tree.map(np.asarray, state.buffers)
+        if state.own_buffers is not None:
+            rows = jax.tree.map(np.asarray, state.own_buffers)
+            buffers = jax.tree.map(lambda a: np.tensordot(self.weights, a, 1).astype(a.dtype), rows)
         if not measure.summary:
-            return [evaluate_on_host(measure, self.layout.unflatten(x), data(0))]
+            return [evaluate_on_host(measure, self.layout.unflatten(x), data(0), buffers)]
         each = np.zeros(len(self.weights))
         for i in range(len(each)):
+            if state.own_buffers is not None:
+                buffers = jax.tree.map(lambda a: a[i], rows)  # noqa: B023
             own = jax.tree.map(lambda a: np.asarray(a[i]), state.own)  # noqa: B023
             model = personal_model(self.algorithm, x, own) if measure.personal else x
-            each[i] = evaluate_on_host(measure, self.layout.unflatten(model), data(i))
+            each[i] = evaluate_on_host(measure, self.layout.unflatten(model), data(i), buffers)
         return [float(summarise(np, one, each, self.weights)) for one in measure.summary]
 
 
@@ -186,11 +192,11 @@ def _measure(config: RunConfig, one: Metric, sets: Callable[[int], Any]) -> Meas
     better = {True: "min", False: "max", None: "worst"}  # the worst client has the least value if larger is better
     summary = tuple(better[one.maximize] if s == "worst" else s for s in one.summary) if one.by_client else ()
     measure = Measure(one.name, one.function, one.columns, summary, one.model == "own", said=_describe(one))
-    dtype = config.precision
+    dtype, buffers = config.precision, config.problem.state
     params = config.problem.layout.unflatten(config.problem.layout.flatten(config.problem.params, dtype))
     if one.compiled is not False:
         try:
-            shape = jax.eval_shape(one.function, params, _cast(sets(0), dtype))
+            shape = jax.eval_shape(_bind_buffers(one.function, buffers), params, _cast(sets(0), dtype))
         except Exception as error:
             if one.compiled:
                 raise InputError(
@@ -205,7 +211,7 @@ def _measure(config: RunConfig, one: Metric, sets: Callable[[int], Any]) -> Meas
         )
     measure = measure._replace(compiled=False, said=f"{measure.said}, on the host")
     try:
-        evaluate_on_host(measure, params, sets(0))
+        evaluate_on_host(measure, params, sets(0), buffers)
     except InputError:
         raise
     except Exception as error:
@@ -224,9 +230,9 @@ def _refuse_shape(name: str, result: Any) -> None:
         raise InputError(f"{name}(params, data) must be one number, got {got}")
 
 
-def evaluate_on_host(measure: Measure, params: Any, data: Any) -> float:
+def evaluate_on_host(measure: Measure, params: Any, data: Any, buffers: Any = None) -> float:
     """Evaluate a metric on the host and check that it is one number."""
-    value = measure.function(params, data)
+    value = _bind_buffers(measure.function, buffers)(params, data)
     try:
         number = np.asarray(value)
         if number.shape == () and number.dtype.kind in "biuf":
@@ -295,16 +301,33 @@ def _group(clients: NDArray[Any], first: NDArray[Any], size: int | None, ghost: 
     return Group(laid(clients, ghost), laid(first, 0), place)
 
 
+def mean_buffers(spec: Spec, federation: Federation, state: State) -> Any:
+    """Return the state that metrics of the common model use: the averaged one, or the mean of the clients' own."""
+    if not spec.local_buffers:
+        return state.buffers
+
+    def mean(rows: Array) -> Array:
+        return over_devices(spec, jnp.tensordot(federation.weights, rows.astype(state.x.dtype), 1)).astype(rows.dtype)
+
+    return jax.tree.map(mean, state.own_buffers)
+
+
+def _bind_buffers(function: Callable[..., Any], buffers: Any) -> Callable[..., Any]:
+    """Bind the state that a problem's loss updates to a metric that takes `state` by name."""
+    return function if buffers is None else bound(function, state=buffers)
+
+
 def evaluate_compiled(spec: Spec, federation: Federation, state: State) -> dict[str, Array]:
     """Evaluate the compiled metrics, inside the program; return their columns."""
     columns: dict[str, Array] = {}
+    buffers = mean_buffers(spec, federation, state)
     compiled = [measure for measure in spec.own if measure.compiled]
     for measure, data in zip(compiled, federation.measured, strict=True):
         records = federation.records if data.records is None else data.records
         if not measure.summary:
-            values = [measure.function(spec.layout.unflatten(state.x), records)]
+            values = [_bind_buffers(measure.function, buffers)(spec.layout.unflatten(state.x), records)]
         else:
-            each = _evaluate_clients(spec, federation, state, measure, records, data)
+            each = _evaluate_clients(spec, federation, state, measure, records, data, buffers)
             values = [summarise(jnp, one, each, data.weights) for one in measure.summary]
         columns |= {
             column: jnp.asarray(value, state.x.dtype) for column, value in zip(measure.columns, values, strict=True)
@@ -313,20 +336,21 @@ def evaluate_compiled(spec: Spec, federation: Federation, state: State) -> dict[
 
 
 def _evaluate_clients(
-    spec: Spec, federation: Federation, state: State, measure: Measure, records: Any, data: Data
+    spec: Spec, federation: Federation, state: State, measure: Measure, records: Any, data: Data, buffers: Any
 ) -> Array:
-    """Return the (N,) values of the clients."""
+    """Return the (N,) values of the clients, each with its own buffers where it has some."""
     here = 0 if federation.who is None else federation.who[0]  # the first client on this device
 
     def one(client: Array, first: Array, place: Array) -> Array:
-        x = state.x
+        x, row, used = state.x, jnp.minimum(client - here, len(federation.first) - 1), buffers
+        if spec.local_buffers:
+            used = jax.tree.map(lambda a: a[row], state.own_buffers)
         if measure.personal:
-            row = jnp.minimum(client - here, len(federation.first) - 1)
             x = personal_model(spec.algorithm, x, jax.tree.map(lambda a: a[row], state.own))
         own = records
         if place is not None:
             own = jax.tree.map(lambda a: a.at[first + place].get(mode="promise_in_bounds"), records)
-        return jnp.asarray(measure.function(spec.layout.unflatten(x), own), x.dtype)
+        return jnp.asarray(_bind_buffers(measure.function, used)(spec.layout.unflatten(x), own), x.dtype)
 
     values = jnp.zeros(len(data.weights), state.x.dtype)
     for group in data.groups or ():

@@ -18,6 +18,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
+from fedscaffold.problems.records import is_float
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import compression, resolve, stale
 from fedscaffold.simulation.compatibility import refuse
@@ -118,6 +119,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         batch_sizes=drawer.sizes if branches and drawer.ragged else (),
         client_sizes=tuple(np.unique(problem.counts).tolist()) if branches and ragged and whole else (),
         own=own.measures,
+        local_buffers=problem.state is not None and config.buffers == "local",
     )
     shards = None if config.devices in (None, 1) else make_shards(config, size, touched, block)
     if shards is not None:
@@ -286,6 +288,8 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         )
     )
 
+    buffers = jax.tree.map(lambda a: a.astype(dtype) if is_float(a) else a, problem.state)
+
     def table(record: Any) -> Any:
         return jax.tree.map(lambda a: np.repeat(np.asarray(a, dtype)[None], rows, axis=0), record)
 
@@ -300,6 +304,8 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         np.zeros(rows, np.int32) if spec.ages else None,
         {name: np.zeros((rows, problem.dim), dtype) for name in spec.errors} or None,
         None if algorithm.own is None else table(algorithm.own(vector)),
+        None if spec.local_buffers else buffers,
+        jax.tree.map(lambda a: np.repeat(a[None], rows, axis=0), buffers) if spec.local_buffers else None,
     )
 
 

@@ -46,6 +46,8 @@ class Clients(NamedTuple):
     """Private client state as the algorithm's record (personal models), or None."""
     models: NDArray[Any] | None = None
     """(N, d) personal models as flat vectors, for algorithms that have them; see `Run.model`."""
+    state: Any = None
+    """The state that the loss updates, one row per client, where each keeps its own (`buffers="local"`)."""
 
     @property
     def c_i(self) -> NDArray[Any] | None:
@@ -135,6 +137,8 @@ class Run(NamedTuple):
     """For each metric on records, the data it was measured on: record by record, or in which batches."""
     num_clients: int
     """Number of clients N."""
+    state: Any = None
+    """The state that the loss updates, such as running statistics, averaged over clients; None if there is none."""
 
 
 def finish(
@@ -167,7 +171,7 @@ def finish(
         x=ready.spec.layout.unflatten(state.x),
         vector=state.x,
         server=state.server,
-        clients=Clients(memory, age, _local_clients(ready), state.own, models),
+        clients=Clients(memory, age, _local_clients(ready), state.own, models, state.own_buffers),
         history=history,
         rounds=done,
         outcome=_outcome(done >= config.rounds, ended, reached),
@@ -182,6 +186,7 @@ def finish(
         fault=describe_fault(ready.spec, state, mean, clients),
         measured=describe(config.problem, ready.spec),
         num_clients=clients,
+        state=state.buffers,
     )
 
 

@@ -45,6 +45,8 @@ class Sums(NamedTuple):
     """Changes of the memories by the `refresh` policy, before the local steps."""
     rounded: Any = None
     """Rounding errors of storing the memories in the run's precision."""
+    buffers: Any = None
+    """States that the loss updates."""
 
 
 def rounds(
@@ -106,7 +108,7 @@ def _round(
     before = state = apply_policy(spec, federation, state, len(draw.cohort))
     cohort = select_cohort(spec, federation, settings, state, draw)
     if spec.algorithm.prepare is not None:
-        mean = _mean_gradient(spec, federation, state.x, draw, cohort)
+        mean = _mean_gradient(spec, federation, state, draw, cohort)
         state = state._replace(server=spec.algorithm.prepare(state.server, mean))
     held, sums = _run_cohort(spec, federation, settings, state, draw, cohort, never)
     step = partial(_server_step, spec)
@@ -131,6 +133,8 @@ def _round(
         update_heard_at(spec, state, draw.cohort),
         held.errors,
         held.own,
+        _average_buffers(state.buffers, sums),
+        held.buffers,
     )
     row, done = evaluate(spec, federation, settings, state, drift.astype(x.dtype), due)
     return state._replace(done=state.done | done), row
@@ -164,6 +168,18 @@ def _server_step(spec: Spec, lr: Array, old: ServerState, told: Any, sums: Sums)
         drift = jnp.sqrt(jnp.maximum(sums.spread / safe - move @ move, 0))
     kept_up = tuple(mean + change for mean, change in zip(old.mean, sums.change, strict=True))
     return ServerState(server, kept_up, jnp.maximum(old.scale, jnp.sqrt(sums.size / safe))), drift
+
+
+def _average_buffers(old: Any, sums: Sums) -> Any:
+    """Return the weighted mean of the buffers of the clients heard; means of whole numbers are rounded."""
+
+    def mean(before: Array, total: Array) -> Array:
+        new = total / jnp.where(sums.heard > 0, sums.heard, 1)
+        new = new if jnp.issubdtype(before.dtype, jnp.floating) else jnp.round(new)
+        return jnp.where(sums.heard > 0, new.astype(before.dtype), before)
+
+    with enable_float64():
+        return jax.tree.map(mean, old, sums.buffers)
 
 
 def _apply_server_optimizer(spec: Spec, state: State, x: Array) -> tuple[Array, Any]:
@@ -202,15 +218,20 @@ def _split_into_blocks(spec: Spec, cohort: Any) -> Any:
     return jax.tree.map(lambda a: a.reshape(-1, spec.block, *a.shape[1:]), cohort)
 
 
-def _mean_gradient(spec: Spec, federation: Federation, x: Array, draw: Draws, cohort: Cohort) -> Array:
+def _mean_gradient(spec: Spec, federation: Federation, state: State, draw: Draws, cohort: Cohort) -> Array:
     """Return the weighted mean of the cohort's gradients at x, for algorithms that exchange it first."""
 
+    def one(work: Work) -> Array:
+        buffers = state.buffers
+        if spec.local_buffers:
+            buffers = jax.tree.map(lambda a: a[work.client], state.own_buffers)
+        return gradient_at_x(spec, federation, state.x, work, buffers)
+
     def block(total: Array, part: Cohort) -> Array:
-        own = _map_clients(spec, lambda work: gradient_at_x(spec, federation, x, work), part.work)
-        return total + _weighted_sum(part.p, own)
+        return total + _weighted_sum(part.p, _map_clients(spec, one, part.work))
 
     total, heard = sum_over_devices(
-        spec, (_fold_blocks(spec, federation, draw, block, jnp.zeros_like(x), cohort), cohort.p.sum())
+        spec, (_fold_blocks(spec, federation, draw, block, jnp.zeros_like(state.x), cohort), cohort.p.sum())
     )
     return total / jnp.where(heard > 0, heard, 1)
 
@@ -243,7 +264,7 @@ def _run_cohort(
     O(N). With several devices rows are gathered and written per block, because a device has room for more members than
     usually come.
     """
-    tables = ClientState(state.memory, state.own, state.errors)
+    tables = ClientState(state.memory, state.own, state.errors, state.own_buffers)
     run = partial(_run_block, spec, federation, settings, state, draw, never)
     if spec.mesh is not None:
 
@@ -285,7 +306,8 @@ def _run_block(
     most = loop_length(spec, draw, work)
 
     def client(own: tuple[ClientState, Work]) -> Reply:
-        return train(spec, federation, settings, state.told, *own, most)
+        buffers = own[0].buffers if spec.local_buffers else state.buffers
+        return train(spec, federation, settings, state.told, *own, most, buffers)
 
     replies = prevent_recomputation(never, _map_clients(spec, client, (old, work)))
     with enable_float64():
@@ -294,7 +316,9 @@ def _run_block(
             replies = replies._replace(message=replies.message._replace(**{spec.rebuilt: move}))
         held, renewed, rounded = _update_memory(spec, state, replies, old)
         new = _sum_block(spec, p, replies, old, held)._replace(
-            renewed=_weighted_sums(p, renewed), rounded=_weighted_sums(p, rounded)
+            renewed=_weighted_sums(p, renewed),
+            rounded=_weighted_sums(p, rounded),
+            buffers=None if spec.local_buffers else _weighted_sums(p, replies.buffers),
         )
         return jax.tree.map(jnp.add, sums, new), held
 
@@ -305,8 +329,9 @@ def _update_memory(spec: Spec, state: State, replies: Reply, old: ClientState) -
     The new memory is computed in float64 and then rounded to the run's precision, so that the rounding error can be
     added to the server's mean.
     """
+    kept = ClientState(None, replies.own, replies.errors, replies.buffers if spec.local_buffers else None)
     if spec.algorithm.remember is None:
-        return ClientState(None, replies.own, replies.errors), None, None
+        return kept, None, None
     dtype = state.x.dtype
     before, told, message = (jax.tree.map(to_float64, a) for a in (old.memory, state.told, replies.message))
     begun = before if replies.memory is None else jax.tree.map(to_float64, replies.memory)
@@ -316,7 +341,7 @@ def _update_memory(spec: Spec, state: State, replies: Reply, old: ClientState) -
     rounded = None
     if dtype != jnp.float64:
         rounded = jax.tree.map(lambda stored, a: to_float64(stored) - a, new, exact)
-    return ClientState(new, replies.own, replies.errors), renewed, rounded
+    return kept._replace(memory=new), renewed, rounded
 
 
 def _new_memory(spec: Spec, told: Any, memory: Any, message: Any) -> Any:
@@ -363,6 +388,7 @@ def _zero_sums(spec: Spec, state: State) -> Sums:
         zero = jnp.zeros((), kind)
         empty = jnp.zeros(state.x.shape, kind)
         memory = jax.tree.map(lambda table: jnp.zeros(table.shape[1:], kind), state.memory)
+        buffers = jax.tree.map(lambda a: jnp.zeros(a.shape, kind), state.buffers)
     known = spec.exchange
     fields = known.record._fields  # type: ignore[attr-defined]
     message: dict[str, Any] = {name: zero if name in known.travel else empty for name in fields}
@@ -377,6 +403,7 @@ def _zero_sums(spec: Spec, state: State) -> Sums:
         zero,
         memory if spec.policy.refresh_after is not None else None,
         memory if spec.keeps and state.x.dtype != jnp.float64 else None,
+        buffers,
     )
 
 
@@ -389,8 +416,8 @@ def _weighted_sum(p: Array, rows: Array) -> Array:
     """Return sum p_i row_i; rows of weight 0 are ignored even if they are not finite."""
     if rows is None:
         return None
-    some = p[:, None] > 0 if rows.ndim > 1 else p > 0
-    return p @ jnp.where(some, rows, 0).astype(p.dtype)
+    some = (p > 0).reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.tensordot(p, jnp.where(some, rows, 0).astype(p.dtype), 1)
 
 
 def _weighted_square_sum(p: Array, rows: Array) -> Array:

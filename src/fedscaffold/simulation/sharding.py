@@ -27,7 +27,7 @@ from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 __all__ = ["Shards", "make_shards", "on_all_devices", "sum_over_devices"]
 
 AXIS = "clients"
-OF_CLIENTS = ("memory", "heard_at", "errors", "own")  # fields of a state with one row per client
+OF_CLIENTS = ("memory", "heard_at", "errors", "own", "own_buffers")  # fields of a state with one row per client
 EVENLY = 4  # blocks per device if cohorts are sampled, as a device's number of members varies
 
 

@@ -70,6 +70,8 @@ class Spec(NamedTuple):
     client_sizes: tuple[int, ...] = ()
     own: tuple[Measure, ...] = ()
     """The user's metrics."""
+    local_buffers: bool = False
+    """Each client keeps the state that the loss updates; otherwise it is averaged like the model."""
 
     @property
     def own_columns(self) -> frozenset[str]:
@@ -208,6 +210,10 @@ class State(NamedTuple):
     """(N, d) error feedback of compression, by field of the message."""
     own: Any = None
     """The algorithm's record of private client state, each field with one row per client."""
+    buffers: Any = None
+    """State that the loss updates, such as running statistics, averaged over clients; None if there is none."""
+    own_buffers: Any = None
+    """The same, one row per client, where each client keeps its own."""
 
     @property
     def x(self) -> Array:

@@ -206,6 +206,8 @@ def _refuse_large(problem: Problem) -> None:
 
 def batch_sizes(problem: Problem, batch_size: float | int | None) -> Floats | None:
     """Return the batch size of each client as `simulate` takes it; None for full batches."""
+    if problem.state is not None:
+        raise InputError(f"the loss of {problem.name} updates a state, which the theory does not know")
     if problem.functions.random:
         raise InputError(
             f"the loss of {problem.name} takes a random key, whose noise the theory does not know: give it a loss "
