@@ -1,5 +1,7 @@
 """States that a loss updates beside the gradient (running statistics): trained, averaged, kept and measured as written."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,12 +96,11 @@ def oracle(algorithm, counts, weights, cohorts, local, batches=None):
             moves = add(moves, add(x, y, -1), p[i] / heard)
             changes = add(changes, add(total, c_i[i], -1), p[i])
             c_i[i], own[i] = total, state
-            states.append((p[i] / heard, state))
+            states.append(state)
         x = add(x, moves, -1)
         c = add(c, changes)
-        averaged = jax.tree.map(
-            lambda *a: sum(w * v for (w, _), v in zip(states, a, strict=True)), *[s for _, s in states]
-        )
+        shares = [p[i] / heard for i in cohort]
+        averaged = jax.tree.map(lambda *rows, shares=shares: sum(map(operator.mul, shares, rows)), *states)
     return x, c_i, averaged, own
 
 
