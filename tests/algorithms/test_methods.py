@@ -275,6 +275,10 @@ class Two(NamedTuple):
     other: object
 
 
+class Memory(NamedTuple):
+    c_i: object
+
+
 def test_two_vectors_with_error_feedback_are_compressed_apart():
     """Were they compressed with one random key, the same coordinates of both would come."""
 
@@ -297,13 +301,22 @@ BAD = {
     "a field that no walk has": AVERAGE._replace(message=lambda walk, shift: Two(walk.mvoe, walk.d)),
     "a mean of nothing": fs.scaffold()._replace(means=(("q", "c_i"),)),
     "a memory that nobody renews": fs.scaffold()._replace(remember=None),
+    "an update that is no record": AVERAGE._replace(update=lambda server, sent, mean, heard: server.x - mean.move),
+    "an update without a field": fs.scaffold()._replace(
+        update=lambda server, sent, mean, heard: AVERAGE.init(server.x)
+    ),
+    "a memory that is no record": fs.scaffold()._replace(remember=lambda memory, shift, message: message.d),
+    "a memory of another length": fs.scaffold()._replace(memory=lambda x: Memory(np.zeros(7))),
+    "an update of another length": AVERAGE._replace(
+        update=lambda server, sent, mean, heard: server._replace(x=np.zeros(7))
+    ),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_functions_that_cannot_be_run_are_one_line(what):
     with pytest.raises(
-        fs.InputError, match=r"a function of .* cannot be run|must have both memory and remember"
+        fs.InputError, match=r"a function of .* cannot be run|must have both memory and remember|must return a record"
     ) as error:
         simulate(BAD[what])
     assert "\n" not in str(error.value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.algorithms.round import exchange, needs
+from fedscaffold.algorithms.base import Walk
+from fedscaffold.algorithms.round import exchange, needs, reply_of, shift_of, start_of
 from fedscaffold.checks import InputError
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.leaves import Leaves
@@ -91,6 +94,8 @@ def _refuse_policy(config: RunConfig, policy: Policy) -> None:
 def _refuse_functions(algorithm: Algorithm) -> None:
     """Raise an InputError for functions or records that are not as `fedscaffold.algorithms.base` describes them."""
     algorithm = algorithm if algorithm.fit is None else algorithm.fit(None)
+    if (algorithm.memory is None) != (algorithm.remember is None):
+        raise InputError(f"{algorithm.name} must have both memory and remember, or neither")
     vector = Leaves([np.ones(1)])
     try:
         exchange(algorithm)
@@ -102,8 +107,41 @@ def _refuse_functions(algorithm: Algorithm) -> None:
         start = vector if algorithm.start is None else algorithm.start(vector, own)
         shift = vector if algorithm.shift is None else algorithm.shift(server, memory)
         algorithm.direction(lambda z: z, start, vector, shift)
+        _refuse_records(algorithm)
     except (AttributeError, TypeError) as error:
         does = "use + - * / on vectors, and NamedTuples for records, as fedscaffold.algorithms.base says"
         raise InputError(f"a function of {algorithm.name} cannot be run: {error}; {does}") from error
-    if (algorithm.memory is None) != (algorithm.remember is None):
-        raise InputError(f"{algorithm.name} must have both memory and remember, or neither")
+
+
+def _refuse_records(algorithm: Algorithm) -> None:
+    """Run one round on vectors of two entries, and raise an InputError for records that do not keep their fields."""
+    x = jnp.ones(2)
+    makers = {"init": algorithm.init, "memory": algorithm.memory, "own": algorithm.own}
+    server, memory, own = (None if make is None else make(x) for make in makers.values())
+    for function, record in zip(makers, (server, memory, own), strict=True):
+        _refuse_fields(algorithm, function, record, record)
+    shift, end = shift_of(algorithm, server, memory), start_of(algorithm, x, own)
+    ends = dict.fromkeys(("y", "move", "d"), lambda: end)
+    walk = Walk(x=lambda: x, travel=lambda: 1.0, gradient=lambda: x, own=lambda: own, **ends)
+    message, kept = reply_of(algorithm, walk, shift, own)
+    _refuse_fields(algorithm, "message", message, message)
+    _refuse_fields(algorithm, "keep", own, kept)
+    _refuse_fields(algorithm, "update", server, algorithm.update(server, server, message, 1.0))
+    if algorithm.remember is not None:
+        _refuse_fields(algorithm, "remember", memory, algorithm.remember(memory, shift, message))
+
+
+def _refuse_fields(algorithm: Algorithm, function: str, before: Any, after: Any) -> None:
+    """Raise an InputError unless a function returns a record with the fields of `before`, numbers or vectors."""
+    if before is None:
+        return
+    fields, got = before._fields, getattr(after, "_fields", None)
+    must = f"{function} of {algorithm.name} must return a record"
+    if got != fields:
+        what = type(after).__name__ if got is None else f"the fields {', '.join(got)}"
+        raise InputError(f"{must} with the fields {', '.join(fields)}, got {what}")
+    for name, value in zip(fields, after, strict=True):
+        if np.shape(value) not in ((), (2,)):
+            raise InputError(
+                f"{must} of numbers and vectors like x; where x has 2 entries, {name} has shape {np.shape(value)}"
+            )
