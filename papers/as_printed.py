@@ -1,6 +1,6 @@
 """Formulas as the papers print them, where they are wrong: here only to show that they are. Never use them.
 
-Each name ends in `_as_printed`; the page docs/errata.md has the list in words, and tests/theory/test_errata.py shows
+Each name ends in `_as_printed`; the page docs/errata.md has the list in words, and tests/papers/test_errata.py shows
 each one failing and its corrected form passing the same check. Tags: 000 quadratics, 002 stochastic, 004 original.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.theory.bounds import Condition, Federation, at_most
+from papers.bounds.conditions import Condition, Federation, at_most
 
 Floats: TypeAlias = NDArray[Any]  # of float64
 
@@ -256,7 +256,7 @@ def fedavg_step_as_printed(setting: Federation, rounds: int) -> float:
     """Step s = min{log(max(1, mu^2 R d / c_1)) / (mu R), 1 / (8 (1 + B^2) beta)}, d = 3 D^2: 004 proof of Theorem V.
 
     The recursion contracts by 1 - mu s / 2, so that Lemma 1 gives twice this; and where c_1 = 0 (no noise, no
-    sampling) the drift 36 beta G^2 s^2 must limit the step, which it does not. See `bounds_original.fedavg`.
+    sampling) the drift 36 beta G^2 s^2 must limit the step, which it does not. See `original.fedavg`.
 
     >>> constants = {"smoothness": 1.0, "mu": 0.1, "big_g": 1.0, "big_b": 1.0, "distance": 1.0}
     >>> fedavg_step_as_printed(Federation(local_steps=2, num_clients=2, **constants), 10**6)  # however many rounds

@@ -31,8 +31,8 @@ from fedscaffold.problems.quadratic import quadratic
 from fedscaffold.theory.error_dynamics import chain, walked
 from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round
 from fedscaffold.theory.round_map import SCAFFOLD, Form
-from fedscaffold.theory.speed_up import speed_up
 from fedscaffold.theory.stationary import by_transfer, doubled, entry
+from papers.bounds.speed_up import speed_up
 
 __all__ = ["Conjectures", "Flat", "Searched", "Stiff", "conjectures", "stiff_and_noisy"]
 

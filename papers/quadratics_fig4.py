@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,12 @@ from numpy.typing import NDArray
 
 from fedscaffold.algorithms import scaffold
 from fedscaffold.problems import Problem, quadratic
-from fedscaffold.theory import best_local_steps, contraction_curve, spectra
+from fedscaffold.theory import best_local_steps, contraction_curve, contraction_rate, spectra
 from fedscaffold.theory.quadratics import linear_round
 from fedscaffold.theory.round_map import form_of
 from papers import plotting
+from papers.bounds.lambda_norm import lambda_norm
+from papers.bounds.quadratic import published_local_steps, rho
 from papers.claim import (
     Check,
     Claim,
@@ -47,6 +48,8 @@ def measure(settings: Settings, memo: Memo) -> Data:
         smoothness=settings["smoothness"],
         seed=settings["seed"],
     )
+    eigenvalues = spectra(problem).values
+    constants = {"mu": float(eigenvalues.min()), "smoothness": float(eigenvalues.max())}
     curves = []
     for lr in settings["lrs"]:
         grid = np.unique(np.geomspace(1, 200 / lr, settings["points"]).round().astype(int)).tolist()
@@ -54,6 +57,8 @@ def measure(settings: Settings, memo: Memo) -> Data:
         exact = contraction_curve(problem, lr=lr, local_steps=grid)
         ratios = np.array([_ratios(problem, lr, h, settings["states"]) for h in grid])
         best = best_local_steps(problem, lr=lr)
+        published = published_local_steps(**constants, lr=lr)
+        beyond = contraction_rate(problem, lr=lr, local_steps=published)
         curves.append(
             {
                 "lr": lr,
@@ -61,13 +66,13 @@ def measure(settings: Settings, memo: Memo) -> Data:
                 "mean": ratios.mean(axis=1),
                 "low": np.quantile(ratios, 0.05, axis=1),
                 "high": ratios.max(axis=1),
-                "rho": [rate.rho for rate in exact],
+                "rho": [rho(**constants, lr=lr, local_steps=h).value for h in grid],
                 "radius": [rate.spectral_radius**2 for rate in exact],
-                "norm": [(rate.lambda_norm or math.nan) ** 2 for rate in exact],
+                "norm": [lambda_norm(problem, lr=lr, local_steps=h) ** 2 for h in grid],
                 "best": best.local_steps,
-                "published": best.published,
+                "published": published,
                 "estimate": best.estimate,
-                "lost": best.ratio,
+                "lost": beyond.rounds_per_digit / best.rounds_per_digit,
             }
         )
     return {"curves": curves}

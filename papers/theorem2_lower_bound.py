@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedscaffold.algorithms import fedavg
-from fedscaffold.theory.bounds_original import fedavg_lower_bound, lower_bound_constant, pair_best_lr, pair_round
 from papers import plotting
+from papers.bounds.original import fedavg_lower_bound, lower_bound_constant, pair_best_lr, pair_round
 from papers.by_hand import play, quadratic_gradients
 from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table, at_most, between
 

@@ -13,6 +13,7 @@ from fedscaffold.experiments import config_file
 from fedscaffold.problems import weights_of
 from fedscaffold.simulation import compression, stale
 from fedscaffold.theory.advice import advise
+from papers.bounds.speed_up import speed_up
 
 nan, inf = float("nan"), float("inf")
 HUGE = (2**63, 10**30, 10**5000)
@@ -142,7 +143,7 @@ FUNCTIONS = {
         {"lr": "positive", "local_steps": "count", "rounds": "count", "noise": "number"},
     ),
     "speed_up": (
-        fs.theory.speed_up, {"eigenvalues": [0.1, 1.0], "lr": 0.1, "local_steps": 2}, {"lr": "positive", "local_steps": "count"},
+        speed_up, {"eigenvalues": [0.1, 1.0], "lr": 0.1, "local_steps": 2}, {"lr": "positive", "local_steps": "count"},
     ),
     "split": (
         fs.data.split, {"spec": "iid", "labels": [0, 1] * 5, "num_clients": 2, "seed": 0},

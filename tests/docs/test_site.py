@@ -217,12 +217,13 @@ def test_curves_are_distances_to_the_optimum():
 
 def resolved(name):
     """What a name such as `fs.a.b.C.d(parameter)` means; a function may have the name of its module, and then hides it."""
-    path, parameter = re.fullmatch(r"fs\.([\w.]+)(?:\((\w+)\))?", name).groups()
+    package, path, parameter = re.fullmatch(r"(fs|papers)\.([\w.]+)(?:\((\w+)\))?", name).groups()
+    package = {"fs": "fedscaffold"}.get(package, package)
     try:
-        target = attrgetter(path)(fedscaffold)
+        target = attrgetter(path)(importlib.import_module(package))
     except AttributeError:
         module, _, last = path.rpartition(".")
-        target = getattr(importlib.import_module(f"fedscaffold.{module}"), last)
+        target = getattr(importlib.import_module(f"{package}.{module}"), last)
     if parameter:
         assert parameter in inspect.signature(target).parameters, name
     return target
@@ -239,7 +240,7 @@ test_exists.__test__ = False
 
 @pytest.mark.parametrize("page", ["notation.md", "theory-formulas.md"])
 def test_names_in_the_tables_of_theory_exist(page):
-    names = re.findall(r"`(fs\.[\w.()]+)`", (DOCS / page).read_text(encoding="utf-8"))
+    names = re.findall(r"`((?:fs|papers)\.[\w.()]+)`", (DOCS / page).read_text(encoding="utf-8"))
     assert len(names) > 40
     for name in names:
         resolved(name)
@@ -251,7 +252,7 @@ def test_every_formula_has_a_function_a_test_and_its_errata():
     assert {f"F{k}" for k in range(1, 28)} | {"F8'"} <= set(rows)
     for number, row in rows.items():
         tests = re.findall(r"`([\w/]+\.py::test_\w+)`", row)
-        assert number == "F2" or (tests and "`fs." in row), number
+        assert number == "F2" or (tests and re.search(r"`(fs|papers)\.", row)), number
         assert all(test_exists(test) for test in tests), row
     numbers = set(re.findall(r"\bF\d+'?", "".join(path.read_text(encoding="utf-8") for path in theory_files())))
     assert numbers <= set(rows), "the docstrings of theory have formulas that the page has not"
@@ -263,8 +264,9 @@ def test_every_formula_has_a_function_a_test_and_its_errata():
 
 
 def theory_files():
-    """The library's, and the formulas that are wrong in print."""
-    return [*(Path(fedscaffold.__file__).parent / "theory").glob("*.py"), ROOT / "papers" / "as_printed.py"]
+    """The library's, the published bounds, and the formulas that are wrong in print."""
+    folders = Path(fedscaffold.__file__).parent / "theory", ROOT / "papers" / "bounds"
+    return [*(path for folder in folders for path in folder.glob("*.py")), ROOT / "papers" / "as_printed.py"]
 
 
 @pytest.mark.process

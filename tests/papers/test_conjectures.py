@@ -7,6 +7,7 @@ import fedscaffold as fs
 from fedscaffold.checks import InputError
 from fedscaffold.theory.quadratics import linear_round
 from papers import conjecture_search
+from papers.bounds.speed_up import speed_up
 
 
 def instance(rng, ends=False):
@@ -34,7 +35,7 @@ def test_no_instance_exceeds_what_is_proved():
     for k in range(150):
         problem, _, values, lr, steps = instance(rng, ends=k % 2 == 0)
         n, d = values.shape
-        proved = fs.theory.speed_up(values, lr=lr, local_steps=steps)
+        proved = speed_up(values, lr=lr, local_steps=steps)
         round_law = fs.theory.stationary(problem, lr=lr, local_steps=steps, noise=1.0)
         ratio = n * np.linalg.eigvalsh(round_law.x_covariance)[-1] / proved.round_noise
         shaped = covariances(rng, n, d)
@@ -81,7 +82,7 @@ def test_every_step_size_below_two_over_l_is_stable():
         problem, _, values, _, steps = instance(rng, ends=k % 2 == 0)
         lr = rng.uniform(1.0, 1.999) / values.max()
         assert fs.theory.contraction_rate(problem, lr=lr, local_steps=steps).spectral_radius < 1
-        proved = fs.theory.speed_up(values, lr=lr, local_steps=steps)
+        proved = speed_up(values, lr=lr, local_steps=steps)
         law = fs.theory.stationary(problem, lr=lr, local_steps=steps, noise=1.0)
         largest = np.linalg.eigvalsh(law.x_covariance)[-1]
         assert len(values) * largest <= proved.round_noise * (1 + 1e-9)
@@ -94,7 +95,7 @@ def test_the_constants_that_the_page_states():
         for lr in (1.0, 0.6, 0.1, 1e-3):
             for reach in np.geomspace(1e-3, 1e3, 25):  # gamma mu H
                 steps = max(1, round(reach * kappa / lr))
-                worst = max(worst, fs.theory.speed_up(grid, lr=lr, local_steps=steps).round_noise / (lr * kappa))
+                worst = max(worst, speed_up(grid, lr=lr, local_steps=steps).round_noise / (lr * kappa))
     assert 1.0 < worst < 1.12
 
 
@@ -135,7 +136,7 @@ def test_stiff_and_noisy_is_the_whole_problem_in_one_direction():
 @pytest.mark.parametrize("kappa", [25.0, 100.0, 400.0])
 def test_the_constant_for_any_noise_must_grow_with_the_condition_number(kappa):
     reached = conjecture_search.stiff_and_noisy(5000, kappa)
-    proved = fs.theory.speed_up([1 / kappa, 1.0], lr=1.0, local_steps=round(kappa**0.5)).any_noise / kappa
+    proved = speed_up([1 / kappa, 1.0], lr=1.0, local_steps=round(kappa**0.5)).any_noise / kappa
     assert kappa**0.5 / 5 < reached < proved < 1.1 * kappa**0.5
 
 
@@ -187,4 +188,4 @@ def test_slope_is_that_of_a_power_law():
 )
 def test_speed_up_refuses(eigenvalues, lr, steps, said):
     with pytest.raises(InputError, match=said):
-        fs.theory.speed_up(eigenvalues, lr=lr, local_steps=steps)
+        speed_up(eigenvalues, lr=lr, local_steps=steps)

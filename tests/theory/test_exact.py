@@ -17,6 +17,9 @@ from fedscaffold.theory.quadratics import geometric, lag, linear_round, power, s
 from fedscaffold.theory.round_map import form_of
 from fedscaffold.theory.stable_step import stable_step
 from fedscaffold.theory.stationary import by_transfer
+from papers.bounds import quadratic
+from papers.bounds.lambda_norm import lambda_norm, largest_singular_value, operator, scaled
+from papers.bounds.xi_form import block_residual, xi_round_map
 
 SCAFFOLD, FEDAVG = fs.scaffold(), fs.fedavg()
 CLOSED = [make for make in ALGORITHMS.values() if make().form is not None]
@@ -50,7 +53,7 @@ def to_xi(n, d):
 
 
 def test_golden_round_map_and_trajectory(one_dimension):
-    closed = theory.xi_round_map(one_dimension, **G1)
+    closed = xi_round_map(one_dimension, **G1)
     expected = [
         [0.612053125, -0.2952, -0.3709875],
         [-0.25306640625, 0.631, 0.463734375],
@@ -70,9 +73,7 @@ def test_golden_round_map_and_trajectory(one_dimension):
 def test_golden_rates_and_law(one_dimension):
     rate = theory.contraction_rate(one_dimension, **G1)
     assert rate.spectral_radius**2 == pytest.approx(0.31772390829780034, abs=1e-12)
-    assert rate.lambda_norm**2 == pytest.approx(0.41712645581459185, abs=1e-12)
-    assert rate.rho == pytest.approx(0.81450625, abs=1e-14)
-    assert rate.cauchy_schwarz == pytest.approx(0.6686812135156247, abs=1e-14)
+    assert lambda_norm(one_dimension, **G1) ** 2 == pytest.approx(0.41712645581459185, abs=1e-12)
     np.testing.assert_allclose(theory.fixed_point(one_dimension, **G1), [0.4], atol=1e-15)
     fedavg = theory.fixed_point(one_dimension, algorithm=FEDAVG, **G1)
     np.testing.assert_allclose(fedavg, [0.2827867862062295], atol=1e-14)
@@ -90,7 +91,7 @@ def test_golden_lower_bound_pair():
     curve = theory.contraction_curve(pair, lr=0.1, local_steps=[1, 2, 5, 10])
     expected = [0.9, 0.8081286641361126, 0.5, 0.5261592397744241]
     assert [rate.spectral_radius for rate in curve] == pytest.approx(expected, abs=1e-10)
-    assert all(rate.rho == 1 and rate.lambda_norm <= 1 for rate in curve)  # one client is not strongly convex
+    assert all(lambda_norm(pair, lr=0.1, local_steps=k) <= 1 for k in (1, 2, 5, 10))
     biases = [theory.bias(pair, lr=0.1, local_steps=k, algorithm=FEDAVG)[0] for k in (1, 2, 10)]
     assert biases == pytest.approx([0, 0.055555555555555566, 0.6202902496016713], abs=1e-14)
 
@@ -112,7 +113,7 @@ def test_golden_lower_bound_pair():
 def test_the_differentiated_code_is_the_closed_form(algorithm, n, d, lr, steps):
     problem = fs.problems.quadratic(n, d, mu=0.05, seed=n, noise=0.3)
     code = theory.round_map(problem, lr=lr, local_steps=steps, algorithm=algorithm)
-    closed = theory.xi_round_map(problem, lr=lr, local_steps=steps, algorithm=algorithm)
+    closed = xi_round_map(problem, lr=lr, local_steps=steps, algorithm=algorithm)
     change = to_xi(n, d) if code.memory else np.eye(d)
     np.testing.assert_allclose(change @ code.matrix, closed.matrix @ change, rtol=0, atol=1e-12)
     np.testing.assert_allclose(change @ code.offset, closed.offset, rtol=0, atol=1e-12)
@@ -139,11 +140,11 @@ def test_every_registered_algorithm_has_the_form_that_it_declares(name):
     code = theory.round_map(problem, **options)
     if algorithm.form is None:
         with pytest.raises(fs.InputError, match="no closed form is known"):
-            theory.xi_round_map(problem, **options)
+            xi_round_map(problem, **options)
         known = [theory.round_map(problem, **{**options, "algorithm": make()}).spectral_radius() for make in CLOSED]
         assert np.abs(np.subtract(known, code.spectral_radius())).min() > 1e-4  # not one that was forgotten
         return
-    closed = theory.xi_round_map(problem, **options)
+    closed = xi_round_map(problem, **options)
     change = to_xi(n, d) if algorithm.form.memory else np.eye(d)
     common = change.shape[1]  # what follows is of the clients' own, and acts on nobody else
     np.testing.assert_allclose(change @ code.matrix[:common, :common], closed.matrix @ change, rtol=0, atol=1e-10)
@@ -172,7 +173,7 @@ STALE = {
 def test_a_declared_form_that_the_functions_do_not_have_is_refused(part):
     stale, problem = STALE[part], fs.problems.quadratic(3, 2, mu=0.2, seed=0)
     stationary = partial(theory.stationary, noise=covariances(3, 2))
-    for ask in (theory.contraction_rate, theory.bias, theory.xi_round_map, stationary):
+    for ask in (theory.contraction_rate, theory.bias, xi_round_map, stationary):
         with pytest.raises(fs.InputError, match=r"declares a form that its functions do not have; .*form=None"):
             ask(problem, lr=0.3, local_steps=4, algorithm=stale)
     found = stable_step(problem, lr=0.3, local_steps=4, algorithm=stale)  # a diagnosis goes on, and promises nothing
@@ -229,7 +230,8 @@ def test_an_algorithm_without_a_closed_form_is_differentiated():
     options = {"lr": 0.3, "local_steps": 4}
     rate = theory.contraction_rate(problem, algorithm=half, **options)
     assert 0 < rate.spectral_radius < 1
-    assert rate.lambda_norm is None
+    with pytest.raises(fs.InputError, match="no Lambda-norm"):
+        lambda_norm(problem, algorithm=half, **options)
     one = theory.round_map(problem, algorithm=half, **options)
     rest = one.fixed_point()
     np.testing.assert_allclose(one(rest), rest, rtol=0, atol=1e-13)
@@ -276,18 +278,19 @@ def test_bias_is_exact_when_it_is_tiny():
 def test_krylov_spaces_find_what_the_full_matrix_has(algorithm, lr, steps):
     problem = fs.problems.quadratic(20, 6, seed=4)
     one = linear_round(spectra(problem), form_of(algorithm), lr=lr, local_steps=steps)
-    matrix = rates._scaled(one)
+    matrix = scaled(one)
     assert rates._krylov_radius(one) == pytest.approx(np.abs(np.linalg.eigvals(matrix)).max(), abs=1e-11)
-    norm = rates._largest_singular_value(one)
+    norm = largest_singular_value(one)
     assert norm == pytest.approx(np.linalg.norm(matrix, 2), abs=1e-11)
-    np.testing.assert_allclose(rates._operator(one).rmatmat(np.eye(len(matrix))), matrix.T, atol=1e-13)
+    np.testing.assert_allclose(operator(one).rmatmat(np.eye(len(matrix))), matrix.T, atol=1e-13)
 
 
 def test_a_flat_direction_never_contracts():
     hessians = np.random.default_rng(0).uniform(0.1, 1, size=(400, 2, 1)) * np.diag([1.0, 0.0])
     problem = fs.problems.quadratic(hessians=hessians, linear=np.zeros((400, 2)))
     rate = theory.contraction_rate(problem, lr=0.5, local_steps=5)
-    assert [rate.spectral_radius, rate.lambda_norm] == pytest.approx([1, 1], abs=1e-12)
+    norm = lambda_norm(problem, lr=0.5, local_steps=5)
+    assert [rate.spectral_radius, norm] == pytest.approx([1, 1], abs=1e-12)
     with pytest.raises(fs.InputError, match="no single optimum"):
         theory.fixed_point(problem, lr=0.5, local_steps=5)
 
@@ -295,7 +298,7 @@ def test_a_flat_direction_never_contracts():
 def test_option_one_has_the_radius_of_its_matrix():
     problem = fs.problems.quadratic(5, 3, mu=0.1, seed=4)
     one = linear_round(spectra(problem), form_of(fs.scaffold(option=1)), lr=0.3, local_steps=6)
-    full = np.abs(np.linalg.eigvals(rates._scaled(one))).max()
+    full = np.abs(np.linalg.eigvals(scaled(one))).max()
     assert rates.spectral_radius(one) == pytest.approx(full, abs=1e-7)  # its zero eigenvalues are defective
 
 
@@ -305,14 +308,19 @@ def test_every_bound_is_above_the_exact_value():
         n, d = int(rng.integers(2, 6)), int(rng.integers(1, 5))
         problem = fs.problems.quadratic(n, d, mu=10 ** rng.uniform(-3, -0.1), seed=seed)
         steps, lr = int(10 ** rng.uniform(0, 3.5)), 10 ** rng.uniform(-2, 0)
-        rate = theory.contraction_rate(problem, lr=lr, local_steps=steps)
-        chain_of_bounds = [rate.spectral_radius**2, rate.lambda_norm**2, rate.cauchy_schwarz, rate.chi, rate.rho]
+        a, options = spectra(problem).values, {"lr": lr, "local_steps": steps}
+        chain_of_bounds = [
+            theory.contraction_rate(problem, **options).spectral_radius ** 2,
+            lambda_norm(problem, **options) ** 2,
+            quadratic.rho_sharp(a, **options).value,
+            quadratic.chi(a, **options).max(),
+            quadratic.rho(mu=a.min(), smoothness=a.max(), **options).value,
+        ]
         for smaller, larger in pairwise(chain_of_bounds):
             assert smaller <= larger + 1e-12
-    beyond = theory.contraction_rate(problem, lr=1.5, local_steps=3)
-    assert beyond.rho is None
-    assert beyond.chi is None
-    assert beyond.lambda_norm**2 <= beyond.cauchy_schwarz
+    beyond = {"lr": 1.5, "local_steps": 3}
+    assert not quadratic.rho(mu=a.min(), smoothness=a.max(), **beyond).holds
+    assert lambda_norm(problem, **beyond) ** 2 <= quadratic.rho_sharp(a, **beyond).value
 
 
 # --- the stationary law ----------------------------------------------------------------------------------------------
@@ -336,7 +344,7 @@ def test_the_covariance_solves_its_equation(algorithm):
     for c in range(n):
         spread[c * d : (c + 1) * d, c * d : (c + 1) * d] = eps[c]
     added = (enters @ spread @ enters.T)[:size, :size]
-    matrix = theory.xi_round_map(problem, lr=lr, local_steps=steps, algorithm=algorithm).matrix
+    matrix = xi_round_map(problem, lr=lr, local_steps=steps, algorithm=algorithm).matrix
     q = np.eye(size)
     if form.memory:
         conserved = np.concatenate([np.zeros((d, d)), np.tile(np.eye(d), (n, 1)) / math.sqrt(n)])
@@ -366,11 +374,11 @@ def test_block_equations():
     problem = fs.problems.quadratic(5, 3, mu=0.05, seed=7)
     options = {"lr": 0.7, "local_steps": 9, "noise": covariances(5, 3)}
     law = theory.stationary(problem, **options)
-    assert theory.block_residual(problem, covariance=law.covariance, **options) < 1e-13
+    assert block_residual(problem, covariance=law.covariance, **options) < 1e-13
     wrong = law.covariance.copy()
     wrong[:3, 3:] *= -1
     wrong[3:, :3] *= -1
-    assert theory.block_residual(problem, covariance=wrong, **options) > 1e-3
+    assert block_residual(problem, covariance=wrong, **options) > 1e-3
 
 
 def test_replicated_clients_divide_the_covariance():
@@ -384,8 +392,8 @@ def test_replicated_clients_divide_the_covariance():
         law = theory.stationary(many, lr=0.5, local_steps=7, noise=np.tile(noise, (copies, 1, 1)))
         assert (law.covariance is None) == (copies == 200)
         np.testing.assert_allclose(copies * law.x_covariance, alone.x_covariance, rtol=1e-9)
-        rate = theory.contraction_rate(many, lr=0.5, local_steps=7).lambda_norm
-        assert rate >= theory.contraction_rate(base, lr=0.5, local_steps=7).lambda_norm - 1e-12
+        norm = lambda_norm(many, lr=0.5, local_steps=7)
+        assert norm >= lambda_norm(base, lr=0.5, local_steps=7) - 1e-12
 
 
 def test_equal_clients_and_endless_local_steps():
@@ -398,7 +406,8 @@ def test_equal_clients_and_endless_local_steps():
         np.testing.assert_allclose(law.x_covariance, np.diag(expected), rtol=0, atol=1e-12)
         largest = max(power(0.6 * np.diag(a), steps).max(), lag(0.6 * np.diag(a), steps).max())  # F8'
         rate = theory.contraction_rate(equal, lr=0.6, local_steps=steps)
-        assert [rate.spectral_radius, rate.lambda_norm] == pytest.approx([largest, largest], abs=1e-12)
+        norm = lambda_norm(equal, lr=0.6, local_steps=steps)
+        assert [rate.spectral_radius, norm] == pytest.approx([largest, largest], abs=1e-12)
     problem = fs.problems.quadratic(4, 3, mu=0.1, seed=9)
     gammas = np.eye(3) - 0.5 * theory.client_quadratics(problem)[0]
     limit = sum(np.linalg.matrix_power(gammas, 2 * h) for h in range(600)).mean(axis=0) * 0.5**2 / 4
@@ -477,17 +486,19 @@ def test_best_local_steps_is_the_brute_force_one():
 def test_the_published_choice_needs_about_four_times_the_rounds():
     """In the quadratics paper's own set-up: N = 10, d = 20, mu = .01, L = 1 (F10)."""
     settings = [(1.0, 0), (1.0, 1), (0.2, 2)]
-    found = [theory.best_local_steps(fs.problems.quadratic(10, 20, seed=seed), lr=lr) for lr, seed in settings]
-    assert 3.5 < np.mean([best.ratio for best in found]) < 5
-    for (lr, _), best in zip(settings, found, strict=True):
-        assert best.published == math.ceil(math.sqrt(2 * (1 - 1 / math.e)) / (lr * 0.1))
+    ratios = []
+    for lr, seed in settings:
+        problem = fs.problems.quadratic(10, 20, seed=seed)
+        best = theory.best_local_steps(problem, lr=lr)
         assert best.local_steps == pytest.approx(best.estimate, rel=0.2, abs=0.6)
+        published = quadratic.published_local_steps(mu=0.01, smoothness=1.0, lr=lr)
+        rate = theory.contraction_rate(problem, lr=lr, local_steps=published)
+        ratios.append(rate.rounds_per_digit / best.rounds_per_digit)
+    assert 3.5 < np.mean(ratios) < 5
 
 
 def test_best_local_steps_of_the_pair_and_of_other_problems():
     pair = theory.best_local_steps(fs.problems.lower_bound_pair(), lr=0.1)
-    assert pair.published is None
-    assert pair.ratio is None
     curve = theory.contraction_curve(fs.problems.lower_bound_pair(), lr=0.1, local_steps=range(1, 60))
     assert pair.rate == min(rate.spectral_radius for rate in curve)
     logistic = fs.problems.two_datasets("logistic", 2, records=20, l2=0.1)

@@ -43,11 +43,11 @@ def room(name, page=""):
 
 
 def find(name):
-    """The anchor of `theory.bounds.tuned_linear`, `theory.expand`, `simulate` or `Run.x`, where there is one."""
+    """The anchor of `theory.expand`, `simulate` or `Run.x`, where there is one."""
     first, *rest = name.split(".")
     package = SOURCE / first / "__init__.py"
     if package.exists() and rest:
         if rest[0] in public(package):  # an attribute is found with its class
             return path(first, rest[0])
-        return f"fedscaffold.{name}" if first == "theory" and rest[0].startswith("bounds") else None
+        return None
     return f"fedscaffold.{first}" if first in public(SOURCE / "__init__.py") else None

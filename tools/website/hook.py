@@ -51,7 +51,7 @@ def on_page_markdown(markdown, page, **_):
     if page.file.src_uri == "errata.md":
         markdown = with_anchors(markdown)
     if page.file.src_uri in TABLES:
-        markdown = re.sub(r"`fs\.([\w.]+)(\(\w+\))?`", linked, markdown)
+        markdown = re.sub(r"`(fs|papers)\.([\w.]+)(\(\w+\))?`", linked, markdown)
 
     def made(match):
         if match[1].startswith("room "):
@@ -80,7 +80,7 @@ def labelled(table):
 
 def linked(name):
     """A name of the code, with a link to its place in the reference where it has one."""
-    target = apidoc.find(name[1])
+    target = apidoc.find(name[2]) if name[1] == "fs" else f"papers.{name[2]}"
     return f"[{name[0]}][{target}]" if target else name[0]
 
 

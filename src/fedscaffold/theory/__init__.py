@@ -1,13 +1,13 @@
-"""Theory: round maps, rates, best local steps, stationary distributions, bounds and plans.
+"""Theory: round maps, rates, best local steps, stationary distributions and plans.
 
 Exact on quadratics, by closed forms whose cost does not depend on the number of local steps:
 
     round_map                       the affine map of one round of any algorithm, by differentiating its own code
-    spectra, xi_round_map           the same in closed form, for SCAFFOLD and its memoryless kin
-    contraction_rate, _curve        spectral radius and Lambda-norm of a round, beside the published bounds
+    spectra                         eigenvalues of the clients' Hessians, from which the closed forms are made
+    contraction_rate, _curve        spectral radius of a round
     fixed_point, bias               where a method ends
     best_local_steps                the number of local steps that gains a digit at the least cost
-    stationary, block_residual      mean and covariance in the long run; the equations they must satisfy
+    stationary                      mean and covariance in the long run
     mean_squared_error              of every round, without simulating, with any cohort and weights
     expected_gap                    the same for E f(x) - f(x*)
     sample_rounds                   runs with noise, exact in law, any number of local steps at the cost of one
@@ -17,8 +17,6 @@ And beyond, for smooth problems:
     expand                          first-order covariance and bias around the optimum, saturation with many clients
     heterogeneity, advise           how heterogeneous the clients are; which method to use, and why
     plan, verify                    step size, local steps, rounds and bytes for a target; predicted against measured
-    speed_up                        linear speed-up in the number of clients, as far as it is proved
-    bounds_*                        the published bounds with their conditions, corrected where they are wrong in print
 """
 
 from fedscaffold.theory.advice import Advice, advise
@@ -27,7 +25,7 @@ from fedscaffold.theory.expansion import Expansion, expand
 from fedscaffold.theory.heterogeneity import Heterogeneity, heterogeneity
 from fedscaffold.theory.local_steps import BestLocalSteps, best_local_steps
 from fedscaffold.theory.planning import Plan, Proposal, Verified, plan, verify
-from fedscaffold.theory.quadratics import Spectra, XiMap, spectra, xi_round_map
+from fedscaffold.theory.quadratics import Spectra, spectra
 from fedscaffold.theory.rates import (
     ContractionRate,
     bias,
@@ -37,8 +35,7 @@ from fedscaffold.theory.rates import (
     rounds_per_digit,
 )
 from fedscaffold.theory.round_map import AffineMap, client_quadratics, is_quadratic, round_map
-from fedscaffold.theory.speed_up import SpeedUp, speed_up
-from fedscaffold.theory.stationary import Stationary, block_residual, stationary
+from fedscaffold.theory.stationary import Stationary, stationary
 
 __all__ = [
     "Advice",
@@ -50,14 +47,11 @@ __all__ = [
     "Plan",
     "Proposal",
     "Spectra",
-    "SpeedUp",
     "Stationary",
     "Verified",
-    "XiMap",
     "advise",
     "best_local_steps",
     "bias",
-    "block_residual",
     "client_quadratics",
     "contraction_curve",
     "contraction_rate",
@@ -72,8 +66,6 @@ __all__ = [
     "rounds_per_digit",
     "sample_rounds",
     "spectra",
-    "speed_up",
     "stationary",
     "verify",
-    "xi_round_map",
 ]

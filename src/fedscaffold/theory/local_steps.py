@@ -5,10 +5,9 @@ With a cost of one round (a message up and down) and of one local step, a factor
     (cost_of_round + H cost_of_step) * log 10 / (-log rho(H))
 
 where rho is the factor by which the error shrinks a round. On quadratics rho is the spectral radius of the round
-(`rates.py`), exact for every H, and the minimum over all H is found. Beside it stand
+(`rates.py`), exact for every H, and the minimum over all H is found. It is close to
 
-    H_gamma = ceil(sqrt(2 (1 - 1/e)) / (gamma sqrt(L mu)))              published, (11) of the quadratics paper
-    H* = 1 / (gamma sqrt(lambda_min(mean A_c) L_v))                     F10, what the optimum is close to
+    H* = 1 / (gamma sqrt(lambda_min(mean A_c) L_v))                     F10
 
 with L_v, which replaces L, the largest eigenvalue of S = blockdiag(A_c) - (A_i (mean A)^-1 A_j / N)_ij: this S is the
 inverse of P blockdiag(A_c^-1) P on sum v_c = 0, written so that A_c may be singular. For other problems only mu and L
@@ -30,7 +29,6 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
-from fedscaffold.theory.bounds_quadratic import published_local_steps
 from fedscaffold.theory.quadratics import Spectra, lag, linear_round, power, spectra
 from fedscaffold.theory.rates import DENSE, rounds_per_digit, spectral_radius
 from fedscaffold.theory.round_map import SCAFFOLD, form_of, is_quadratic
@@ -45,7 +43,7 @@ FORGOTTEN = 50.0  # gamma a H after which H local steps leave nothing of the sta
 
 
 class BestLocalSteps(NamedTuple):
-    """The best number of local steps, what it costs, and what the published choice would cost."""
+    """The best number of local steps, and what it costs."""
 
     local_steps: int
     rate: float
@@ -53,11 +51,6 @@ class BestLocalSteps(NamedTuple):
     rounds_per_digit: float
     cost: float
     """Cost of reducing the error tenfold; the number of rounds if only rounds cost."""
-    published: int | None
-    """H_gamma of (11); None where mu is 0 and it is not defined."""
-    published_cost: float | None
-    ratio: float | None
-    """published_cost / cost."""
     estimate: float
     """H* of F10."""
     source: str
@@ -74,8 +67,8 @@ def best_local_steps(
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, seed=0)
     >>> best = best_local_steps(problem, lr=1.0)
-    >>> best.local_steps, best.published, round(best.estimate, 1), round(best.rounds_per_digit, 1)
-    (3, 12, 2.8, 5.5)
+    >>> best.local_steps, round(best.estimate, 1), round(best.rounds_per_digit, 1)
+    (3, 2.8, 5.5)
     """
     lr = checks.number("lr", lr, above=0)
     per_round = checks.number("cost_of_round", cost_of_round, at_least=0)
@@ -83,7 +76,7 @@ def best_local_steps(
     if per_round + per_step == 0:
         raise InputError("cost_of_round and cost_of_step must not both be 0")
     exact = is_quadratic(problem)
-    rate, estimate, most, mu, smoothness = _exact(problem, lr) if exact else _bounded(problem, lr)
+    rate, estimate, most, smoothness = _exact(problem, lr) if exact else _bounded(problem, lr)
 
     def cost(steps: int) -> float:
         return (per_round + steps * per_step) * rounds_per_digit(rate(steps))
@@ -91,17 +84,12 @@ def best_local_steps(
     best = _least(cost, estimate, most) if exact or per_step > 0 else int(most)
     if not math.isfinite(cost(best)):
         raise InputError(f"lr {lr:g} contracts for no number of local steps; keep it below 2/L = {2 / smoothness:g}")
-    published = published_local_steps(mu=mu, smoothness=smoothness, lr=lr) if mu > 0 else None
-    published_cost = None if published is None else cost(published)
-    ratio = None if published_cost is None or cost(best) == 0 else published_cost / cost(best)
     source = "exact: spectral radius of the round" if exact else "estimate from mu and L: F10, rate by F8'"
-    return BestLocalSteps(
-        best, rate(best), rounds_per_digit(rate(best)), cost(best), published, published_cost, ratio, estimate, source
-    )
+    return BestLocalSteps(best, rate(best), rounds_per_digit(rate(best)), cost(best), estimate, source)
 
 
-def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float, float]:
-    """Return rho(H), H*, the largest H worth trying, mu and L, for quadratics."""
+def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float]:
+    """Return rho(H), H*, the largest H worth trying and L, for quadratics."""
     given, form = spectra(problem), form_of(SCAFFOLD)
     if given.num_clients == 1:
         raise InputError("best_local_steps needs two clients or more: with one, more local steps are always better")
@@ -118,10 +106,10 @@ def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, 
     smallest = float(np.linalg.eigvalsh(given.mean(given.values))[0])
     pull = smallest * _drift_smoothness(given)
     estimate = 1 / (lr * math.sqrt(pull)) if pull > 0 else math.inf
-    return rate, estimate, FORGOTTEN / (lr * float(values.min())), float(given.values.min()), float(values.max())
+    return rate, estimate, FORGOTTEN / (lr * float(values.min())), float(values.max())
 
 
-def _bounded(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float, float]:
+def _bounded(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float]:
     """Return the same from mu and L alone: rho by F8', H* = 1 / (gamma sqrt(mu L)), and no more than H*."""
     mu, smoothness = problem.mu, problem.smoothness
     if mu is None or smoothness is None or mu <= 0:
@@ -134,7 +122,7 @@ def _bounded(problem: Problem, lr: float) -> tuple[Callable[[int], float], float
         return math.sqrt(float((power(w, steps) ** 2 + lag(w, steps) ** 2).max()))
 
     estimate = 1 / (lr * math.sqrt(mu * smoothness))
-    return rate, estimate, float(max(1, round(estimate))), mu, smoothness
+    return rate, estimate, float(max(1, round(estimate))), smoothness
 
 
 def _drift_smoothness(given: Spectra) -> float:

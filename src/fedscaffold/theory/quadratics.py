@@ -30,24 +30,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold import checks
-from fedscaffold.algorithms import Algorithm
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
-from fedscaffold.theory.round_map import SCAFFOLD, Form, client_quadratics, form_of
+from fedscaffold.theory.round_map import Form, client_quadratics
 
 __all__ = [
     "LinearRound",
     "Overflows",
     "Spectra",
-    "XiMap",
     "geometric",
     "lag",
     "linear_round",
     "power",
     "spectra",
     "to_xi",
-    "xi_round_map",
 ]
 
 LARGEST = 1e100  # a client that grows by more in a round diverges, and its squares would overflow
@@ -197,6 +194,11 @@ class LinearRound(NamedTuple):
         """N."""
         return len(self.rates)
 
+    @property
+    def squared_norm_bound(self) -> float:
+        """F8': max u_a^2 + v_a^2, with which option II and eta_g = 1 contract in the squared Lambda-norm."""
+        return float((self.upsilon**2 + self.lag**2).max())
+
     def forward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
         """Apply one round (F4) to r that sum to zero over clients."""
         start = self.basis.T @ u
@@ -225,6 +227,7 @@ def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -
     """Return the closed form of one round (F1-F4, F7) for the spectra of a problem.
 
     >>> import fedscaffold as fs
+    >>> from fedscaffold.theory.round_map import form_of
     >>> pair = spectra(fs.problems.lower_bound_pair())  # A = (2, 0)
     >>> linear_round(pair, form_of(fs.scaffold()), lr=0.1, local_steps=2).upsilon.round(12)
     array([0.64, 1.  ])
@@ -247,48 +250,6 @@ def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -
     rates = w.reshape(spectra.values.shape)
     lost = gamma * a * total
     return LinearRound(spectra.basis, upsilon, lost, behind, turn, keep, leak, gamma * steps, steps, rates, form)
-
-
-class XiMap(NamedTuple):
-    """X+ = matrix X + offset for X = (theta, xi_1 .. xi_N), or X = (theta) where clients have no memory."""
-
-    def __repr__(self) -> str:
-        return brief(self)
-
-    matrix: Floats
-    offset: Floats
-
-
-def xi_round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> XiMap:
-    """F4 as printed, on all of R^((N+1)d), or F7: the closed form that `round_map` must agree with.
-
-    theta row: Upsilon u - (1/N) sum M_i v_i; xi_c row: Delta_c u + B_c v_c + (1/(N gamma H)) sum M_i v_i, with
-    u = theta - theta*, v = xi - xi*, Delta_c = (Upsilon_c - Upsilon) / (gamma H), Upsilon = mean Upsilon_c.
-
-    >>> import fedscaffold as fs
-    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
-    >>> xi_round_map(problem, lr=0.2, local_steps=4).matrix[0].round(5)
-    array([ 0.61205, -0.2952 , -0.37099])
-    """
-    form = form_of(algorithm)
-    if form is None:
-        raise InputError("no closed form is known for this algorithm; round_map differentiates it")
-    given = spectra(problem)
-    one = linear_round(given, form, lr=lr, local_steps=local_steps)
-    d, n = one.basis.shape
-    pushes = (one.basis * (one.travel * (1 - one.lag))).reshape(d, -1, d)  # E diag(m), so M_c = pushes_c V_c'
-    if not form.memory:
-        mean_push = np.einsum("icj,ckj,ck->i", pushes, given.vectors, given.linear) / given.num_clients
-        return XiMap(one.matrix()[:d, :d], form.server_lr * mean_push)
-    everything = np.eye(n, d + n, d)
-    u, r = one.forward(np.eye(d, d + n), everything)
-    # `forward` takes sum r = 0 for granted; a sum that is not zero moves theta and is conserved
-    lost = one.basis @ everything / given.num_clients
-    stacked = np.concatenate([u - form.server_lr * lost, r + one.basis.T @ lost])
-    matrix = to_xi(given, to_xi(given, stacked, one.travel).T, 1 / one.travel).T
-    star = np.concatenate([given.optimum, given.xi])
-    star = to_xi(given, star[:, None], 1.0)[:, 0]
-    return XiMap(matrix, star - matrix @ star)
 
 
 def to_xi(spectra: Spectra, stacked: Floats, travel: float) -> Floats:

@@ -1,20 +1,11 @@
-"""How fast a round contracts on quadratics, and where it ends: exact numbers beside the published bounds.
+"""How fast a round contracts on quadratics, and where it ends, exactly.
 
-    spectral radius    lim |X^t - X*|^(1/t): what a long run of the whole state (x, xi_1 .. xi_N) shows
-    Lambda-norm        max |X+ - X*| / |X - X*| in one round, |X|^2 = |u|^2 + (gamma^2 H^2 / N) sum |v_c|^2 (F3)
+The spectral radius lim |X^t - X*|^(1/t) of a round is what a long run of the whole state (x, xi_1 .. xi_N) shows, on
+sum xi_c - xi_c* = 0, from the closed form of `quadratics.py`: its cost does not depend on the number H of local steps.
+The error of x alone may shrink faster: clients with an eigenvalue in common can carry a mode of the control variates
+that x never shows, as all do when the clients are equal.
 
-both on sum v_c = 0, v_c = xi_c - xi_c*, from the closed form of `quadratics.py`: their cost does not depend on H. The
-error of x alone may shrink faster: clients with an eigenvalue in common can carry a mode of the control variates that
-x never shows, as all do when the clients are equal.
-
-The bounds are on the square of the Lambda-norm. For an eigenvalue a of some A_c let u_a = (1 - gamma a)^H and
-v_a = 1 - (1 - u_a) / (gamma a H):
-
-    rho               max{(1 - gamma mu)^H, 1 - (1 - 1/e) / (gamma L H)}        F8, Lemma 1 of the quadratics paper
-    chi               max over a of max(u_a, v_a)                               F8, at most rho
-    cauchy_schwarz    max over a of u_a^2 + v_a^2                               F8', at most chi
-
-Symbols: gamma = lr, H = local_steps, mu and L the least and largest eigenvalue of any A_c, u = x - x*.
+Symbols: gamma = lr, H = local_steps, u = x - x*.
 """
 
 from __future__ import annotations
@@ -24,13 +15,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
 
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.problems.problem import Floats, Problem
-from fedscaffold.theory.bounds_quadratic import chi, factor_lemma_1, factor_sharp
 from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round, spectra
-from fedscaffold.theory.round_map import SCAFFOLD, Form, form_of, round_map
+from fedscaffold.theory.round_map import SCAFFOLD, form_of, round_map
 
 __all__ = ["ContractionRate", "bias", "contraction_curve", "contraction_rate", "fixed_point", "rounds_per_digit"]
 
@@ -39,19 +29,11 @@ DENSE = 700  # (N + 1) d up to which eigenvalues come from the full matrix; abov
 
 
 class ContractionRate(NamedTuple):
-    """Contraction of one round; a bound is None if its conditions do not hold."""
+    """Contraction of one round."""
 
     local_steps: int
     spectral_radius: float
     """Asymptotic factor by which the error shrinks per round."""
-    lambda_norm: float | None
-    """The largest factor of one round, in the Lambda-norm; None for a method whose memory is not SCAFFOLD's."""
-    rho: float | None
-    """F8, for lambda_norm squared; needs SCAFFOLD, option II, server_lr 1 and lr <= 1/L."""
-    chi: float | None
-    """The same before it is bounded by mu and L."""
-    cauchy_schwarz: float | None
-    """F8', for lambda_norm squared; needs SCAFFOLD, option II and server_lr 1, with any lr."""
 
     @property
     def rounds_per_digit(self) -> float:
@@ -78,10 +60,8 @@ def contraction_rate(
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
     >>> rate = contraction_rate(problem, lr=0.2, local_steps=4)
-    >>> round(rate.spectral_radius**2, 10), round(rate.lambda_norm**2, 10)
-    (0.3177239083, 0.4171264558)
-    >>> round(rate.rho, 8), round(rate.cauchy_schwarz, 10)
-    (0.81450625, 0.6686812135)
+    >>> round(rate.spectral_radius**2, 10), round(rate.rounds_per_digit, 2)
+    (0.3177239083, 4.02)
     """
     return contraction_curve(problem, lr=lr, local_steps=[local_steps], algorithm=algorithm)[0]
 
@@ -99,8 +79,11 @@ def contraction_curve(
     form = form_of(algorithm)
     given = spectra(problem)
     if form is None:
-        return [_differentiated(problem, lr, steps, algorithm) for steps in local_steps]
-    return [_closed(given, form, lr, steps) for steps in local_steps]
+        maps = [round_map(problem, lr=lr, local_steps=steps, algorithm=algorithm) for steps in local_steps]
+        radii = [found.spectral_radius() for found in maps]
+    else:
+        radii = [spectral_radius(linear_round(given, form, lr=lr, local_steps=steps)) for steps in local_steps]
+    return [ContractionRate(*pair) for pair in zip(local_steps, radii, strict=True)]
 
 
 def fixed_point(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> Floats:
@@ -156,32 +139,8 @@ def spectral_radius(one: LinearRound) -> float:
     if one.form.at_x:
         return _option_one(one)
     if d + n <= DENSE:
-        return float(np.abs(np.linalg.eigvals(_scaled(one))).max())
+        return float(np.abs(np.linalg.eigvals(one.matrix())).max())
     return _krylov_radius(one)
-
-
-def _closed(given: Spectra, form: Form, lr: float, local_steps: int) -> ContractionRate:
-    one = linear_round(given, form, lr=lr, local_steps=local_steps)
-    radius = spectral_radius(one)
-    if not form.memory:
-        return ContractionRate(local_steps, radius, radius, None, None, None)
-    small = sum(one.basis.shape) <= DENSE
-    norm = float(np.linalg.norm(_scaled(one), 2)) if small else _largest_singular_value(one)
-    if form.at_x or form.server_lr != 1:
-        return ContractionRate(local_steps, radius, norm, None, None, None)
-    sharper = factor_sharp(one.upsilon, one.lag)
-    mu, smoothness = float(given.values.min()), float(given.values.max())
-    if lr * smoothness > 1 + ROUNDING or mu < 0:
-        return ContractionRate(local_steps, radius, norm, None, None, sharper)
-    rho = factor_lemma_1(mu=mu, smoothness=smoothness, lr=lr, local_steps=local_steps) if smoothness > 0 else 1.0
-    largest = float(chi(given.values, lr=lr, local_steps=local_steps).max())
-    return ContractionRate(local_steps, radius, norm, rho, largest, sharper)
-
-
-def _differentiated(problem: Problem, lr: float, local_steps: int, algorithm: Algorithm) -> ContractionRate:
-    found = round_map(problem, lr=lr, local_steps=local_steps, algorithm=algorithm)
-    norm = None if found.memory else float(np.linalg.norm(found.matrix, 2))
-    return ContractionRate(local_steps, found.spectral_radius(), norm, None, None, None)
 
 
 def _mean(one: LinearRound, function: Floats) -> Floats:
@@ -190,29 +149,15 @@ def _mean(one: LinearRound, function: Floats) -> Floats:
     return product
 
 
-def _scaled(one: LinearRound) -> Floats:
-    """Return the round as a matrix of (u, r / sqrt N), for which the Lambda-norm is the spectral norm."""
-    matrix, d = one.matrix(), len(one.basis)
-    matrix[d:] /= math.sqrt(one.num_clients)
-    matrix[:, d:] *= math.sqrt(one.num_clients)
-    return matrix
-
-
-def _operator(one: LinearRound) -> LinearOperator:
-    """Return `_scaled` as a linear operator."""
-    (d, n), root = one.basis.shape, math.sqrt(one.num_clients)
+def _round(one: LinearRound) -> LinearOperator:
+    """Return the round as a linear operator on the stacked (u, r)."""
+    d, n = one.basis.shape
 
     def forward(states: Floats) -> Floats:
         u, r = np.split(states.reshape(d + n, -1), [d])
-        u, r = one.forward(u, one.centred(r * root))
-        return np.concatenate([u, r / root])
+        return np.concatenate(one.forward(u, one.centred(r)))
 
-    def backward(states: Floats) -> Floats:
-        u, r = np.split(states.reshape(d + n, -1), [d])
-        u, r = one.backward(u, one.centred(r / root))
-        return np.concatenate([u, r * root])
-
-    return LinearOperator((d + n, d + n), forward, backward, forward, np.float64, backward)
+    return LinearOperator((d + n, d + n), forward, matmat=forward, dtype=np.float64)
 
 
 def _from_one(one: LinearRound) -> LinearOperator:
@@ -257,8 +202,8 @@ def _krylov_radius(one: LinearRound) -> float:
     near = np.ones(1) if flat else np.abs(1 - 1 / _extreme(_from_one(one), patience=12))
     tame = one.form.server_lr == 1 and one.rates.max() <= 1 + ROUNDING and one.rates.min() >= 0
     patience = 2 if tame and near.max(initial=0) > 0.9 else 20
-    found = np.concatenate([near, np.abs(_extreme(_operator(one), patience))])
-    return float(found.max() if found.size else np.abs(np.linalg.eigvals(_scaled(one))).max())
+    found = np.concatenate([near, np.abs(_extreme(_round(one), patience))])
+    return float(found.max() if found.size else np.abs(np.linalg.eigvals(one.matrix())).max())
 
 
 def _extreme(operator: LinearOperator, patience: int) -> Floats:
@@ -272,29 +217,3 @@ def _extreme(operator: LinearOperator, patience: int) -> Floats:
     except ArpackNoConvergence as unfinished:
         found = unfinished.eigenvalues
     return found
-
-
-def _largest_singular_value(one: LinearRound) -> float:
-    """The Lambda-norm of a round, by Lanczos, or by bisection where it is known how many singular values are larger.
-
-    With eta_g = 1 and option II the singular values are those of B (I - G) + Upsilon G, G = E'E / N a projection. So
-    s - T T' = (s - B^2) + B G B - Upsilon G Upsilon, and by Sylvester's law it has as many negative eigenvalues as
-    s - B^2 and a (2d, 2d) matrix have together, less d.
-    """
-    if one.form.at_x or one.form.server_lr != 1:
-        start, operator = np.random.default_rng(0).normal(size=sum(one.basis.shape)), _operator(one)
-        squares = eigsh(operator.T @ operator, k=1, ncv=60, v0=start, tol=1e-13, return_eigenvectors=False)
-        return math.sqrt(squares[0])
-    d, eye = len(one.basis), np.eye(len(one.basis))
-
-    def larger(s: float) -> int:
-        reach = 1 / np.where(s == one.lag**2, 1e-16 * s, s - one.lag**2)
-        cross = _mean(one, one.lag * one.upsilon * reach)
-        border = [[eye + _mean(one, one.lag**2 * reach), cross], [cross, _mean(one, one.upsilon**2 * reach) - eye]]
-        return int((one.lag**2 > s).sum() + (np.linalg.eigvalsh(np.block(border)) > 0).sum() - d)
-
-    low, high = 0.0, factor_sharp(one.upsilon, one.lag) * (1 + ROUNDING)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if larger(middle) > 0 else (low, middle)
-    return math.sqrt(high)

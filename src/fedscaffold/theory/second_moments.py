@@ -6,7 +6,7 @@ client is off its ideal shift by. With M_i = lr sum_{h<K} Gamma_i^h, Gamma_i = I
     z_i = u - M_i (A_i u + s_i) - e_i                  SCAFFOLD
     z_i = u - M_i (A_i u + G_i) - e_i                  methods without memory
 
-off x*, e_i being the noise that its steps gather (`law.py`), and with the shares q of `cohorts.py` a round is
+off x*, e_i being the noise that its steps gather (`error_dynamics.py`). With the shares q of `cohorts.py` a round is
 
     u+ = u + eta_g sum q_i (z_i - u)
     v_i+ = (M_i A_i / K_i lr) u - B_i s_i + e_i / K_i lr,  B_i = I - M_i / K_i lr     option II, if i is heard

@@ -7,8 +7,8 @@ equation, for SCAFFOLD on sum xi_c = 0:
 
 Up to a thousand unknowns it is solved by doubling: Sigma <- Sigma + A Sigma A', A <- A A. Beyond, only the covariance
 of x is computed, as the integral over the unit circle of what each frequency of the noise does to x. With u, r_c, e_c
-of `law.py` and R_c = (zI - B_c)^-1, a round at frequency z = e^(i omega) is r_c = R_c (Upsilon_c u - w - e_c) with
-eta_g w = (z - 1 + eta_g) u, and sum r_c = 0 leaves d equations:
+of `error_dynamics.py` and R_c = (zI - B_c)^-1, a round at frequency z = e^(i omega) is
+r_c = R_c (Upsilon_c u - w - e_c) with eta_g w = (z - 1 + eta_g) u, and sum r_c = 0 leaves d equations:
 
     F(z) u = -eta_g mean R_c e_c,    F(z) = (z - 1) mean R_c + eta_g mean R_c (I - Upsilon_c)
     Sigma_x = (1 / 2 pi) integral of (eta_g / N)^2 F^-1 (sum R_c Cov(e_c) R_c*) F^-* d omega
@@ -31,13 +31,12 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
-from fedscaffold.theory.bounds_quadratic import factor_sharp
 from fedscaffold.theory.error_dynamics import Chain, chain
 from fedscaffold.theory.quadratics import LinearRound, to_xi
 from fedscaffold.theory.rates import spectral_radius
-from fedscaffold.theory.round_map import SCAFFOLD, client_quadratics
+from fedscaffold.theory.round_map import SCAFFOLD
 
-__all__ = ["Stationary", "block_residual", "by_transfer", "doubled", "entry", "stationary"]
+__all__ = ["Stationary", "by_transfer", "doubled", "entry", "stationary"]
 
 DENSE = 1000  # (N + 1) d up to which the whole covariance is computed
 REACH = 1e-11  # how far the integral goes: to what is left out being this small
@@ -88,7 +87,7 @@ def stationary(
 
 def _refuse_unstable(one: LinearRound, algorithm: Algorithm) -> None:
     plain = one.form.memory and not one.form.at_x and one.form.server_lr == 1
-    if plain and factor_sharp(one.upsilon, one.lag) < 1:
+    if plain and one.squared_norm_bound < 1:
         return  # F8': a contraction
     radius = spectral_radius(one)
     if radius >= 1:
@@ -200,40 +199,3 @@ def _density(law: Chain) -> Callable[[Floats], Floats]:
 
 def _adjoint(matrices: Floats) -> Floats:
     return np.swapaxes(matrices, 1, 2).conj()
-
-
-def block_residual(problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, covariance: Floats) -> float:
-    """Return the largest relative residual of the corrected equations F6 at a covariance of (theta, xi_1 .. xi_N).
-
-    An independent check of `stationary`, for SCAFFOLD: powers by repeated products, no eigenvalues, no doubling.
-
-    >>> import fedscaffold as fs
-    >>> problem = fs.problems.quadratic(num_clients=3, dim=2, mu=0.1, seed=0)
-    >>> law = stationary(problem, lr=0.5, local_steps=5, noise=0.1)
-    >>> block_residual(problem, lr=0.5, local_steps=5, noise=0.1, covariance=law.covariance) < 1e-12
-    True
-    """
-    hessians, _ = client_quadratics(problem)
-    n, d = hessians.shape[:2]
-    g, given = lr * local_steps, np.asarray(noise, np.float64)
-    noises = given * np.eye(d) if given.ndim == 0 else given
-    powers = [np.broadcast_to(np.eye(d), hessians.shape)]
-    for _ in range(local_steps):
-        powers.append(powers[-1] @ (np.eye(d) - lr * hessians))
-    eps = np.sum([f @ noises @ f for f in powers[:-1]], axis=0)
-    b = np.eye(d) - np.mean(powers[:-1], axis=0)
-    y, yt = powers[-1].mean(axis=0), powers[-1] - powers[-1].mean(axis=0)
-    blocks = covariance.reshape(n + 1, d, n + 1, d).swapaxes(1, 2)
-    s, tx, xx = blocks[0, 0], blocks[0, 1:], blocks[1:, 1:]
-    x_with_mean = g * np.mean(tx @ b, axis=0)  # covariance of u with (g/N) sum B_i v_i
-    mean_with = g * np.mean(b[:, None] @ xx, axis=0)  # of (g/N) sum B_i v_i with every v_c
-    mean_with_mean = g * np.mean(mean_with @ b, axis=0)
-    first = y @ s @ y + y @ x_with_mean + x_with_mean.T @ y + mean_with_mean + lr**2 / n * eps.mean(axis=0) - s
-    second = y @ s @ yt + g * y @ tx @ b - y @ x_with_mean + x_with_mean.T @ yt + g * mean_with @ b - mean_with_mean
-    second = second + lr**2 / n * (eps - eps.mean(axis=0)) - g * tx
-    half = yt[:, None] @ s @ yt / 2 + g * yt[:, None] @ (tx @ b) - yt[:, None] @ x_with_mean - g * mean_with @ b
-    half = half + (g**2 * b[:, None] @ xx @ b + mean_with_mean - g**2 * xx) / 2
-    third = half + np.transpose(half, (1, 0, 3, 2)) + lr**2 / n * (eps.mean(axis=0) - eps - eps[:, None])
-    third[range(n), range(n)] += lr**2 * eps
-    scale = max(np.abs(s).max(), g**2 * np.abs(xx).max())
-    return float(max(np.abs(residual).max() for residual in (first, second, third)) / scale)

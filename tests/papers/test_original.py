@@ -8,8 +8,8 @@ import pytest
 from oracles import CONSTANTS, accumulated, local_maps, random_hessians, rescaled
 from scipy.linalg import block_diag
 
-from fedscaffold.theory import bounds_original
-from fedscaffold.theory.bounds import Federation, tuned_linear, tuned_sublinear
+from papers.bounds import original
+from papers.bounds.conditions import Federation, tuned_linear, tuned_sublinear
 
 # 004: one round over all cohorts, and whole runs by second moments.
 
@@ -99,7 +99,7 @@ def test_one_round_inequalities_over_all_cohorts():
         lr = s / (steps * setting.server_lr)
         maps = fedavg_maps(a, pulls, lr, steps, setting.server_lr, setting.heard, variance)
         _, after = second_moments(maps, np.append(u, 1.0), 1)
-        bound = bounds_original.fedavg_round(setting, s, distance=start, gap=gap)
+        bound = original.fedavg_round(setting, s, distance=start, gap=gap)
         assert bound.holds
         assert np.trace(after[:d, :d]) <= bound.value + 1e-12
         s = min(1 / (81 * setting.smoothness), setting.heard / n / (15 * setting.mu))
@@ -112,7 +112,7 @@ def test_one_round_inequalities_over_all_cohorts():
         # Lemma 14's C has the gradient noise averaged out of c_i: the lag of the noiseless run.
         total = np.trace(noisy[:d, :d]) + 9 * n * s**2 / setting.heard * np.trace(quiet[d:, d:]) / n
         lag = np.mean(np.sum(w**2, axis=1))
-        bound = bounds_original.scaffold_round(setting, s, distance=start, control_gap=lag, gap=gap)
+        bound = original.scaffold_round(setting, s, distance=start, control_gap=lag, gap=gap)
         assert bound.holds
         assert total <= bound.value + 1e-12
 
@@ -140,7 +140,7 @@ def test_theorems_v_and_vii_hold_for_whole_runs(case):
         assert setting.case == case
         for method, need in [("fedavg", [24]), ("scaffold", [162, 30 * n / setting.heard])]:
             rounds = 300 if method == "fedavg" else 600
-            plan = getattr(bounds_original, method)(setting, rounds)
+            plan = getattr(original, method)(setting, rounds)
             kappa = setting.smoothness / setting.mu if setting.mu else 0.0
             assert plan.bound.holds == (not setting.mu or max(need[0] * kappa, *need[1:], 0) <= rounds)
             common = (plan.lr, setting.local_steps, server_lr, setting.heard, setting.noise_trace / d)
@@ -149,9 +149,9 @@ def test_theorems_v_and_vii_hold_for_whole_runs(case):
             values = np.array([np.trace(measure @ m[:d, :d]) for m in second_moments(maps, z, rounds)])
             s = plan.lr * setting.local_steps * server_lr
             assert averaged(values, setting.mu / 2, s) <= plan.bound.value
-            given = getattr(bounds_original, method)(setting, rounds, lr=plan.lr).bound
+            given = getattr(original, method)(setting, rounds, lr=plan.lr).bound
             assert given.value == pytest.approx(plan.bound.value)
-            assert not getattr(bounds_original, method)(setting, rounds, lr=1e3).bound.holds
+            assert not getattr(original, method)(setting, rounds, lr=1e3).bound.holds
 
 
 def test_theorem_viii_holds_for_whole_runs():
@@ -171,7 +171,7 @@ def test_theorem_viii_holds_for_whole_runs():
             noise_trace=variance * d,
             suboptimality=0.5 * u @ mean @ u,
         )
-        plan = bounds_original.scaffold_quadratic(setting, rounds)
+        plan = original.scaffold_quadratic(setting, rounds)
         assert plan.bound.holds
         moment, values = np.outer(u, u), []
         for _ in range(rounds):
@@ -185,7 +185,7 @@ def test_theorem_viii_holds_for_whole_runs():
             moment = inner
         assert averaged(np.array(values), setting.mu / 6, plan.lr) <= plan.bound.value
     sampled = Federation(smoothness=1.0, local_steps=2, num_clients=4, cohort=2, suboptimality=1.0)
-    assert [c.text for c in bounds_original.scaffold_quadratic(sampled, 10).bound.broken] == ["N <= cohort"]
+    assert [c.text for c in original.scaffold_quadratic(sampled, 10).bound.broken] == ["N <= cohort"]
 
 
 def test_tuning_lemmas():
@@ -222,17 +222,17 @@ def test_lower_bound_is_sharp():
             units = {"mu": 2.0, "big_g": 3.0}
             first = 0.5 * units["mu"] * x**2
             for r in range(1, 4001):
-                lrs = [bounds_original.pair_best_lr(x, local_steps=k, **units), 1 / units["mu"]]
-                x = min(bounds_original.pair_round(x, lr=lr, local_steps=k, **units) for lr in lrs)
-                bound = bounds_original.fedavg_lower_bound(local_steps=k, rounds=r, suboptimality=first, **units)
+                lrs = [original.pair_best_lr(x, local_steps=k, **units), 1 / units["mu"]]
+                x = min(original.pair_round(x, lr=lr, local_steps=k, **units) for lr in lrs)
+                bound = original.fedavg_lower_bound(local_steps=k, rounds=r, suboptimality=first, **units)
                 assert 0.5 * units["mu"] * x**2 >= bound.value * (1 - 1e-9)
             exact = 0.5 * units["mu"] * x**2 * units["mu"] * r**2 / units["big_g"] ** 2
-            assert exact == pytest.approx(bounds_original.lower_bound_constant(k), rel=0.03)
+            assert exact == pytest.approx(original.lower_bound_constant(k), rel=0.03)
     grid = np.linspace(0, 1, 2001)
-    rounds = [bounds_original.pair_round(0.7, lr=lr, local_steps=4, mu=1.0, big_g=1.0) for lr in grid]
-    best = bounds_original.pair_best_lr(0.7, local_steps=4, mu=1.0, big_g=1.0)
-    assert bounds_original.pair_round(0.7, lr=best, local_steps=4, mu=1.0, big_g=1.0) <= min(rounds)
-    assert not bounds_original.fedavg_lower_bound(mu=1, big_g=1, local_steps=1, rounds=1, suboptimality=1).holds
+    rounds = [original.pair_round(0.7, lr=lr, local_steps=4, mu=1.0, big_g=1.0) for lr in grid]
+    best = original.pair_best_lr(0.7, local_steps=4, mu=1.0, big_g=1.0)
+    assert original.pair_round(0.7, lr=best, local_steps=4, mu=1.0, big_g=1.0) <= min(rounds)
+    assert not original.fedavg_lower_bound(mu=1, big_g=1, local_steps=1, rounds=1, suboptimality=1).holds
 
 
 def test_one_round_on_the_pair_is_fedavg():
@@ -240,13 +240,13 @@ def test_one_round_on_the_pair_is_fedavg():
     y_1 = y_2 = x
     for _ in range(k):
         y_1, y_2 = y_1 - lr * (2 * mu * y_1 + big_g), y_2 + lr * big_g
-    expected = bounds_original.pair_round(x, lr=lr, local_steps=k, mu=mu, big_g=big_g)
+    expected = original.pair_round(x, lr=lr, local_steps=k, mu=mu, big_g=big_g)
     assert (y_1 + y_2) / 2 == pytest.approx(expected, rel=1e-13)
 
 
 def test_table_2():
     unit = Federation(**{**CONSTANTS, "smoothness": 1.0, "suboptimality": 1.0})
-    table = bounds_original.table_2(unit, 0.01)
+    table = original.table_2(unit, 0.01)
     s2, mu, n, s, k, g, e = 0.3, 0.2, 8, 2, 5, 0.7, 0.01
     assert table["SCAFFOLD"].strongly_convex == pytest.approx(s2 / (mu * s * k * e) + 1 / mu + n / s)
     assert table["SCAFFOLD"].non_convex == pytest.approx(s2 / (s * k * e**2) + (n / s) ** (2 / 3) / e)
@@ -256,10 +256,10 @@ def test_table_2():
         s2 / (mu * n * k * e) + 1 / (mu * k) + 0.4 / mu
     )
     assert table["DANE (quadratic)"] == (pytest.approx(4.0), None)
-    assert bounds_original.table_2(Federation(**{**CONSTANTS, "mu": 0.0}), e)["SGD"].strongly_convex is None
-    other = bounds_original.table_2(Federation(**rescaled(CONSTANTS, 3.0, 7.0)), 7.0 * e)
-    squared = bounds_original.table_2(Federation(**rescaled(CONSTANTS, 3.0, 7.0)), 49 / 9 * e)
-    for name, rounds in bounds_original.table_2(Federation(**CONSTANTS), e).items():
+    assert original.table_2(Federation(**{**CONSTANTS, "mu": 0.0}), e)["SGD"].strongly_convex is None
+    other = original.table_2(Federation(**rescaled(CONSTANTS, 3.0, 7.0)), 7.0 * e)
+    squared = original.table_2(Federation(**rescaled(CONSTANTS, 3.0, 7.0)), 49 / 9 * e)
+    for name, rounds in original.table_2(Federation(**CONSTANTS), e).items():
         if rounds.strongly_convex is not None:
             assert other[name].strongly_convex == pytest.approx(rounds.strongly_convex)
         if rounds.non_convex is not None:

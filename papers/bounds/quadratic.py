@@ -15,9 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
-from fedscaffold.theory import bounds_stochastic
-from fedscaffold.theory.bounds import Bound, Prescription, at_most, bounded, convexity, not_negative, positive
 from fedscaffold.theory.quadratics import lag, power
+from papers.bounds import stochastic
+from papers.bounds.conditions import Bound, Prescription, at_most, bounded, convexity, not_negative, positive
 
 __all__ = [
     "branches",
@@ -265,7 +265,7 @@ def variance(
     >>> round(bound.value, 6), bound.holds
     (0.02, True)
     """
-    general = bounds_stochastic.covariance(
+    general = stochastic.covariance(
         mu=mu,
         smoothness=smoothness,
         lr=lr,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from fedscaffold import checks
-from fedscaffold.theory.bounds import (
+from papers.bounds.conditions import (
     Bound,
     Condition,
     Prescription,

@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from fedscaffold import checks
-from fedscaffold.theory.bounds import (
+from papers.bounds.conditions import (
     Bound,
     Condition,
     Federation,

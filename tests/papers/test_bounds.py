@@ -17,9 +17,9 @@ from oracles import (
 )
 
 from fedscaffold.checks import InputError
-from fedscaffold.theory import bounds_quadratic, bounds_stochastic
-from fedscaffold.theory.bounds import Federation, at_most, bounded
 from papers import as_printed
+from papers.bounds import quadratic, stochastic
+from papers.bounds.conditions import Federation, at_most, bounded
 
 G1 = {"a": [[[1.0]], [[0.25]]], "lr": 0.2, "steps": 4}
 
@@ -39,8 +39,8 @@ def test_a_bound_says_which_condition_is_broken():
 def test_conditions_at_their_edges(smoothness):
     mu = smoothness / 3
     for most, make in [
-        (1 / smoothness, bounds_quadratic.rho),
-        (min(1 / (2 * smoothness), 1 / (4 * (smoothness + mu))), bounds_stochastic.contraction),
+        (1 / smoothness, quadratic.rho),
+        (min(1 / (2 * smoothness), 1 / (4 * (smoothness + mu))), stochastic.contraction),
     ]:
         for factor, holds in [(1.0, True), (1 - 1e-9, True), (1 + 1e-9, False)]:
             bound = make(mu=mu, smoothness=smoothness, lr=most * factor, local_steps=4)
@@ -50,20 +50,20 @@ def test_conditions_at_their_edges(smoothness):
     constants["third_derivative"] = 1.0
     lr = 1 / (96 * (smoothness + mu))
     tight = mu / (20 * lr * smoothness)
-    assert bounds_stochastic.covariance(lr=lr, zeta_2=tight, noise_growth=mu / 19 / lr, **constants).holds
+    assert stochastic.covariance(lr=lr, zeta_2=tight, noise_growth=mu / 19 / lr, **constants).holds
     for change in [{"lr": lr * 1.001}, {"zeta_2": tight * 1.001}, {"noise_growth": mu / 19 / lr * 1.001}]:
         given = {"lr": lr, "zeta_2": tight, "noise_growth": mu / 19 / lr, **change}
-        assert not bounds_stochastic.covariance(**given, **constants).holds
+        assert not stochastic.covariance(**given, **constants).holds
 
 
 def test_bad_input_is_one_line():
     for call in [
-        lambda: bounds_quadratic.rho(mu=2.0, smoothness=1.0, lr=0.1, local_steps=1),
-        lambda: bounds_quadratic.rho(mu=0.5, smoothness=1.0, lr=-0.1, local_steps=1),
-        lambda: bounds_quadratic.chi([-1.0], lr=0.1, local_steps=1),
-        lambda: bounds_quadratic.chi([1.0], lr=1.1, local_steps=1),
-        lambda: bounds_quadratic.rho_sharp([], lr=0.1, local_steps=1),
-        lambda: bounds_stochastic.contraction(mu=0.5, smoothness=1.0, lr=0.1, local_steps=1.5),
+        lambda: quadratic.rho(mu=2.0, smoothness=1.0, lr=0.1, local_steps=1),
+        lambda: quadratic.rho(mu=0.5, smoothness=1.0, lr=-0.1, local_steps=1),
+        lambda: quadratic.chi([-1.0], lr=0.1, local_steps=1),
+        lambda: quadratic.chi([1.0], lr=1.1, local_steps=1),
+        lambda: quadratic.rho_sharp([], lr=0.1, local_steps=1),
+        lambda: stochastic.contraction(mu=0.5, smoothness=1.0, lr=0.1, local_steps=1.5),
         lambda: Federation(smoothness=1.0, mu=0.5, convex=False, local_steps=1, num_clients=1),
     ]:
         with pytest.raises(InputError) as caught:
@@ -79,8 +79,8 @@ def test_golden_values():
     keywords = {"lr": G1["lr"], "local_steps": G1["steps"]}
     move = reduced_map(a, G1["lr"], G1["steps"])
     assert np.linalg.norm(move, 2) ** 2 == pytest.approx(0.41712645581459185, rel=1e-12)
-    assert bounds_quadratic.rho(mu=0.25, smoothness=1.0, **keywords).value == pytest.approx(0.81450625, rel=1e-12)
-    assert bounds_quadratic.rho_sharp(a.ravel(), **keywords).value == pytest.approx(0.6686812135156247, rel=1e-12)
+    assert quadratic.rho(mu=0.25, smoothness=1.0, **keywords).value == pytest.approx(0.81450625, rel=1e-12)
+    assert quadratic.rho_sharp(a.ravel(), **keywords).value == pytest.approx(0.6686812135156247, rel=1e-12)
     sigma = stationary(a, np.array([[[1.0]], [[0.5]]]), G1["lr"], G1["steps"])
     assert sigma[0] == pytest.approx([0.06490161389521962, -0.00202027589375116, 0.00202027589375116], rel=1e-10)
 
@@ -88,22 +88,22 @@ def test_golden_values():
 @pytest.mark.parametrize("gamma_a", [0.1, 0.01, 0.001])
 def test_chi_as_figure_2(gamma_a):
     steps = np.append(np.arange(1, 2 / gamma_a), np.geomspace(2, 100, 20) / gamma_a).astype(int)
-    pairs = [bounds_quadratic.branches(gamma_a, lr=1.0, local_steps=int(h)) for h in steps]
+    pairs = [quadratic.branches(gamma_a, lr=1.0, local_steps=int(h)) for h in steps]
     u, v = np.array(pairs).T
     assert (u >= v - 1e-14)[gamma_a * steps <= 1].all()
     assert (v >= u - 1e-14)[gamma_a * steps >= 1].all()
-    chi = np.array([bounds_quadratic.chi(gamma_a, lr=1.0, local_steps=int(h)) for h in steps])
+    chi = np.array([quadratic.chi(gamma_a, lr=1.0, local_steps=int(h)) for h in steps])
     assert 0.9 <= gamma_a * steps[np.argmin(chi)] <= 1.1
     assert 0.34 <= chi.min() <= 0.37
     assert 0.98 <= chi[-1] < 1
 
 
 def test_branches_keep_their_digits_for_a_million_steps():
-    u, v = bounds_quadratic.branches([1e-6], lr=1.0, local_steps=10**6)
+    u, v = quadratic.branches([1e-6], lr=1.0, local_steps=10**6)
     exact = math.exp(10**6 * math.log1p(-1e-6))
     assert u[0] == pytest.approx(exact, rel=1e-14)
     assert v[0] == pytest.approx(exact, rel=1e-14)  # gamma a H = 1: both are the same
-    assert bounds_quadratic.chi([0.0, 1.0], lr=1.0, local_steps=5).tolist() == [1.0, 0.8]
+    assert quadratic.chi([0.0, 1.0], lr=1.0, local_steps=5).tolist() == [1.0, 0.8]
 
 
 def test_contraction_bounds_hold_on_random_quadratics():
@@ -116,15 +116,15 @@ def test_contraction_bounds_hold_on_random_quadratics():
         lr = float(rng.choice([1.0, 0.5, 0.1, 0.01, 0.001]))
         exact = np.linalg.norm(reduced_map(a, lr, steps), 2) ** 2
         eigenvalues = np.linalg.eigvalsh(a)
-        sharp = bounds_quadratic.rho_sharp(eigenvalues, lr=lr, local_steps=steps).value
-        worst = bounds_quadratic.chi(eigenvalues, lr=lr, local_steps=steps).max()
+        sharp = quadratic.rho_sharp(eigenvalues, lr=lr, local_steps=steps).value
+        worst = quadratic.chi(eigenvalues, lr=lr, local_steps=steps).max()
         mu = eigenvalues.min()
-        published = bounds_quadratic.rho(mu=mu, smoothness=1.0, lr=lr, local_steps=steps)
+        published = quadratic.rho(mu=mu, smoothness=1.0, lr=lr, local_steps=steps)
         assert published.holds
         assert exact <= sharp + 1e-12
         assert sharp <= worst + 1e-12
         assert worst <= published.value + 1e-12 < 1 + 1e-12
-        general = bounds_stochastic.contraction(mu=mu, smoothness=1.0, lr=lr, local_steps=steps)
+        general = stochastic.contraction(mu=mu, smoothness=1.0, lr=lr, local_steps=steps)
         if general.holds:
             met += 1
             assert exact <= (1 - lr * mu) ** steps + 1e-12 <= general.value + 2e-12
@@ -141,7 +141,7 @@ def test_theorem_2_along_a_run():
         x, xi = u[:, None], v[..., None]
         for t in range(1, 30):
             x, xi, _ = one_round(a, x, xi, 1.0, steps)
-            bound = bounds_quadratic.error_noiseless(
+            bound = quadratic.error_noiseless(
                 mu=0.05, smoothness=1.0, lr=1.0, local_steps=steps, rounds=t, lambda_distance=start
             )
             assert float((x**2).sum()) <= bound.value * (1 + 1e-12)
@@ -153,21 +153,21 @@ def test_rho_opt_is_half_the_printed_gap(gamma_l):
     printed_fails = []
     for kappa in np.concatenate([np.linspace(1.3, 5, 38), np.geomspace(5, 1e4, 30)]):
         mu = 1 / kappa
-        steps = bounds_quadratic.published_local_steps(mu=mu, smoothness=1.0, lr=gamma_l)
-        lemma = bounds_quadratic.rho(mu=mu, smoothness=1.0, lr=gamma_l, local_steps=steps).value
-        sharp = bounds_quadratic.rho_sharp(np.geomspace(mu, 1, 200), lr=gamma_l, local_steps=steps).value
-        corrected = bounds_quadratic.rho_opt(mu=mu, smoothness=1.0, lr=gamma_l).value
+        steps = quadratic.published_local_steps(mu=mu, smoothness=1.0, lr=gamma_l)
+        lemma = quadratic.rho(mu=mu, smoothness=1.0, lr=gamma_l, local_steps=steps).value
+        sharp = quadratic.rho_sharp(np.geomspace(mu, 1, 200), lr=gamma_l, local_steps=steps).value
+        corrected = quadratic.rho_opt(mu=mu, smoothness=1.0, lr=gamma_l).value
         printed = as_printed.rho_opt_as_printed(mu=mu, smoothness=1.0)
         assert 1 - printed == pytest.approx(2 * (1 - corrected), rel=1e-12)
         assert lemma >= corrected - 1e-12 > printed
         assert sharp <= corrected
         # the exact factor of two equal clients per eigenvalue, a bound from below on what any bound can claim
-        u, v = bounds_quadratic.branches([mu, 1.0], lr=gamma_l, local_steps=steps)
+        u, v = quadratic.branches([mu, 1.0], lr=gamma_l, local_steps=steps)
         if max((u**2).max(), (v**2).max()) > printed:
             printed_fails.append(kappa)
     assert printed_fails
     assert max(printed_fails) < 5
-    close = bounds_quadratic.rho(mu=1e-8, smoothness=1.0, lr=1e-3, local_steps=11243821).value
+    close = quadratic.rho(mu=1e-8, smoothness=1.0, lr=1e-3, local_steps=11243821).value
     assert 1 - close == pytest.approx(0.562 * 1e-4, rel=2e-3)
 
 
@@ -178,17 +178,17 @@ def test_prescriptions_of_the_quadratics_paper():
     v -= v.mean(axis=0)
     start = {"distance": np.linalg.norm(u), "control_distance": np.sqrt(np.mean(np.sum(v**2, axis=1)))}
     constants = {"mu": 0.05, "smoothness": 1.0, "num_clients": 4, **start}
-    sure = bounds_quadratic.prescribe(target=1e-2, **constants)
+    sure = quadratic.prescribe(target=1e-2, **constants)
     assert sure.bound.holds
     assert sure.bound.value <= 1e-4
     assert mean_squared_error(a, np.zeros_like(a), sure.lr, sure.local_steps, sure.rounds, u, v) <= 1e-4
     noise = np.broadcast_to(0.05 * np.eye(2), a.shape)
     for target in (0.3, 0.1):
-        plan = bounds_quadratic.prescribe(target=target, noise_trace=0.1, **constants)
+        plan = quadratic.prescribe(target=target, noise_trace=0.1, **constants)
         assert not plan.bound.holds  # it rests on conjectures, and says so
         assert plan.gradients == plan.rounds * plan.local_steps
         assert mean_squared_error(a, noise, plan.lr, plan.local_steps, plan.rounds, u, v) <= target**2
-    there = bounds_quadratic.prescribe(target=100.0, **constants)
+    there = quadratic.prescribe(target=100.0, **constants)
     assert there.rounds == 1
 
 
@@ -197,7 +197,7 @@ def test_published_local_steps_are_not_the_best():
     a = random_hessians(np.random.default_rng(3), 10, 8, 0.01, 1.0)
     radius = {h: max(abs(np.linalg.eigvals(reduced_map(a, 0.1, h)))) for h in (15, 20, 25, 30, 35, 40, 60, 113)}
     best = min(radius, key=radius.__getitem__)
-    assert bounds_quadratic.published_local_steps(mu=0.01, smoothness=1.0, lr=0.1) == 113
+    assert quadratic.published_local_steps(mu=0.01, smoothness=1.0, lr=0.1) == 113
     assert best <= 40
     assert math.log(radius[best]) / math.log(radius[113]) > 3.5
 
@@ -221,16 +221,16 @@ def test_stationary_bounds_hold_on_random_quadratics():
         constants = {"mu": mu, "smoothness": 1.0, "lr": lr, "local_steps": steps, "noise_trace": sigma2}
         additive = constants | {"noise_growth": 0.0}
         whole = np.trace(sigma[:d, :d]) + (lr * steps) ** 2 * np.trace(sigma[d:, d:]) / n
-        limit = bounds_stochastic.error_stationary(**constants)
+        limit = stochastic.error_stationary(**constants)
         assert limit.holds
         assert whole <= limit.value
-        assert limit.value == bounds_stochastic.error_lambda(rounds=10**6, lambda_distance=1e-9, **constants).value
+        assert limit.value == stochastic.error_lambda(rounds=10**6, lambda_distance=1e-9, **constants).value
         if i % 2:
-            thm = bounds_stochastic.covariance(num_clients=n, zeta_2=spread, third_derivative=0.0, **additive)
+            thm = stochastic.covariance(num_clients=n, zeta_2=spread, third_derivative=0.0, **additive)
             assert thm.holds
             assert np.linalg.norm(sigma[:d, :d], 2) <= thm.value
-            assert thm.value == bounds_quadratic.variance(num_clients=n, zeta_2=spread, **constants).value
-            local, control = bounds_stochastic.error_local(**additive), bounds_stochastic.error_controls(**additive)
+            assert thm.value == quadratic.variance(num_clients=n, zeta_2=spread, **constants).value
+            local, control = stochastic.error_local(**additive), stochastic.error_controls(**additive)
             assert local.holds
             assert control.holds
             blocks = [np.trace(sigma[k : k + d, k : k + d]) for k in range(d, (n + 1) * d, d)]
@@ -255,17 +255,17 @@ def test_rates_hold_on_random_quadratics():
     start = {"distance": 2**0.5, "zeta_1": zeta_1, "zeta_2": zeta_2(a), "third_derivative": 0.0, "noise_growth": 0.0}
     for rounds in (0, 1, 10, 300):
         exact = mean_squared_error(a, noise, lr, steps, rounds, u, v)
-        bound = bounds_stochastic.error(rounds=rounds, num_clients=3, dim=2, **start, **constants)
+        bound = stochastic.error(rounds=rounds, num_clients=3, dim=2, **start, **constants)
         assert bound.holds
         assert exact <= bound.value
         far = math.sqrt(lambda_norm2(u, v, lr * steps))
-        assert exact <= bounds_stochastic.error_lambda(rounds=rounds, lambda_distance=far, **constants).value
+        assert exact <= stochastic.error_lambda(rounds=rounds, lambda_distance=far, **constants).value
 
 
 def prescribed(**change):
     constants = {"mu": 0.1, "smoothness": 1.0, "num_clients": 4, "dim": 2, "target": 0.1, "noise_trace": 1.0}
     constants |= {"distance": 1.0, "zeta_1": 1.0, "zeta_2": 0.05, "third_derivative": 0.0, "noise_growth": 0.0}
-    return bounds_stochastic.prescribe(**{**constants, **change})
+    return stochastic.prescribe(**{**constants, **change})
 
 
 def test_corollary_4_10_reaches_its_target_and_scales_as_it_says():
@@ -284,4 +284,4 @@ def test_corollary_4_10_reaches_its_target_and_scales_as_it_says():
     assert prescribed(num_clients=8).gradients / prescribed().gradients == pytest.approx(1 / 2, rel=0.02)
     assert prescribed(num_clients=8).rounds == prescribed().rounds
     assert 4 < prescribed(target=0.05).gradients / prescribed().gradients < 5.5
-    assert bounds_stochastic.speed_up_range(mu=1, smoothness=1, target=0.1, third_derivative=0) == math.inf
+    assert stochastic.speed_up_range(mu=1, smoothness=1, target=0.1, third_derivative=0) == math.inf

@@ -8,9 +8,9 @@ import pytest
 from oracles import CONSTANTS, accumulated, local_maps, one_round, random_hessians, rescaled, slope, stationary
 from scipy.linalg import solve_continuous_lyapunov
 
-from fedscaffold.theory import bounds_original, bounds_quadratic, bounds_stochastic
-from fedscaffold.theory.bounds import Federation
 from papers import as_printed
+from papers.bounds import original, quadratic, stochastic
+from papers.bounds.conditions import Federation
 
 # Errata: each printed formula fails a check that its corrected form passes. Numbers as in docs/errata.md.
 
@@ -37,7 +37,7 @@ def test_000_3_and_4_the_factors_of_a_coordinate(a):
     for _ in range(steps):
         y -= lr * (a * y + 1.0)  # u = 0, v = 1
     left = y / (lr * steps) + 1.0  # what is left of gamma H v, over gamma H
-    u, v = bounds_quadratic.branches([a], lr=lr, local_steps=steps)
+    u, v = quadratic.branches([a], lr=lr, local_steps=steps)
     assert v[0] == pytest.approx(left, rel=1e-12)
     assert u[0] + v[0] <= 1
     assert abs(as_printed.control_factor_as_printed(a, lr=lr, local_steps=steps) - left) > 0.1
@@ -55,7 +55,7 @@ def test_000_5_the_bound_used_is_from_above():
 def test_000_7_large_steps():
     mu, lr = 0.01, 0.1
     steps = round(1 / (lr * mu))
-    value = bounds_quadratic.rho(mu=mu, smoothness=1.0, lr=lr, local_steps=steps).value
+    value = quadratic.rho(mu=mu, smoothness=1.0, lr=lr, local_steps=steps).value
     assert value == pytest.approx(1 - (1 - 1 / math.e) * mu, rel=1e-12)
     assert as_printed.large_steps_rate_as_printed(mu=mu, smoothness=1.0) < value - 0.003
 
@@ -95,10 +95,10 @@ def test_000_9_corollary_1_lacks_mu(steps):
     exact = np.trace(stationary(a, noise, 0.5, steps)[:2, :2])
     assert exact == pytest.approx(1.27, abs=0.01)  # whatever H
     assert as_printed.corollary_1_as_printed(lr=0.5, num_clients=10, noise_trace=1.0) < exact / 25
-    bound = bounds_quadratic.variance_equal_hessians(mu=0.01, smoothness=1.0, lr=0.5, num_clients=10, noise_trace=1.0)
+    bound = quadratic.variance_equal_hessians(mu=0.01, smoothness=1.0, lr=0.5, num_clients=10, noise_trace=1.0)
     assert bound.holds
     assert exact <= bound.value
-    assert not bounds_quadratic.variance_equal_hessians(
+    assert not quadratic.variance_equal_hessians(
         mu=0.01, smoothness=1.0, lr=0.5, num_clients=10, noise_trace=1.0, zeta_2=0.1
     ).holds
 
@@ -112,7 +112,7 @@ def test_000_9_theorem_3_condition_depends_on_units():
     assert met == [False, True]
     for f in (1, 100):
         constants = {"mu": 0.2 * f, "smoothness": 1.0 * f, "num_clients": 4, "noise_trace": 1.0, "zeta_2": 0.5 * f}
-        broken = bounds_quadratic.variance(lr=0.1 / f, local_steps=5, **constants).broken
+        broken = quadratic.variance(lr=0.1 / f, local_steps=5, **constants).broken
         assert [c.text for c in broken] == ["lr H L zeta_2 <= mu / 10", "lr H (L + mu) <= 1 / 48"]
 
 
@@ -204,7 +204,7 @@ def test_002_8_and_9_biases():
 
 def test_002_9_lemma_e1_remainder_grows_with_the_square_of_h():
     steps = np.array([10, 40, 160])
-    _, v = np.array([bounds_quadratic.branches(1.0, lr=1e-4, local_steps=int(h)) for h in steps]).T
+    _, v = np.array([quadratic.branches(1.0, lr=1e-4, local_steps=int(h)) for h in steps]).T
     remainder = np.abs(v - 1e-4 * (steps - 1) / 2)
     printed = [as_printed.lemma_e1_remainder_as_printed(lr=1e-4, local_steps=int(h), smoothness=1.0) for h in steps]
     assert slope(steps, remainder) == pytest.approx(2, abs=0.2)
@@ -222,7 +222,7 @@ def test_002_11_corollary_4_10_exponents():
         third = q * value / length**3
         printed.append(as_printed.cor_4_10_exponents_as_printed(third_derivative=third, **here))
         sigma2 = unit * value
-        plan = bounds_stochastic.prescribe(
+        plan = stochastic.prescribe(
             dim=2,
             distance=length,
             zeta_1=value / length,
@@ -278,8 +278,8 @@ def test_004_8_rates_by_units_and_by_steps():
     constants = {**CONSTANTS, "mu": 0.0, "convex": False, "control_distance": 0.0, "server_lr": 2.0}
     pair = [Federation(**constants), Federation(**rescaled(constants, length, value))]
     for printed, corrected in [
-        (as_printed.fedavg_non_convex_as_printed, bounds_original.fedavg),
-        (as_printed.scaffold_non_convex_as_printed, bounds_original.scaffold),
+        (as_printed.fedavg_non_convex_as_printed, original.fedavg),
+        (as_printed.scaffold_non_convex_as_printed, original.scaffold),
     ]:
         unit = (value / length) ** 2
         values = [printed(setting, rounds) for setting in pair]
@@ -296,11 +296,9 @@ def test_004_8_the_step_of_theorem_v():
     for federation, printed_slope, slope_corrected in [(setting, -0.5, -1), (quiet, 0, -2)]:
         per_lr = federation.local_steps * federation.server_lr
         printed = [as_printed.fedavg_step_as_printed(federation, int(r)) / per_lr for r in many]
-        values = [
-            bounds_original.fedavg(federation, int(r), lr=lr).bound.value for r, lr in zip(many, printed, strict=True)
-        ]
+        values = [original.fedavg(federation, int(r), lr=lr).bound.value for r, lr in zip(many, printed, strict=True)]
         assert slope(many, values) == pytest.approx(printed_slope, abs=0.1)
-        values = [bounds_original.fedavg(federation, int(r)).bound.value for r in many]
+        values = [original.fedavg(federation, int(r)).bound.value for r in many]
         assert slope(many, values) == pytest.approx(slope_corrected, abs=0.25)  # up to logarithms
 
 

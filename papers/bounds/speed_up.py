@@ -2,12 +2,13 @@
 
 The conjectures of the quadratics paper (000, after Corollary 1) say that in the long run tr Sigma <~ gamma sigma^2 / N
 for any number H of local steps and Hessians that are not diagonal, up to a constant that may depend on H. They are
-true. With the symbols of `quadratics.py`, S_c = Cov(e_c) of `law.py`, and R_c = (z I - B_c)^-1 on the circle |z| = 1,
+true. With the symbols of `theory/quadratics.py`, S_c = Cov(e_c) of `theory/error_dynamics.py`, and
+R_c = (z I - B_c)^-1 on the circle |z| = 1,
 
     N Sigma = (1 / 2 pi) integral F^-1 (mean R_c S_c R_c*) F^-* d omega,    F(z) = mean R_c (z I - Upsilon_c)
 
-(`stationary.py`). N is nowhere but in the means: N Sigma depends on how (A_c, C_c) are distributed over the clients,
-not on how many there are. Let f_a(z) = (z - u_a) / (z - v_a) for an eigenvalue a, u_a = (1 - gamma a)^H and
+(`theory/stationary.py`). N is nowhere but in the means: N Sigma depends on how (A_c, C_c) are distributed over the
+clients, not on how many there are. Let f_a(z) = (z - u_a) / (z - v_a) for an eigenvalue a, u_a = (1 - gamma a)^H and
 v_a = 1 - (1 - u_a) / (gamma a H), with 0 < gamma a < 2, so that |u_a| < 1 and 0 <= v_a < 1; F is the mean of f(A_c).
 
 1.  |R_a|^2 and Re f_a depend linearly on each other as z goes round, from z = 1, where they are 1 / (1 - v)^2 and
@@ -47,8 +48,8 @@ from numpy.typing import ArrayLike
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
-from fedscaffold.theory.bounds_quadratic import branches
 from fedscaffold.theory.quadratics import geometric
+from papers.bounds.quadratic import branches
 
 __all__ = ["SpeedUp", "speed_up"]
 
