@@ -10,8 +10,9 @@ import numpy as np
 from fedscaffold.algorithms import fedavg, scaffold
 from fedscaffold.problems import Problem, quadratic
 from fedscaffold.simulation import simulate
-from fedscaffold.theory import bias, contraction_curve, sample_rounds
+from fedscaffold.theory import bias, contraction_curve
 from papers import plotting
+from papers.bounds.sample_rounds import sample_rounds
 from papers.claim import (
     Check,
     Claim,

@@ -11,8 +11,9 @@ import numpy as np
 from fedscaffold.algorithms import scaffold
 from fedscaffold.problems import Problem, quadratic
 from fedscaffold.simulation import simulate
-from fedscaffold.theory import contraction_curve, mean_squared_error, sample_rounds, stationary
+from fedscaffold.theory import contraction_curve, mean_squared_error, stationary
 from papers import plotting
+from papers.bounds.sample_rounds import sample_rounds
 from papers.claim import (
     Check,
     Claim,

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from fedscaffold.problems import Problem, quadratic
-from fedscaffold.theory import contraction_curve, sample_rounds, stationary
+from fedscaffold.theory import contraction_curve, stationary
 from papers import plotting
+from papers.bounds.sample_rounds import sample_rounds
 from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table, at_most, between
 
 __all__ = ["CLAIM"]

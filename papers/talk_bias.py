@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from fedscaffold.algorithms import fedavg, scaffold
 from fedscaffold.problems import Problem, logistic
 from fedscaffold.simulation import sweep
-from fedscaffold.theory import bias, expand, sample_rounds, stationary
+from fedscaffold.theory import bias, stationary
 from papers import plotting
+from papers.bounds.expansion import expand
+from papers.bounds.sample_rounds import sample_rounds
 from papers.claim import (
     Check,
     Claim,

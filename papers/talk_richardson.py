@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.algorithms import fedavg, scaffold
-from fedscaffold.theory import bias, expand, sample_rounds, stationary
+from fedscaffold.theory import bias, stationary
 from papers import plotting
+from papers.bounds.expansion import expand
+from papers.bounds.sample_rounds import sample_rounds
 from papers.claim import (
     Check,
     Claim,

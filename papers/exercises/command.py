@@ -29,7 +29,7 @@ def exercise(
     as_json: Json = False,
 ) -> None:
     """Measure one of the tutorial's exercises: a table, and what it says."""
-    from fedscaffold.experiments.jax_setup import configure_jax
+    from fedscaffold.experiments.build_problem import configure_jax
 
     configure_jax(0)
     from fedscaffold.runs import tables

@@ -17,7 +17,7 @@ from fedscaffold.problems import Problem, logistic
 from fedscaffold.problems.regression import LogisticLoss
 from fedscaffold.simulation import sweep
 from fedscaffold.simulation.richardson_romberg import extrapolate
-from fedscaffold.theory import expand
+from papers.bounds.expansion import expand
 from papers.exercises.record import Exercise, Row, mean_and_error
 
 __all__ = ["richardson"]

@@ -5,7 +5,7 @@ import pytest
 
 import fedscaffold as fs
 from fedscaffold.algorithms import make
-from fedscaffold.theory import advise, expected_gap, heterogeneity
+from fedscaffold.theory import advise, heterogeneity, mean_squared_error
 from fedscaffold.theory.quadratic_model import LOCAL_STEPS
 
 
@@ -14,7 +14,9 @@ def gaps(problem, noise, rounds, cohort=1.0, weights="equal"):
 
     def end(name, lr, steps):
         options = {"lr": lr, "local_steps": steps, "noise": noise, "rounds": rounds}
-        return expected_gap(problem, algorithm=make(name), cohort=cohort, weights=weights, **options)[-1]
+        return mean_squared_error(problem, algorithm=make(name), cohort=cohort, weights=weights, gap=True, **options)[
+            -1
+        ]
 
     return end
 

@@ -78,9 +78,10 @@ def test_one_formula_continues_the_other(algorithm):
     problem, options = federation(noise=0.3), {"lr": 0.3, "local_steps": 4, "noise": 0.3, "rounds": 25}
     p = 0.25 + np.array([1e-16, -1e-16, 0, 0])
     assert len(set(p)) > 1
-    for law in (theory.mean_squared_error, theory.expected_gap):
-        chained = law(problem, algorithm=algorithm, **options)
-        np.testing.assert_allclose(law(problem, algorithm=algorithm, weights=p, **options), chained, rtol=1e-11)
+    for gap in (False, True):
+        chained = theory.mean_squared_error(problem, algorithm=algorithm, gap=gap, **options)
+        again = theory.mean_squared_error(problem, algorithm=algorithm, weights=p, gap=gap, **options)
+        np.testing.assert_allclose(again, chained, rtol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,8 @@ def test_simulated_runs_have_the_expected_gap_and_distance(algorithm, steps, siz
     p = np.full(4, 0.25) if isinstance(weights, str) else weights
     hessian = np.tensordot(p, np.asarray(problem.records[0]), 1)
     gaps, squares = np.einsum("ra,ab,rb->r", away, hessian / 2, away), np.square(away).sum(axis=1)
-    for law, drawn in ((theory.expected_gap, gaps), (theory.mean_squared_error, squares)):
-        exact = law(problem, algorithm=algorithm, noise=noise, **options)[-1]
+    for gap, drawn in ((True, gaps), (False, squares)):
+        exact = theory.mean_squared_error(problem, algorithm=algorithm, noise=noise, gap=gap, **options)[-1]
         assert abs(drawn.mean() - exact) < 4 * drawn.std(ddof=1) / np.sqrt(runs)
 
 
@@ -115,4 +116,4 @@ def test_what_has_no_law_is_refused():
     with pytest.raises(fs.InputError, match="fednova with unequal local steps has no closed form"):
         theory.mean_squared_error(federation(), algorithm=fs.fednova(), local_steps=[1, 2, 3, 4], **options)
     with pytest.raises(fs.InputError, match="cohort must be"):
-        theory.expected_gap(federation(), local_steps=2, cohort=5.5, **options)
+        theory.mean_squared_error(federation(), local_steps=2, cohort=5.5, gap=True, **options)

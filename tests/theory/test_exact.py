@@ -19,6 +19,7 @@ from fedscaffold.theory.stable_step import stable_step
 from fedscaffold.theory.stationary import by_transfer
 from papers.bounds import quadratic
 from papers.bounds.lambda_norm import lambda_norm, largest_singular_value, operator, scaled
+from papers.bounds.sample_rounds import sample_rounds
 from papers.bounds.xi_form import block_residual, xi_round_map
 
 SCAFFOLD, FEDAVG = fs.scaffold(), fs.fedavg()
@@ -438,7 +439,7 @@ def test_drawn_runs_have_the_exact_mean_squared_error(algorithm):
     problem = fs.problems.quadratic(4, 3, mu=0.1, seed=10, x0=np.ones(3))
     options = {"lr": 0.3, "local_steps": 4, "noise": covariances(4, 3), "rounds": 40, "algorithm": algorithm}
     exact = theory.mean_squared_error(problem, **options)
-    paths = theory.sample_rounds(problem, seed=0, runs=4000, **options)
+    paths = sample_rounds(problem, seed=0, runs=4000, **options)
     errors = np.sum((paths - problem.optimum()) ** 2, axis=2)
     assert errors.shape == (4000, 41)
     assert exact[0] == pytest.approx(errors[0, 0], rel=1e-12)

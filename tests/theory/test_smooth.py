@@ -11,7 +11,6 @@ import fedscaffold as fs
 from fedscaffold.problems import Problem
 from fedscaffold.theory.derivatives import (
     _program,
-    client_contractions,
     client_gradients,
     client_hessians,
     client_products,
@@ -21,7 +20,10 @@ from fedscaffold.theory.derivatives import (
     noise_level,
     solve,
 )
-from fedscaffold.theory.expansion import drift, expand, lanczos, lyapunov, residual_factor
+from fedscaffold.theory.heterogeneity import drift
+from fedscaffold.theory.lanczos import lanczos
+from fedscaffold.theory.stationary import lyapunov
+from papers.bounds.expansion import contract, expand, residual_factor
 
 
 def plain(problem):
@@ -78,7 +80,7 @@ def test_derivatives_of_logistic_regression_are_the_closed_forms():
         for s_i in (matrices[3], matrices[:3]):
             mine = s_i if s_i.ndim == 2 else s_i[i]
             expected = np.einsum("ijk,jk->i", tensor, mine)
-            np.testing.assert_allclose(client_contractions(problem, w, s_i)[i], expected, atol=1e-13)
+            np.testing.assert_allclose(contract(problem, w, s_i)[i], expected, atol=1e-13)
     for batch in (1, 5):
         stated = problem.facts.noise_covariance(w, batch)
         np.testing.assert_allclose(noise_covariance(problem, w, batch), stated, atol=1e-14)

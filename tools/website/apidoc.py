@@ -43,7 +43,7 @@ def room(name, page=""):
 
 
 def find(name):
-    """The anchor of `theory.expand`, `simulate` or `Run.x`, where there is one."""
+    """The anchor of `theory.bias`, `simulate` or `Run.x`, where there is one."""
     first, *rest = name.split(".")
     package = SOURCE / first / "__init__.py"
     if package.exists() and rest:

@@ -9,19 +9,15 @@ Exact on quadratics, by closed forms whose cost does not depend on the number of
     best_local_steps                the number of local steps that gains a digit at the least cost
     stationary                      mean and covariance in the long run
     mean_squared_error              of every round, without simulating, with any cohort and weights
-    expected_gap                    the same for E f(x) - f(x*)
-    sample_rounds                   runs with noise, exact in law, any number of local steps at the cost of one
 
 And beyond, for smooth problems:
 
-    expand                          first-order covariance and bias around the optimum, saturation with many clients
     heterogeneity, advise           how heterogeneous the clients are; which method to use, and why
     plan, verify                    step size, local steps, rounds and bytes for a target; predicted against measured
 """
 
 from fedscaffold.theory.advice import Advice, advise
-from fedscaffold.theory.error_dynamics import expected_gap, mean_squared_error, sample_rounds
-from fedscaffold.theory.expansion import Expansion, expand
+from fedscaffold.theory.error_dynamics import mean_squared_error
 from fedscaffold.theory.heterogeneity import Heterogeneity, heterogeneity
 from fedscaffold.theory.local_steps import BestLocalSteps, best_local_steps
 from fedscaffold.theory.planning import Plan, Proposal, Verified, plan, verify
@@ -42,7 +38,6 @@ __all__ = [
     "AffineMap",
     "BestLocalSteps",
     "ContractionRate",
-    "Expansion",
     "Heterogeneity",
     "Plan",
     "Proposal",
@@ -55,8 +50,6 @@ __all__ = [
     "client_quadratics",
     "contraction_curve",
     "contraction_rate",
-    "expand",
-    "expected_gap",
     "fixed_point",
     "heterogeneity",
     "is_quadratic",
@@ -64,7 +57,6 @@ __all__ = [
     "plan",
     "round_map",
     "rounds_per_digit",
-    "sample_rounds",
     "spectra",
     "stationary",
     "verify",

@@ -37,8 +37,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.cohorts import Cohorts
 from fedscaffold.theory.derivatives import client_gradients, find_optimum, noise_level, solve
-from fedscaffold.theory.expansion import drift
-from fedscaffold.theory.heterogeneity import Heterogeneity
+from fedscaffold.theory.heterogeneity import Heterogeneity, drift
 from fedscaffold.theory.quadratic_model import LOCAL_STEPS, STRIDE, QuadraticModel, cohorts_of, model_of, search
 from fedscaffold.theory.round_map import form_of, is_quadratic
 from fedscaffold.theory.subsampling import looks_at, redrawn

@@ -2,13 +2,13 @@
 
     gradients    grad f_i(x)                              client_gradients
     Hessians     H_i v = d/dt grad f_i(x + t v)           client_products; client_hessians for small d; solve for H^-1
-    thirds       T_i[u, v] = d/ds H_i(x + s u) v          client_thirds; client_contractions for T_i[S]
+    thirds       T_i[u, v] = d/ds H_i(x + s u) v          client_thirds
     noise        C_i = Cov of a minibatch gradient        noise_covariance, noise_level
 
 H_i is the Hessian of f_i and T_i its third derivative, a bilinear map; those of f = sum p_i f_i are the weighted sums
-of the rows. Nothing of size d^3 is stored: T_i[S] is the sum of T_i[v, v] over the scaled eigenvectors v of S. All
-are forward derivatives of the problem's own gradient, for any tree of parameters. Clients may hold unequal numbers of
-records: each is padded to the largest with records of weight zero, so that one compiled program serves all.
+of the rows. All are forward derivatives of the problem's own gradient, for any tree of parameters. Clients may hold
+unequal numbers of records: each is padded to the largest with records of weight zero, so that one compiled program
+serves all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,16 @@ from fedscaffold.problems.batches import Functions, Kinds, gradient, record_valu
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Floats, Problem, weights_of
 
-__all__ = ["client_contractions", "client_gradients", "client_hessians", "client_products", "client_thirds"]
-__all__ += ["find_optimum", "noise_covariance", "noise_level", "solve"]
+__all__ = [
+    "client_gradients",
+    "client_hessians",
+    "client_products",
+    "client_thirds",
+    "find_optimum",
+    "noise_covariance",
+    "noise_level",
+    "solve",
+]
 
 Array: TypeAlias = Any  # a jax.Array inside the programs
 
@@ -65,23 +73,6 @@ def client_thirds(problem: Problem, x: ArrayLike, u: ArrayLike, v: ArrayLike) ->
     array([[12.]])
     """
     return _run("third", problem, x, u, v)
-
-
-def client_contractions(problem: Problem, x: ArrayLike, matrix: ArrayLike) -> Floats:
-    """Return the rows T_i[S_i]; `matrix` is one symmetric S for all clients, or (N, d, d).
-
-    >>> cubic = Problem(lambda x, batch: (batch * x**3).mean(), np.zeros(1), [np.ones((4, 1))])
-    >>> client_contractions(cubic, [7.0], [[2.0]])
-    array([[12.]])
-    """
-    values, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
-    size = np.abs(values)
-    rank = max(1, int((size > 1e-15 * size.max()).sum(axis=-1).max()))
-    order = np.argsort(-size, axis=-1)[..., :rank]
-    values = np.take_along_axis(values, order, -1)
-    rows = np.swapaxes(np.take_along_axis(vectors, order[..., None, :], -1), -1, -2)
-    shape = (problem.num_clients, rank, problem.dim)
-    return _run("contraction", problem, x, *(np.broadcast_to(a, shape) for a in (values[..., None] * rows, rows)))
 
 
 def client_hessians(problem: Problem, x: ArrayLike) -> Floats:
@@ -253,7 +244,6 @@ TASKS: dict[str, Callable[..., Array]] = {
     "product": lambda i, x, v: _along(i.slope, v)(x),
     "third": lambda i, x, u, v: _along(_along(i.slope, u), v)(x),
     "hessian": lambda i, x: _mapped(lambda v: _along(i.slope, v)(x), jnp.eye(len(x))),
-    "contraction": lambda i, x, u, v: _mapped(lambda a: _along(_along(i.slope, a[0]), a[1])(x), (u, v)).sum(0),
     "covariance": lambda i, x: (i.shares[:, None] * i.spread(x)).T @ i.spread(x),
     "variance": lambda i, x: i.shares @ jnp.square(i.spread(x)).sum(axis=1),
 }

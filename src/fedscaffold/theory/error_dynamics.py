@@ -1,4 +1,4 @@
-"""The law of a run with noisy gradients on quadratics: exact mean squared errors, and runs exact in law, any H at once.
+"""The law of a run with noisy gradients on quadratics: exact mean squared errors, any H at once.
 
 With noise eps_c^h of covariance C_c on every local gradient, client c ends its H steps off by gamma E_c (F1, F5),
 
@@ -8,11 +8,11 @@ and a round adds to (u, r) of `quadratics.py`, r_c = gamma H (xi_c - xi_c*), wit
 
     u+ = ... - eta_g mean e_i,    r_c+ = ... - (e_c - mean e_i)
 
-In the eigenbasis of A_c the (j, k) entry of Sigma_eps^c is C_jk (1 - (f_j f_k)^H) / (1 - f_j f_k), f = 1 - gamma a. So
-e_c is drawn in one go, whatever H. Option I remembers a gradient at x with noise of its own: a second source, into r.
+In the eigenbasis of A_c the (j, k) entry of Sigma_eps^c is C_jk (1 - (f_j f_k)^H) / (1 - f_j f_k), f = 1 - gamma a.
+Option I remembers a gradient at x with noise of its own: a second source, into r.
 
 All of this is for rounds that hear every client with equal weight. Where cohorts are drawn at random, or weights or
-numbers of local steps differ, `mean_squared_error` and `expected_gap` follow `second_moments.py` instead.
+numbers of local steps differ, `mean_squared_error` follows `second_moments.py` instead.
 
 Symbols: gamma = lr, H = local_steps, eta_g = server_lr, C = noise.
 """
@@ -40,7 +40,7 @@ from fedscaffold.theory.rates import bias_of
 from fedscaffold.theory.round_map import SCAFFOLD, Form, a_problem, form_of
 from fedscaffold.theory.second_moments import Federation, Noise, error_curve, root
 
-__all__ = ["Chain", "Run", "Source", "chain", "errors", "expected_gap", "mean_squared_error", "sample_rounds", "walked"]
+__all__ = ["Chain", "Run", "Source", "chain", "errors", "mean_squared_error", "started", "walked"]
 
 
 class Source(NamedTuple):
@@ -138,45 +138,25 @@ def mean_squared_error(
     cohort: float | int = 1.0,
     weights: str | ArrayLike = "equal",
     noise_at_x: ArrayLike | None = None,
+    gap: bool = False,
 ) -> Floats:
     """Return the exact E|x^t - x*|^2 for t = 0 .. rounds: |mean|^2 + trace of the covariance (F4, F5).
 
     The run starts at x0 with control variates zero. `cohort` (a share or a number of clients, drawn at random every
     round), `weights` and `local_steps` (one number, or one a client) are those of `simulate`; `noise` is the covariance
-    of every gradient, `noise_at_x` that of the one which option I remembers, the same unless given.
+    of every gradient, `noise_at_x` that of the one which option I remembers, the same unless given. With `gap` the
+    error is the excess loss, E f(x^t) - f(x*).
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
     >>> noise = [[[1.0]], [[0.5]]]
     >>> mean_squared_error(problem, lr=0.2, local_steps=4, noise=noise, rounds=200)[[0, 1, 200]].round(6)
     array([0.16    , 0.124648, 0.064902])
-    """
-    run, heard = _checked(problem, algorithm, lr, local_steps, rounds, x0, cohort, weights)
-    return errors(run._replace(noise=_noise(run.spectra, noise, noise_at_x)), heard, gap=False)
-
-
-def expected_gap(
-    problem: Problem,
-    *,
-    lr: float,
-    local_steps: int | ArrayLike,
-    noise: ArrayLike,
-    rounds: int,
-    x0: ArrayLike | None = None,
-    algorithm: Algorithm = SCAFFOLD,
-    cohort: float | int = 1.0,
-    weights: str | ArrayLike = "equal",
-    noise_at_x: ArrayLike | None = None,
-) -> Floats:
-    """Return the exact E f(x^t) - f(x*) for t = 0 .. rounds, without simulating; arguments as for `mean_squared_error`.
-
-    >>> import fedscaffold as fs
-    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
-    >>> expected_gap(problem, lr=0.2, local_steps=4, noise=0.0, rounds=2, cohort=1).round(6)
+    >>> mean_squared_error(problem, lr=0.2, local_steps=4, noise=0.0, rounds=2, cohort=1, gap=True).round(6)
     array([0.05    , 0.098543, 0.067807])
     """
     run, heard = _checked(problem, algorithm, lr, local_steps, rounds, x0, cohort, weights)
-    return errors(run._replace(noise=_noise(run.spectra, noise, noise_at_x)), heard, gap=True)
+    return errors(run._replace(noise=_noise(run.spectra, noise, noise_at_x)), heard, gap)
 
 
 class Run(NamedTuple):
@@ -251,44 +231,6 @@ def _of_chain(run: Run, gap: bool) -> Floats:
                 back_u, back_r = law.one.backward(back_u, back_r)
             curve[t] = np.sum((half.T @ (u + off)) ** 2) + spread
     return np.where(np.isfinite(curve), curve, np.inf)
-
-
-def sample_rounds(
-    problem: Problem,
-    *,
-    lr: float,
-    local_steps: int,
-    noise: ArrayLike,
-    rounds: int,
-    seed: int,
-    runs: int = 1,
-    x0: ArrayLike | None = None,
-    algorithm: Algorithm = SCAFFOLD,
-) -> Floats:
-    """Draw runs with Gaussian noise, exact in law: x of every round, shape (runs, rounds + 1, d), x0 first.
-
-    A round of any number of local steps costs one draw of the accumulated noise (F5). All clients take part.
-
-    >>> import fedscaffold as fs
-    >>> problem = fs.problems.quadratic(num_clients=5, dim=3, seed=0)
-    >>> sample_rounds(problem, lr=0.1, local_steps=10**6, noise=0.01, rounds=50, seed=0, runs=4).shape
-    (4, 51, 3)
-    """
-    rounds, runs = checks.whole("rounds", rounds), checks.whole("runs", runs)
-    law = chain(problem, lr=lr, local_steps=local_steps, noise=noise, algorithm=algorithm)
-    rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
-    roots = [root(source.covariance) for source in law.sources]
-    u, r = (np.tile(a, runs) for a in law.start(started(x0, problem)))
-    path = np.empty((runs, rounds + 1, len(law.fixed)))
-    path[:, 0] = u.T
-    for t in range(1, rounds + 1):
-        u, r = law.one.forward(u, r)
-        for source, half in zip(law.sources, roots, strict=True):
-            e = (half @ rng.normal(size=(*half.shape[:2], runs))).reshape(-1, runs)
-            u = u - source.to_u * (law.one.basis @ e / law.one.num_clients)
-            r = r - source.to_r * law.one.centred(e)
-        path[:, t] = u.T
-    return path + law.fixed
 
 
 def _form(algorithm: Algorithm) -> Form:

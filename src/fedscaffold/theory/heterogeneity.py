@@ -39,7 +39,7 @@ from fedscaffold.theory.derivatives import (
     find_optimum,
     noise_level,
 )
-from fedscaffold.theory.expansion import drift, lanczos
+from fedscaffold.theory.lanczos import lanczos
 from fedscaffold.theory.round_map import a_problem
 from fedscaffold.theory.subsampling import (
     Look,
@@ -56,7 +56,7 @@ from fedscaffold.theory.subsampling import (
     quartered,
 )
 
-__all__ = ["Heterogeneity", "heterogeneity"]
+__all__ = ["Heterogeneity", "drift", "heterogeneity"]
 
 SMALL, NUMBERS = 300, 20_000_000  # largest d, and largest N d^2, for eigenvalues of all matrices
 LOOKED_AT, STEPS = 20, 12  # clients of whom ||H_i - H|| is found at most, and steps of Lanczos for each
@@ -176,6 +176,26 @@ def heterogeneity(
         trained = trained - looks.mean.p @ client_gradients(looks.mean.problem, trained) / first["smoothness"]
     later = _measured(view, f"{TRAINED} gradient steps from the start", trained, start)
     return _measured(view, "the problem's own parameters", start, trained)._replace(later=later)
+
+
+def drift(problem: Problem, x: Floats, p: Floats, lr: float, local_steps: int) -> Floats:
+    """Mean over clients and local steps of grad f_i(y_i), less the same for clients that all had f: FedAvg's drift.
+
+    The y_i start at x and follow exact uncorrected gradients; at the optimum the second mean is zero.
+
+    >>> import fedscaffold as fs
+    >>> drift(fs.problems.lower_bound_pair(mu=1.0, big_g=1.0), np.zeros(1), np.array([0.5, 0.5]), 0.1, 2)
+    array([-0.05])
+    """
+    y, z, total = np.broadcast_to(x, (len(p), len(x))), x, np.zeros_like(x)
+    for _ in range(local_steps):
+        rows, alone = client_gradients(problem, y), p @ client_gradients(problem, z)
+        total += p @ rows - alone
+        with np.errstate(over="ignore", invalid="ignore"):
+            y, z = y - lr * rows, z - lr * alone
+        if not np.isfinite(y).all():
+            raise InputError(f"local steps of size {lr:g} diverge; take a smaller lr")
+    return total / local_steps
 
 
 def _measured(view: _View, where: str, x: Floats, other: Floats) -> Heterogeneity:

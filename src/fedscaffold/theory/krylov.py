@@ -28,7 +28,7 @@ from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.problems.quadratic import quadratic
 from fedscaffold.theory.cohorts import Cohorts, shares
 from fedscaffold.theory.derivatives import batch_sizes, client_gradients, client_products, solve
-from fedscaffold.theory.expansion import lanczos_chain
+from fedscaffold.theory.lanczos import lanczos_chain
 from fedscaffold.theory.quadratics import geometric
 from fedscaffold.theory.subsampling import redrawn
 

@@ -33,7 +33,6 @@ from fedscaffold.simulation import sweep
 from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.program import prepare
 from fedscaffold.theory.derivatives import batch_sizes, find_optimum
-from fedscaffold.theory.expansion import lyapunov
 from fedscaffold.theory.heterogeneity import SOLVED
 from fedscaffold.theory.quadratic_model import (
     HALVINGS,
@@ -46,6 +45,7 @@ from fedscaffold.theory.quadratic_model import (
 from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round
 from fedscaffold.theory.rates import DENSE, bias_of, spectral_radius
 from fedscaffold.theory.round_map import a_problem, form_of
+from fedscaffold.theory.stationary import lyapunov
 
 __all__ = ["Plan", "Proposal", "Verified", "plan", "verify"]
 

@@ -36,7 +36,7 @@ from fedscaffold.theory.quadratics import LinearRound, to_xi
 from fedscaffold.theory.rates import spectral_radius
 from fedscaffold.theory.round_map import SCAFFOLD
 
-__all__ = ["Stationary", "by_transfer", "doubled", "entry", "stationary"]
+__all__ = ["Stationary", "by_transfer", "doubled", "entry", "lyapunov", "stationary"]
 
 DENSE = 1000  # (N + 1) d up to which the whole covariance is computed
 REACH = 1e-11  # how far the integral goes: to what is left out being this small
@@ -136,6 +136,23 @@ def doubled(power: Floats, added: Floats) -> Floats:
         if np.abs(more).max() <= 1e-17 * np.abs(added).max():
             return added
         power = power @ power
+
+
+def lyapunov(hessian: ArrayLike, noise: ArrayLike) -> Floats:
+    """Solve H X + X H = C, H positive definite.
+
+    >>> lyapunov([[2.0, 0.0], [0.0, 1.0]], [[4.0, 3.0], [3.0, 2.0]])
+    array([[1., 1.],
+           [1., 1.]])
+    """
+    values, vectors = np.linalg.eigh(np.asarray(hessian, np.float64))
+    if values[0] <= 1e-12 * values[-1]:
+        raise InputError(
+            f"the mean Hessian must be positive definite, its smallest eigenvalue is {values[0]:.3g}; add l2"
+        )
+    rotated = vectors.T @ np.asarray(noise, np.float64) @ vectors
+    found: Floats = vectors @ (rotated / (values[:, None] + values)) @ vectors.T
+    return found
 
 
 def _by_doubling(law: Chain) -> Floats:

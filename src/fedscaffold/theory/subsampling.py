@@ -31,7 +31,7 @@ from scipy.stats import t as student
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.derivatives import client_gradients, client_products
-from fedscaffold.theory.expansion import lanczos
+from fedscaffold.theory.lanczos import lanczos
 
 __all__ = ["Look", "Looks", "client_ends", "drift_rate", "extreme_error", "halved", "looks_at"]
 __all__ += ["mean_ends", "mean_error", "mean_off", "passes", "quartered", "redrawn"]

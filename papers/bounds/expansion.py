@@ -27,7 +27,6 @@ Symbols: theta = x, gamma = lr, H (local steps) = K = local_steps, xi_c = c - c_
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -35,19 +34,19 @@ from numpy.typing import ArrayLike
 
 from fedscaffold import checks
 from fedscaffold.brief import brief
-from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem, weights_of
 from fedscaffold.theory.derivatives import (
-    client_contractions,
     client_gradients,
     client_hessians,
     client_thirds,
     find_optimum,
     noise_covariance,
 )
+from fedscaffold.theory.lanczos import lanczos
 from fedscaffold.theory.round_map import a_problem
+from fedscaffold.theory.stationary import lyapunov
 
-__all__ = ["Expansion", "drift", "expand", "lanczos", "lanczos_chain", "lyapunov", "residual_factor"]
+__all__ = ["Expansion", "contract", "expand", "residual_factor"]
 
 
 class Expansion(NamedTuple):
@@ -128,10 +127,10 @@ def expand(
     mean: Floats = np.tensordot(p, hessians, 1)
     covariance = lr * lyapunov(mean, _of_mean(p, noise))
     apart = hessians - mean
-    thirds = client_contractions(problem, x, covariance)
+    thirds = contract(problem, x, covariance)
     third = p @ thirds
     bias = -0.5 * np.linalg.solve(mean, third)
-    shaken = p @ client_contractions(problem, x, noise)
+    shaken = p @ contract(problem, x, noise)
     drift, second = _drift(problem, x, p, hessians, mean, local_steps)
     return Expansion(
         x,
@@ -151,21 +150,21 @@ def expand(
     )
 
 
-def lyapunov(hessian: ArrayLike, noise: ArrayLike) -> Floats:
-    """Solve H X + X H = C, H positive definite.
+def contract(problem: Problem, x: ArrayLike, matrix: ArrayLike) -> Floats:
+    """Return the rows T_i[S_i]; `matrix` is one symmetric S for all clients, or (N, d, d).
 
-    >>> lyapunov([[2.0, 0.0], [0.0, 1.0]], [[4.0, 3.0], [3.0, 2.0]])
-    array([[1., 1.],
-           [1., 1.]])
+    T_i[S] is the sum of T_i[v, v] over the scaled eigenvectors v of S, so that nothing of size d^3 is stored.
+
+    >>> cubic = Problem(lambda x, batch: (batch * x**3).mean(), np.zeros(1), [np.ones((4, 1))])
+    >>> contract(cubic, [7.0], [[2.0]])
+    array([[12.]])
     """
-    values, vectors = np.linalg.eigh(np.asarray(hessian, np.float64))
-    if values[0] <= 1e-12 * values[-1]:
-        raise InputError(
-            f"the mean Hessian must be positive definite, its smallest eigenvalue is {values[0]:.3g}; add l2"
-        )
-    rotated = vectors.T @ np.asarray(noise, np.float64) @ vectors
-    found: Floats = vectors @ (rotated / (values[:, None] + values)) @ vectors.T
-    return found
+    values, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
+    total = np.zeros((problem.num_clients, problem.dim))
+    for k in np.flatnonzero(np.abs(values.reshape(-1, problem.dim)).max(axis=0) > 1e-15 * np.abs(values).max()):
+        v = vectors[..., k]
+        total += client_thirds(problem, x, values[..., k, None] * v, v)
+    return total
 
 
 def residual_factor(local_steps: int) -> float:
@@ -176,87 +175,6 @@ def residual_factor(local_steps: int) -> float:
     """
     k = checks.whole("local_steps", local_steps)
     return (k - 1) / 2 + (k - 1) * (2 * k - 1) / (6 * k)
-
-
-def drift(problem: Problem, x: Floats, p: Floats, lr: float, local_steps: int) -> Floats:
-    """Mean over clients and local steps of grad f_i(y_i), less the same for clients that all had f: FedAvg's drift.
-
-    The y_i start at x and follow exact uncorrected gradients; at the optimum the second mean is zero.
-
-    >>> import fedscaffold as fs
-    >>> drift(fs.problems.lower_bound_pair(mu=1.0, big_g=1.0), np.zeros(1), np.array([0.5, 0.5]), 0.1, 2)
-    array([-0.05])
-    """
-    y, z, total = np.broadcast_to(x, (len(p), len(x))), x, np.zeros_like(x)
-    for _ in range(local_steps):
-        rows, alone = client_gradients(problem, y), p @ client_gradients(problem, z)
-        total += p @ rows - alone
-        with np.errstate(over="ignore", invalid="ignore"):
-            y, z = y - lr * rows, z - lr * alone
-        if not np.isfinite(y).all():
-            raise InputError(f"local steps of size {lr:g} diverge; take a smaller lr")
-    return total / local_steps
-
-
-class Chain(NamedTuple):
-    """Lanczos' three-term recurrences for k operators at once."""
-
-    diagonal: Floats
-    """(k, steps)."""
-    beside: Floats
-    """(k, steps); the last is what is left over."""
-    basis: Floats
-    """(k, steps, d), orthonormal rows."""
-
-    def tridiagonal(self, i: int) -> tuple[Floats, Floats, float]:
-        """Return Ritz values and vectors of the i-th operator, and its residual coefficient."""
-        a, b = self.diagonal[i], self.beside[i]
-        short = np.flatnonzero(b <= 1e-10 * np.abs(a).max())
-        m = int(short[0]) + 1 if len(short) else len(a)  # an invariant subspace was found: what follows is rounding
-        values, vectors = np.linalg.eigh(np.diag(a[:m]) + np.diag(b[: m - 1], 1) + np.diag(b[: m - 1], -1))
-        return values, vectors, float(b[m - 1])
-
-
-def lanczos_chain(apply: Callable[[Floats], Floats], start: Floats, steps: int) -> Chain:
-    """Lanczos' method for k symmetric operators at once, from the k rows `start`; `apply` maps rows to their products.
-
-    >>> chain = lanczos_chain(lambda v: v * np.array([1.0, 3.0]), np.ones((1, 2)), 2)
-    >>> chain.tridiagonal(0)[0].round(9)
-    array([1., 3.])
-    """
-    count = min(steps, start.shape[1])
-    basis = np.empty((len(start), count + 1, start.shape[1]))
-    basis[:, 0] = start / np.maximum(np.linalg.norm(start, axis=1, keepdims=True), 1e-300)
-    diagonal, beside = [], []
-    for j in range(count):
-        w, known = apply(basis[:, j]), basis[:, : j + 1]
-        diagonal.append((w * basis[:, j]).sum(axis=1))
-        for _ in range(2):  # full reorthogonalisation: without it eigenvalues appear twice
-            w = w - np.matmul(np.matmul(w[:, None], np.swapaxes(known, 1, 2)), known)[:, 0]
-        beside.append(np.linalg.norm(w, axis=1))
-        basis[:, j + 1] = w / np.maximum(beside[-1], 1e-300)[:, None]
-    return Chain(np.transpose(diagonal), np.transpose(beside), basis[:, :count])
-
-
-def lanczos(
-    apply: Callable[[Floats], Floats], size: tuple[int, int], steps: int, rng: np.random.Generator
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """Smallest and largest eigenvalues of k symmetric operators at once, and the residuals that bound their errors.
-
-    `apply` maps k vectors (k, d), one for each operator, to their k products. All in step is what SciPy's `eigsh` does
-    not offer: a product with every client's Hessian costs no more than one with their mean.
-
-    >>> low, high, *_ = lanczos(lambda v: v * np.array([1.0, 2.0, 5.0]), (1, 3), 3, np.random.default_rng(0))
-    >>> low.round(9), high.round(9)
-    (array([1.]), array([5.]))
-    """
-    chain = lanczos_chain(apply, rng.normal(size=size), steps)
-    ends = []
-    for i in range(size[0]):
-        values, vectors, out = chain.tridiagonal(i)
-        ends.append((values[0], values[-1], *(out * np.abs(vectors[-1, [0, -1]]))))
-    low, high, low_error, high_error = np.transpose(ends)
-    return low, high, low_error, high_error
 
 
 def _of_mean(p: Floats, noise: Floats) -> Floats:
