@@ -31,8 +31,7 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
     from fedscaffold import problems, simulate
     from fedscaffold.algorithms import scaffold
-    from fedscaffold.experiments.build_problem import step_flops
-    from fedscaffold.experiments.jax_setup import configure_jax
+    from fedscaffold.experiments.build_problem import configure_jax, step_flops
 
     if workload.model == "mlp":
         problem = problems.mlp(workload.clients, workload.hidden, classes=workload.classes)
@@ -86,8 +85,7 @@ def _sweep(precision: str, noise: float, cohort: float) -> dict[str, Any]:
     """Fifty runs of a quadratic (N = 10, d = 20) in one sweep, and one of them: best of three, compiled."""
     from fedscaffold import problems, simulate, sweep
     from fedscaffold.algorithms import scaffold
-    from fedscaffold.experiments.build_problem import step_flops
-    from fedscaffold.experiments.jax_setup import configure_jax
+    from fedscaffold.experiments.build_problem import configure_jax, step_flops
 
     problem = problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, noise=noise, seed=0)
     configure_jax(step_flops(problem, 1))

@@ -1,25 +1,34 @@
 """Cache of results, written one by one, so that interrupted work continues where it stopped.
 
 Results are npz files of JSON and arrays, without pickle, each with a checksum of its contents. A key encodes
-everything its result depends on; damaged or incomplete files count as absent.
+everything its result depends on: the claim, its settings, the text of the module that measures it and the package's
+version. Damaged or incomplete files count as absent.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import json
+import os
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+import fedscaffold
 from fedscaffold.state.files import write_whole
 
-__all__ = ["Data", "Memo", "Store", "digest", "no_cache", "read", "write"]
+if TYPE_CHECKING:
+    from papers.claim import Claim
+
+__all__ = ["Data", "Memo", "Store", "digest", "home", "key_of", "read", "write"]
 
 Data: TypeAlias = dict[str, Any]  # numbers, texts, lists, dictionaries and NumPy arrays
 Memo: TypeAlias = Callable[[str, Callable[[], Data]], Data]  # (key, make) -> the result of make, computed or cached
@@ -29,9 +38,24 @@ CHECKSUM = "sha256"  # npz member with the digest of all others
 ARRAY = "array "  # prefix of a reference to an array in the JSON
 
 
-def no_cache(key: str, make: Callable[[], Data]) -> Data:
-    """Memo that caches nothing."""
-    return make()
+def home() -> Path:
+    """The folder in the user's cache where results are kept.
+
+    >>> home().name
+    'reproduce'
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "fedscaffold" / "reproduce"
+
+
+def key_of(claim: Claim, size: str) -> str:
+    """What a claim's result depends on: its name, settings, the module that measures it, the package's version."""
+    measure: Any = claim.measure
+    while isinstance(measure, partial):
+        measure = measure.func
+    source = inspect.getsource(sys.modules[measure.__module__])
+    settings = claim.settings(size)
+    return digest(claim.name, dict(settings), claim.depends(settings), source, fedscaffold.__version__)
 
 
 def digest(*parts: Any) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from fedscaffold.experiments.run_cache import Data, Memo
+from papers.cache import Data, Memo
 
 __all__ = [
     "SIZES",

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedscaffold import checks
-from fedscaffold.experiments.run_cache import Store
-from papers.cache import key_of
+from papers.cache import Store, key_of
 from papers.claim import Claim, Data, Drawing, Outcome, verdict
 
 __all__ = ["ALIASES", "CLAIMS", "find", "judged", "reproduce"]

@@ -80,7 +80,7 @@ def _list(as_json: bool) -> int:
 
 
 def _settle() -> None:
-    from fedscaffold.experiments.jax_setup import configure_jax
+    from fedscaffold.experiments.build_problem import configure_jax
 
     configure_jax(0.0)
 

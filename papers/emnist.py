@@ -19,9 +19,9 @@ import numpy as np
 from fedscaffold import algorithms, data, problems
 from fedscaffold.data import Dataset
 from fedscaffold.data.splits import holdout
-from fedscaffold.experiments.run_cache import digest
 from fedscaffold.problems import Problem
 from fedscaffold.simulation import Run, sweep
+from papers.cache import digest
 from papers.claim import Data, Memo, Settings
 
 __all__ = ["Pictures", "adapted", "fingerprint", "measure", "median", "pictures"]

@@ -7,8 +7,7 @@ import pytest
 
 import fedscaffold as fs
 from fedscaffold.deploy import parse as parse_deployment
-from fedscaffold.experiments.config_file import Config, parse
-from fedscaffold.experiments.run_arguments import run_arguments
+from fedscaffold.experiments.config_file import Config, parse, run_arguments
 from fedscaffold.run_config import ARGUMENTS, FILE_DEFAULTS, KEYS
 
 PROBLEM = fs.problems.quadratic(num_clients=3, dim=2, seed=0)

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from fedscaffold import data
-from fedscaffold.experiments import doctor
+from fedscaffold.cli import doctor
 
 MAIN = "from fedscaffold.cli import main\n"
 STATES = {"ok", "warning", "missing"}

@@ -10,7 +10,6 @@ import pytest
 
 from fedscaffold.algorithms import fedavg, scaffold
 from fedscaffold.checks import InputError
-from fedscaffold.experiments import run_cache
 from fedscaffold.problems import quadratic
 from fedscaffold.simulation import simulate
 from papers import cache, emnist, plotting, speedup_fig1
@@ -116,7 +115,7 @@ def test_a_claim_runs_has_a_verdict_and_can_fail(name, tmp_path, without_data):
     with plotting.style():
         made = [path for one in drawings for path in plotting.save(one.figure, tmp_path, one.name)]
     assert {path.suffix for path in made} == {".svg", ".pdf", ".png"}
-    spoilt = run_cache.read(tmp_path / name / f"{cache.key_of(claim, 'quick')}.npz")
+    spoilt = cache.read(tmp_path / name / f"{cache.key_of(claim, 'quick')}.npz")
     SPOILS[name](spoilt)
     after = judged(claim, "quick", spoilt)
     assert sum(check.passed is True for check in after.checks) < sum(check.passed is True for check in outcome.checks)
@@ -174,13 +173,13 @@ def test_a_damaged_result_is_made_again_and_no_pickle_is_read(tmp_path):
     reproduce(small(calls), "quick", tmp_path)
     assert calls == [0, 1, 2] * 2
     np.savez(tmp_path / "evil.npz", json=np.array([{}], dtype=object))
-    assert run_cache.read(tmp_path / "evil.npz") is None
+    assert cache.read(tmp_path / "evil.npz") is None
 
 
 def test_what_is_kept_comes_back():
     def there_and_back(value, folder):
-        run_cache.write(folder, {"value": value})
-        return run_cache.read(folder)["value"]
+        cache.write(folder, {"value": value})
+        return cache.read(folder)["value"]
 
     import tempfile
     from pathlib import Path
@@ -372,3 +371,19 @@ def test_the_command(tmp_path, monkeypatch):
     assert [one["cached"] for one in answers] == [False, True]
     assert (tmp_path / "here" / "reproduction.html").exists()
     assert {path.suffix for path in (tmp_path / "here").iterdir()} == {".html", ".json", ".svg", ".pdf", ".png"}
+
+
+def test_no_bit_of_a_kept_result_can_change_unseen(tmp_path):
+    path = tmp_path / "one.npz"
+    data = {"x": np.linspace(0, 1, 5), "flag": np.array([True, False]), "words": ["a", None], "y": float("nan")}
+    cache.write(path, data)
+    whole = path.read_bytes()
+    trusted = repr(cache.read(path))
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        found = cache.read(path)
+        assert found is None or repr(found) == trusted, place  # of a date in the archive nothing depends
+        path.write_bytes(whole[:place])
+        assert cache.read(path) is None
+    np.savez(path, json=np.frombuffer(b'{"x": 1}', np.uint8))  # a whole archive, without the checksum
+    assert cache.read(path) is None

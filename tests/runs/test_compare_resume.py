@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from forked import codes_of
 
 from fedscaffold.cli import compare as folders
-from fedscaffold.experiments import compare, run_cache
+from fedscaffold.experiments import compare
 from fedscaffold.experiments.build_problem import build
 from fedscaffold.experiments.config_file import parse
 from fedscaffold.runs import read
@@ -23,8 +22,8 @@ def asked():
     return config, build(config.problem)
 
 
-def compared(asked, memo=run_cache.no_cache, tell=lambda line: None):
-    return compare.compare(*asked, NAMES, 2, "distance:0.5", "fedscaffold compare", tell, memo)
+def compared(asked, kept=None, tell=lambda line: None):
+    return compare.compare(*asked, NAMES, 2, "distance:0.5", "fedscaffold compare", tell, kept)
 
 
 def same(study, other):
@@ -46,7 +45,6 @@ def quiet(asked):
 @pytest.mark.slow
 def test_a_comparison_goes_on_with_the_runs_that_are_missing(asked, quiet, tmp_path, monkeypatch):
     lines = []
-    store = run_cache.Store(tmp_path)
     usual = engine.run_rounds
     driven = []
 
@@ -58,9 +56,9 @@ def test_a_comparison_goes_on_with_the_runs_that_are_missing(asked, quiet, tmp_p
 
     monkeypatch.setattr("fedscaffold.simulation.sweeps.run_rounds", drive)
     with pytest.raises(KeyboardInterrupt):
-        compared(asked, store)
-    assert len(list(tmp_path.glob("*.npz"))) == 2 * len(compare.GRID)
-    study = compared(asked, run_cache.Store(tmp_path), lines.append)
+        compared(asked, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2 * len(compare.GRID)
+    study = compared(asked, tmp_path, lines.append)
     assert len(driven) == 3 + 2  # the two seeds of the second algorithm
     same(study, quiet)
     assert lines[0].startswith("scaffold: 6 of 24 runs, about ")
@@ -68,40 +66,26 @@ def test_a_comparison_goes_on_with_the_runs_that_are_missing(asked, quiet, tmp_p
     assert study.seconds.keys() == quiet.seconds.keys()
 
 
-def test_a_damaged_run_is_run_again(asked, quiet, tmp_path):
-    compared(asked, run_cache.Store(tmp_path))
-    paths = sorted(tmp_path.glob("*.npz"))
+def test_a_damaged_run_is_run_again(asked, quiet, tmp_path, monkeypatch):
+    compared(asked, tmp_path)
+    paths = sorted(tmp_path.glob("*/state-*"))
     damaged = bytearray(paths[5].read_bytes())
     damaged[len(damaged) // 2] ^= 4
     paths[5].write_bytes(damaged)
     paths[17].unlink()
-    again = run_cache.Store(tmp_path)
-    same(compared(asked, again), quiet)
-    assert sorted(again.made) == [paths[5].stem, paths[17].stem]
-
-
-def test_no_bit_of_a_kept_result_can_change_unseen(tmp_path):
-    path = tmp_path / "one.npz"
-    data = {"x": np.linspace(0, 1, 5), "flag": np.array([True, False]), "words": ["a", None], "y": float("nan")}
-    run_cache.write(path, data)
-    whole = path.read_bytes()
-    trusted = repr(run_cache.read(path))
-    for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
-        found = run_cache.read(path)
-        assert found is None or repr(found) == trusted, place  # of a date in the archive nothing depends
-        path.write_bytes(whole[:place])
-        assert run_cache.read(path) is None
-    np.savez(path, json=np.frombuffer(b'{"x": 1}', np.uint8))  # a whole archive, without the checksum
-    assert run_cache.read(path) is None
+    made = []
+    usual = compare._save
+    monkeypatch.setattr(compare, "_save", lambda place, fields: made.append(place) or usual(place, fields))
+    same(compared(asked, tmp_path), quiet)
+    assert sorted(made) == [paths[5].parent, paths[17].parent]
 
 
 @pytest.mark.slow
 def test_what_a_run_depends_on_is_in_its_key(asked, tmp_path):
     def keys(config):
-        store = run_cache.Store(tmp_path)
-        compare.compare(config, build(config.problem), ["fedavg"], 1, None, "", memo=store)
-        return store.made
+        before = set(tmp_path.iterdir())
+        compare.compare(config, build(config.problem), ["fedavg"], 1, None, "", kept=tmp_path)
+        return sorted(set(tmp_path.iterdir()) - before)
 
     base = parse(CONFIG, ["rounds=2", "local.lr=0.1"])
     assert len(keys(base)) == 1
@@ -117,7 +101,7 @@ import glob, json, os, random, signal, time
 import jax, optax, pydantic, scipy.linalg
 import fedscaffold as fs
 from fedscaffold.cli import compare, deploy, main, resume, theory
-from fedscaffold.experiments import compare, build_problem, jax_setup
+from fedscaffold.experiments import compare, build_problem
 from fedscaffold.runs import page
 from forked import command, ended
 
@@ -125,7 +109,7 @@ ASK = ["compare", "--dataset", "quadratic", "--rounds", "3000", "--local-steps",
        "--algorithms", "scaffold,fedavg", "--set", "problem.noise=0.01", "--set", "problem.dim=4"]
 
 def cells(folder):
-    return len(glob.glob(folder + "/cells/*.npz"))
+    return len(glob.glob(folder + "/cells/*/state-*"))
 
 def killed(pid, number, folder, more, seconds=0.0):
     '''Send a signal once there are some more runs than now.'''

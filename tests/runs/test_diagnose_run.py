@@ -310,7 +310,7 @@ def test_the_store_in_the_configuration(tmp_path):
     with pytest.raises(InputError, match="is for one run at a time"):
         compare.compare(parse(CONFIG, ["client_state=file"]), build(tuned.problem), ["scaffold"], 1, None, "")
     huge = parse(CONFIG, ["client_state=auto", "rounds=10"])
-    assert compare.resolve_store(huge, build(huge.problem)).client_state == "array"
+    assert compare.validate_run(huge, build(huge.problem)).client_state == "array"
 
 
 def typed(monkeypatch, capsys, *words):

@@ -34,7 +34,7 @@ import glob, hashlib, json, os, signal, time
 import jax, optax, pydantic, scipy.linalg
 import fedscaffold as fs
 from fedscaffold.cli import deploy, main, resume, theory
-from fedscaffold.experiments import compare, build_problem, jax_setup
+from fedscaffold.experiments import compare, build_problem
 from forked import command, ended
 
 def still():

@@ -18,7 +18,7 @@ import contextlib, io, json, os, signal, socket, sys, time
 import jax, numpy as np, optax, pydantic, scipy.linalg
 import fedscaffold as fs
 from fedscaffold.cli import main, resume
-from fedscaffold.experiments import compare, build_problem, jax_setup
+from fedscaffold.experiments import compare, build_problem
 from fedscaffold.runs import page
 from fedscaffold.simulation import engine, distributed
 from fedscaffold.simulation.sharding import Shards

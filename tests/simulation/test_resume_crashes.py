@@ -35,7 +35,7 @@ import contextlib, io, json, os, random, resource, signal, sys, time
 import jax, optax, pydantic, scipy.linalg
 import fedscaffold as fs
 from fedscaffold.cli import deploy, main, resume
-from fedscaffold.experiments import compare, build_problem, jax_setup
+from fedscaffold.experiments import compare, build_problem
 from fedscaffold.runs import page
 from forked import child, command, ended
 

@@ -1,7 +1,7 @@
 """`compare` and `demo`: run a comparison in its folder, resumable run by run.
 
-The folder holds `comparison.json`, with the request and whether it is finished, and meanwhile `cells/`, with a file
-for every finished run. A run with a tuned step size keeps its runs in `cells/` too.
+The folder holds `comparison.json`, with the request and whether it is finished, and meanwhile `cells/`, with a commit
+for every finished run. A run with a tuned step size keeps its runs there too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fedscaffold.state.files import write_whole
 if TYPE_CHECKING:
     from fedscaffold.experiments.build_problem import Built
     from fedscaffold.experiments.config_file import Config
-    from fedscaffold.runs import Study
 
 __all__ = ["ASKED", "CELLS", "is_unfinished", "remove_cells", "resume_comparison", "run_comparison"]
 
@@ -72,7 +71,6 @@ def resume_comparison(folder: Path, as_json: bool) -> None:
 
 def _compare(config: Config, built: Built, asked: ComparisonRequest, out: Path, fresh: bool, as_json: bool) -> None:
     from fedscaffold.experiments import compare as room
-    from fedscaffold.experiments.run_cache import Store
     from fedscaffold.runs import tables
     from fedscaffold.state.files import owned
 
@@ -82,13 +80,13 @@ def _compare(config: Config, built: Built, asked: ComparisonRequest, out: Path, 
     words = shlex.join(["fedscaffold", "resume", str(out)])
 
     def stopped() -> str:
-        return f"stopped; {len(_cell_files(out))} of {total} runs are kept; the same command goes on, or: {words}"
+        return f"stopped; {count_cells(out)} of {total} runs are kept; the same command goes on, or: {words}"
 
     with owned(out):
         _prepare_folder(out, asked, fresh)
         with exit_with_line(stopped):
             tell = partial(print_progress, as_json=as_json)
-            study = room.compare(config, built, *what, typed_command(), tell, Store(out / CELLS))
+            study = room.compare(config, built, *what, typed_command(), tell, out / CELLS)
             page = room.write_results(study, out)
             _write_request(out, asked, ended=True)
             remove_cells(out)
@@ -100,13 +98,14 @@ def _compare(config: Config, built: Built, asked: ComparisonRequest, out: Path, 
         "folder": str(out),
         "report": str(page),
     }
-    notes = [*_warnings(study), *(f"left out: {reason}" for reason in asked.left_out.values())]
+    notes = [f"{run.algorithm}, seed {run.seed}: {run.advice}" for run in study.runs if run.advice]
+    notes += [f"left out: {reason}" for reason in asked.left_out.values()]
     print_answer(answer, [study.problem, "", tables.terminal(study.rows), "", *notes, f"report: {page}"], as_json)
 
 
 def is_unfinished(folder: Path) -> bool:
     """Return whether the folder holds runs of an unfinished sweep."""
-    if not _cell_files(folder):
+    if not count_cells(folder):
         return False
     before = _read_request(folder)
     return before is None or not before[1]
@@ -139,8 +138,9 @@ def _prepare_folder(out: Path, asked: ComparisonRequest, fresh: bool) -> None:
         )
 
 
-def _cell_files(folder: Path) -> list[Path]:
-    return list((folder / CELLS).glob("*.npz"))
+def count_cells(folder: Path) -> int:
+    """Return the number of finished runs that a folder keeps."""
+    return len({path.parent for path in (folder / CELLS).glob("*/state-*.safetensors")})
 
 
 def _write_request(folder: Path, asked: ComparisonRequest, ended: bool) -> None:
@@ -167,7 +167,3 @@ def _read_request(folder: Path) -> tuple[ComparisonRequest, bool] | None:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise damaged from None
     return asked, ended
-
-
-def _warnings(study: Study) -> list[str]:
-    return [f"{run.algorithm}, seed {run.seed}: {run.advice}" for run in study.runs if run.advice]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,16 @@ from fedscaffold.cli.multi_process import (
     run_supervised,
     team_of,
 )
-from fedscaffold.cli.verbs import Json, Log, Watch, app, prepare_problem, print_answer, refuse_other_options
+from fedscaffold.cli.verbs import (
+    Json,
+    Log,
+    Watch,
+    app,
+    prepare_problem,
+    print_answer,
+    refuse_other_options,
+    typed_command,
+)
 from fedscaffold.cli.watch import NO_VIEWERS, Viewers, check_viewers, open_callbacks
 from fedscaffold.state.files import write_whole
 
@@ -111,12 +119,9 @@ def run_in_folder(
     built = prepare_problem(config, team)
     from fedscaffold.experiments import compare as room
     from fedscaffold.experiments.config_file import to_toml
-    from fedscaffold.experiments.run_cache import Store
     from fedscaffold.simulation import Interrupted
 
-    room.validate_run(config, built, team.total)
-    config = room.resolve_store(config, built)
-    command = shlex.join(["fedscaffold", *sys.argv[1:]])
+    config = room.validate_run(config, built, team.total)
     words = shlex.join(["fedscaffold", "resume", str(folder), *team.flags()])
     _refuse_disagreement(team, config)
     with ExitStack() as stack:
@@ -125,8 +130,9 @@ def run_in_folder(
         try:
             with _print_state_warnings(), open_callbacks(config, built, folder, seen_by, team.is_main) as callbacks:
                 line = None if team.is_main else False
-                memo = Store(folder / CELLS)
-                study = room.run(config, built, command, line, folder / CHECKPOINT, team.total, callbacks, memo)
+                study = room.run(
+                    config, built, typed_command(), line, folder / CHECKPOINT, team.total, callbacks, folder / CELLS
+                )
         except Interrupted as stop:
             typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: {words}", err=True)
             return 128 + stop.signal

@@ -230,8 +230,7 @@ def refuse_other_options(context: typer.Context, what: str, allowed: tuple[str, 
 
 def prepare_problem(config: Config, team: Team = SINGLE_PROCESS) -> Built:
     """Build a configuration's problem, and configure JAX for the size of its local steps before it starts."""
-    from fedscaffold.experiments.build_problem import build, step_flops
-    from fedscaffold.experiments.jax_setup import configure_jax
+    from fedscaffold.experiments.build_problem import build, configure_jax, step_flops
 
     built = build(config.problem)
     configure_jax(step_flops(built.problem, config.local.batch_size))

@@ -19,8 +19,7 @@ from fedscaffold.diagnose.examination import examine_run
 from fedscaffold.diagnose.findings import Finding, check_recorded_residual, worst
 from fedscaffold.diagnose.inspection import StateError, is_current, open_checkpoint
 from fedscaffold.experiments.build_problem import Built
-from fedscaffold.experiments.config_file import Config, load, parse
-from fedscaffold.experiments.run_arguments import run_arguments
+from fedscaffold.experiments.config_file import Config, load, parse, run_arguments
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.runs import RunRecord, read

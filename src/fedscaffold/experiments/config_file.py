@@ -1,26 +1,34 @@
-"""Typed configuration of a run, read from TOML with overrides; unknown keys are refused with a suggestion."""
+"""Typed configuration of a run, read from TOML with overrides, and the arguments of `simulate` that it gives.
+
+Unknown keys are refused with a suggestion.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import numpy as np
 import tomli_w
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, create_model
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.parsing import NotToml, format_of, toml
-from fedscaffold.run_config import KEYS, Argument
+from fedscaffold.run_config import ARGUMENTS, KEYS, Argument
 
 __all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Section", "Server"]
-__all__ += ["given_keys", "load", "parse", "to_toml"]
+__all__ += ["OF_ONE_RUN", "given_keys", "load", "parse", "run_arguments", "to_toml"]
 
 
 FORMAT = 1
 KEY = "{key}"  # placeholder for the key in the message of a check
+ADAPTIVITY = 1e-3  # tau of Reddi et al. 2021, added to the root of the second moment
+OF_ONE_RUN = ("lr", "local_optimizer", "seed", "every", "client_state")
+"""Arguments that a comparison varies, or does not take."""
 
 
 class Section(BaseModel):
@@ -131,6 +139,68 @@ def given_keys(config: Config) -> list[str]:
         value = getattr(config, key)
         keys += [f"{key}.{one}" for one in value.model_fields_set] if isinstance(value, BaseModel) else [key]
     return sorted(keys)
+
+
+def run_arguments(config: Config, *, without: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the arguments of `simulate` that a configuration gives.
+
+    Args:
+        config: The configuration.
+        without: Names of arguments to leave out.
+
+    >>> run_arguments(Config(local={"lr": 0.2, "steps": 3}))["lr"]
+    0.2
+    """
+    given: dict[str, Any] = {}
+    for name, stated in ARGUMENTS.items():
+        if stated.key is not None:
+            section, _, field = stated.key.rpartition(".")
+            given[name] = getattr(getattr(config, section) if section else config, field)
+    given |= {
+        "availability": _load_availability(config.cohort.availability),
+        "local_optimizer": _local_optimizer(config.local),
+        "server_optimizer": _server_optimizer(config.server),
+    }
+    if given["local_optimizer"] is not None or config.local.lr == "tuned":
+        given["lr"] = None
+    return {name: value for name, value in given.items() if name not in set(without)}
+
+
+def _local_optimizer(section: Local) -> Any:
+    """Return the local optimizer with its step size; None for SGD, or while the step size is being tuned."""
+    if section.optimizer == "sgd" or section.lr == "tuned":
+        return None
+    import optax
+
+    if section.optimizer == "adam":
+        return optax.adam(section.lr)
+    return optax.sgd(section.lr, momentum=section.momentum)
+
+
+def _server_optimizer(section: Server) -> Any:
+    """Return the server's optimizer, with the second-moment decay and floor of Reddi et al. 2021."""
+    if section.optimizer == "none":
+        return None
+    import optax
+
+    lr, momentum = section.lr, section.momentum
+    if section.optimizer in ("momentum", "nesterov"):
+        return optax.sgd(lr, momentum=momentum, nesterov=section.optimizer == "nesterov")
+    if section.optimizer == "adagrad":
+        return optax.adagrad(lr, initial_accumulator_value=ADAPTIVITY**2, eps=ADAPTIVITY)
+    adaptive = optax.adam if section.optimizer == "adam" else optax.yogi
+    return adaptive(lr, b1=momentum, b2=0.99, eps=ADAPTIVITY)
+
+
+def _load_availability(path: str | None) -> NDArray[Any] | None:
+    if path is None:
+        return None
+    try:
+        return np.loadtxt(Path(path), delimiter=",", ndmin=2)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} not found; cohort.availability is a CSV file of zeros and ones") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not a CSV file of zeros and ones: {error}") from None
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
