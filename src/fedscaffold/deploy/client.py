@@ -23,6 +23,7 @@ from fedscaffold.deploy import gate
 from fedscaffold.deploy.client_state import Lost, load_vector, save_pending
 from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.gate import Refused
+from fedscaffold.deploy.messages import server_fields, shift_parts
 from fedscaffold.deploy.record_arithmetic import (
     Record,
     blank_memory,
@@ -52,8 +53,8 @@ class Work(NamedTuple):
     """Input of local training."""
 
     x: Array
-    shift: Array | None
-    """The algorithm's shift, constant during the round; None where the algorithm has none."""
+    shift: Any
+    """The algorithm's shift, constant during the round: a vector or a record; None where the algorithm has none."""
     algorithm: Algorithm
     local: Local
     seed: int
@@ -197,7 +198,7 @@ def _answer(request: Packet, learner: Learner, settings: Settings, name: str, fo
         vectors = memory._asdict().items()
         return Packet({**facts, **told}, {key: blob(pack(value, algorithm.private)) for key, value in vectors})
     if kind == "evaluate":
-        x = gate.read_vector(request, "x", learner.schema, algorithm.private)
+        x = gate.read_vector(request, "x", learner.start, algorithm.private)
         x = personal_model(algorithm, x, _load_own(request, algorithm, learner.start, own))
         buffers, site = _load_buffers(request, learner, settings, own), learner.site(name)
         said: dict[str, Fact] = {"kind": "evaluate", "records": site.records, "steps": 1}
@@ -254,17 +255,18 @@ def _train(
     algorithm, schema = fitted(algorithm_of(settings), learner.schema), learner.schema
     private = algorithm.private
     private_state = _load_own(request, algorithm, learner.start, own)
-    x = gate.read_vector(request, "x", schema, private)
+    x = gate.read_vector(request, "x", learner.start, private)
     site = learner.site(name)
     buffers = _load_buffers(request, learner, settings, own)
     sent = memory = shift = None
     if settings.deploy.state == "client":
-        down = {field: gate.read_vector(request, field, schema, private) for field in exchange(algorithm).down}
-        sent = algorithm.init(x)._replace(**down)
+        like = cast(algorithm.init(x), schema.dtype)
+        names = server_fields(algorithm)
+        sent = like._replace(**{key: gate.read_vector(request, key, getattr(like, key), private) for key in names})
         memory = _load_memory(request, algorithm, x, own)
         shift = shift_of(algorithm, sent, memory)
     elif algorithm.shift is not None:
-        shift = gate.read_vector(request, "shift", schema, private)
+        shift = _read_shift(request, algorithm, x)
     metrics: dict[str, float] = {}
     if request.facts.get("evaluate") is True:
         metrics = _evaluate(site, personal_model(algorithm, x, private_state), buffers)
@@ -290,6 +292,16 @@ def _train(
         commit(own / "buffers", done.buffers, {"kind": "buffers"}, private=True)
     told: dict[str, Fact] = {"records": site.records, "steps": done.steps, "memory": memory_digest, "own": own_digest}
     return Packet({**facts, "kind": "train", **told, **metrics}, blobs)
+
+
+def _read_shift(request: Packet, algorithm: Algorithm, x: Array) -> Any:
+    """Read the shift: a vector, or a record of vectors and numbers, with the shapes of a first round's."""
+    like = shift_of(algorithm, algorithm.init(x), blank_memory(algorithm, x))
+    parts = [
+        gate.read_vector(request, name, value.astype(x.dtype), algorithm.private)
+        for name, value in shift_parts(like).items()
+    ]
+    return type(like)(*parts) if isinstance(like, tuple) else parts[0]
 
 
 def _load_memory(request: Packet, algorithm: Algorithm, x: Array, own: Path) -> Record:

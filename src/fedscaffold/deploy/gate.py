@@ -23,7 +23,7 @@ import numpy as np
 
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import exchange
-from fedscaffold.deploy.record_arithmetic import Ranges, cast, message_of, unpack
+from fedscaffold.deploy.record_arithmetic import Ranges, cast, message_of, pack, unpack
 from fedscaffold.deploy.schema import Array, Blob, Packet, Schema
 
 __all__ = [
@@ -66,13 +66,12 @@ class Asked(NamedTuple):
     site: str
     round: int
     nonce: str
-    vectors: tuple[str, ...]
-    """Names of the expected vectors: fields of the algorithm's message, or of its memory in a resync."""
+    arrays: dict[str, tuple[tuple[int, ...], str]]
+    """Shape and dtype of every expected array: fields of the algorithm's message, or of its memory in a resync, and
+    `buffer.NAME`."""
     schema: Schema
     records: int
     most_steps: int
-    buffers: bool = False
-    """Whether the model's buffers are expected too."""
     private: Ranges = ()
     """Coordinates that never leave a client and are left out of the vectors."""
 
@@ -104,7 +103,7 @@ def admit(packet: Packet, asked: Asked) -> Update:
 
     >>> from fedscaffold.deploy.schema import blob
     >>> schema = Schema(("w",), ((2,),), "float64")
-    >>> asked = Asked("north", 1, "n1", ("d",), schema, records=10, most_steps=5)
+    >>> asked = Asked("north", 1, "n1", {"d": ((2,), "float64")}, schema, records=10, most_steps=5)
     >>> facts = {"site": "north", "round": 1, "nonce": "n1", "schema": schema.digest, "records": 10, "steps": 5}
     >>> admit(Packet(facts, {"d": blob(np.ones(2))}), asked).steps
     5
@@ -115,11 +114,10 @@ def admit(packet: Packet, asked: Asked) -> Update:
     facts = packet.facts
     if read_text(facts, "site") != asked.site:
         raise Refused("stranger", f"a reply of {read_text(facts, 'site')!r} in the place of {asked.site!r}")
-    wanted = _expected_arrays(asked)
-    _check_size(packet, wanted)
+    _check_size(packet, asked.arrays)
     if read_text(facts, "schema") != asked.schema.digest:
         raise Refused("schema", f"model {read_text(facts, 'schema')!r} where {asked.schema.digest!r} is trained")
-    arrays = _read_arrays(packet, wanted)
+    arrays = _read_arrays(packet, asked.arrays)
     for name, array in arrays.items():
         check_finite(name, array)
     check_fresh(packet, asked)
@@ -128,8 +126,9 @@ def admit(packet: Packet, asked: Asked) -> Update:
     steps = read_int(facts, "steps")
     if not 1 <= steps <= asked.most_steps:
         raise Refused("implausible", f"{steps} local steps where 1 to {asked.most_steps} were asked for")
-    vectors = {name: unpack(arrays[name], asked.private, asked.schema.size) for name in asked.vectors}
-    buffers = {name.removeprefix("buffer."): array for name, array in arrays.items() if name not in vectors}
+    buffers = {name.removeprefix("buffer."): a for name, a in arrays.items() if name.startswith("buffer.")}
+    sent = {name: a for name, a in arrays.items() if not name.startswith("buffer.")}
+    vectors = {name: unpack(a, asked.private, asked.schema.size) for name, a in sent.items()}
     return Update(
         vectors, steps, buffers, read_text(facts, "memory", ""), _read_metrics(facts), own=read_text(facts, "own", "")
     )
@@ -243,11 +242,11 @@ def _deviations(update: Update, reach: Reach) -> dict[str, tuple[Any, Array, flo
     return apart
 
 
-def read_vector(packet: Packet, name: str, schema: Schema, private: Ranges = ()) -> Array:
-    """Read and validate one vector of the model; private coordinates are zero."""
-    array = read_array(packet, name, (schema.size - _private_size(private),), schema.dtype)
+def read_vector(packet: Packet, name: str, like: Array, private: Ranges = ()) -> Array:
+    """Read and validate one vector or number with the shape and dtype of `like`; private coordinates are zero."""
+    array = read_array(packet, name, pack(like, private).shape, like.dtype.name)
     check_finite(name, array)
-    return unpack(array, private, schema.size)
+    return unpack(array, private, like.size)
 
 
 def read_array(packet: Packet, name: str, shape: tuple[int, ...], dtype: str) -> Array:
@@ -290,19 +289,6 @@ def read_int(facts: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise Refused("schema", f"{name} must be a whole number of 64 bits, got {abbreviate(value)}")
     return int(value)
-
-
-def _expected_arrays(asked: Asked) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of every expected array by name."""
-    shape: tuple[int, ...] = (asked.schema.size - _private_size(asked.private),)
-    wanted = dict.fromkeys(asked.vectors, (shape, asked.schema.dtype))
-    if asked.buffers:
-        wanted |= {f"buffer.{name}": (shape, dtype) for name, shape, dtype in asked.schema.buffers}
-    return wanted
-
-
-def _private_size(private: Ranges) -> int:
-    return sum(end - begin for begin, end in private)
 
 
 def _check_size(packet: Packet, wanted: dict[str, tuple[tuple[int, ...], str]]) -> None:

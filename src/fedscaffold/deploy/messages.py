@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import numpy as np
 
@@ -12,25 +13,27 @@ from fedscaffold.algorithms.round import exchange, shift_of, work_of
 from fedscaffold.deploy.aggregation import State, memory_of
 from fedscaffold.deploy.gate import Asked
 from fedscaffold.deploy.record_arithmetic import blank_memory, pack
-from fedscaffold.deploy.schema import Fact, Packet, Schema, blob
+from fedscaffold.deploy.schema import Array, Fact, Packet, Schema, blob
 from fedscaffold.deploy.settings import Local, Settings
 
-__all__ = ["make_asked", "make_request", "vectors_up"]
+__all__ = ["make_asked", "make_request", "server_fields", "shift_parts"]
 
 
-def vectors_up(algorithm: Algorithm, plain: bool, kind: str = "train") -> tuple[str, ...]:
-    """Return the names of the vectors that a client sends: its message, or its memory in a resync.
+def server_fields(algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the fields of the server's record from which a client that keeps its memory computes the shift."""
+    known = exchange(algorithm)
+    return known.down + known.told
 
-    With plain SGD one vector carries both move and direction.
 
-    >>> from fedscaffold.algorithms import fedavg, scaffold
-    >>> vectors_up(fedavg(), True), vectors_up(scaffold(), True), vectors_up(scaffold(option=1), True)
-    (('move',), ('d',), ('d', 'move'))
+def shift_parts(shift: Any) -> dict[str, Array]:
+    """Return the arrays of a shift by the names under which they are sent.
+
+    >>> from fedscaffold.algorithms.scaffold import Memory
+    >>> list(shift_parts(np.zeros(2))), list(shift_parts(Memory(np.zeros(2))))
+    (['shift'], ['shift.c_i'])
     """
-    if kind == "resync":
-        memory = blank_memory(algorithm, np.zeros(1))
-        return () if memory is None else tuple(memory._fields)
-    return exchange(algorithm).sent(plain) if kind == "train" else ()
+    fields = {"": shift} if not hasattr(shift, "_asdict") else shift._asdict()
+    return {f"shift.{name}".rstrip("."): np.asarray(value) for name, value in fields.items()}
 
 
 def make_asked(
@@ -41,9 +44,15 @@ def make_asked(
     nonce = hashlib.sha256(words.encode()).hexdigest()[:16]
     records, local = state.roster[site].records, settings.local
     most = work_of(algorithm, _max_steps(local, records)).steps
-    buffers = kind == "train" and local.buffers == "average"
-    up = vectors_up(algorithm, settings.plain, kind)
-    return Asked(site, state.round + 1, nonce, up, schema, records, most, buffers, algorithm.private)
+    up: dict[str, Array] = {}
+    if kind == "train":
+        up = dict.fromkeys(exchange(algorithm).sent(settings.plain), state.x)
+    elif kind == "resync":
+        up = blank_memory(algorithm, state.x)._asdict()
+    arrays = {name: (pack(like, algorithm.private).shape, schema.dtype) for name, like in up.items()}
+    if kind == "train" and local.buffers == "average":
+        arrays |= {f"buffer.{name}": (shape, dtype) for name, shape, dtype in schema.buffers}
+    return Asked(site, state.round + 1, nonce, arrays, schema, records, most, algorithm.private)
 
 
 def make_request(asked: Asked, kind: str, run: str, state: State, settings: Settings, algorithm: Algorithm) -> Packet:
@@ -67,9 +76,9 @@ def make_request(asked: Asked, kind: str, run: str, state: State, settings: Sett
     vectors = {"x": state.x}
     if algorithm.shift is not None and kind == "train":
         if settings.deploy.state == "client":
-            vectors |= {name: getattr(state.told, name) for name in exchange(algorithm).down}
+            vectors |= {name: getattr(state.told, name) for name in server_fields(algorithm)}
         else:
-            vectors["shift"] = shift_of(algorithm, state.told, memory_of(algorithm, state, asked.site))
+            vectors |= shift_parts(shift_of(algorithm, state.told, memory_of(algorithm, state, asked.site)))
     blobs = {name: blob(pack(vector, algorithm.private)) for name, vector in vectors.items()}
     return Packet(facts, blobs | {f"buffer.{name}": blob(value) for name, value in state.buffers.items()})
 

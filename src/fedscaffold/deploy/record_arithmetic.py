@@ -1,4 +1,4 @@
-"""Arithmetic on an algorithm's records, which are NamedTuples of vectors, or None where it has none."""
+"""Arithmetic on an algorithm's records, which are NamedTuples of vectors and numbers, or None where it has none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-Record: TypeAlias = Any  # a NamedTuple of vectors that the algorithm defines, or None
+Record: TypeAlias = Any  # a NamedTuple of vectors and numbers that the algorithm defines, or None
 
 
 def cast(record: Record, dtype: Any) -> Record:
@@ -44,18 +44,19 @@ def blank_memory(algorithm: Algorithm, like: Array) -> Record:
 
 
 def flatten(record: Record) -> Array:
-    """Concatenate the fields of a record.
+    """Concatenate the fields of a record; a number is a vector of one.
 
     >>> from fedscaffold.algorithms.scaffold import Server
-    >>> flatten(Server(np.array([1.0]), np.array([2.0])))
+    >>> flatten(Server(np.array([1.0]), np.array(2.0)))
     array([1., 2.])
     """
-    return record[0] if len(record) == 1 else np.concatenate(record)
+    return record[0] if len(record) == 1 else np.concatenate([np.ravel(field) for field in record])
 
 
 def unflatten(like: Record, vector: Array) -> Record:
     """Invert `flatten`, for a record with the fields of `like`."""
-    return type(like)(*np.split(vector, np.cumsum([field.size for field in like])[:-1]))
+    parts = np.split(vector, np.cumsum([field.size for field in like])[:-1])
+    return type(like)(*(part.reshape(field.shape) for part, field in zip(parts, like, strict=True)))
 
 
 def add_scaled(total: Record, weight: float, record: Record) -> Record:
@@ -74,12 +75,12 @@ def add_scaled(total: Record, weight: float, record: Record) -> Record:
 
 
 def pack(vector: Array, private: Ranges) -> Array:
-    """Remove the private coordinates, which never leave a client, from a vector.
+    """Remove the private coordinates, which never leave a client, from a vector; a number has none.
 
     >>> pack(np.arange(5), ((1, 3),))
     array([0, 3, 4])
     """
-    if not private:
+    if not private or vector.ndim == 0:
         return vector
     return np.concatenate([vector[begin:end] for begin, end in _public_ranges(len(vector), private)])
 
@@ -90,7 +91,7 @@ def unpack(vector: Array, private: Ranges, size: int) -> Array:
     >>> unpack(np.array([1, 4, 5]), ((1, 3),), 5)
     array([1, 0, 0, 4, 5])
     """
-    if not private:
+    if not private or vector.ndim == 0:
         return vector
     whole, at = np.zeros(size, vector.dtype), 0
     for begin, end in _public_ranges(size, private):

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, make
-from fedscaffold.algorithms.round import exchange, shift_of, work_of
+from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.schema import digest_of
 from fedscaffold.parsing import format_of, toml
@@ -38,6 +38,12 @@ DEPLOYABLE = {
     "work", "needs", "form", "own", "start", "keep", "personal", "fit", "private",
 }  # fmt: skip
 FORMAT = 1
+REASONS = {
+    "everyone": "it needs every client in every round, and sites may be absent",
+    "equal steps": "it needs equal numbers of local steps, and sites may skip some",
+    "prepare": "it needs a second exchange in every round, before the local steps",
+    "finds": "its clients must receive every model, and sites may miss some",
+}
 PLAIN = ("sgd", "plain sgd")  # conditions of an algorithm that local.optimizer = "sgd" meets
 OPTIMIZERS = ("sgd", "momentum", "adam", "own")
 RESERVED = {
@@ -139,7 +145,10 @@ def parse(text: str, source: str = "settings") -> Settings:
 
 
 def algorithm_of(settings: Settings) -> Algorithm:
-    r"""Return the algorithm of the settings; raise `InputError` if it cannot be deployed.
+    r"""Return the algorithm of the settings.
+
+    Raises:
+        InputError: If it cannot be deployed, with the reason.
 
     >>> algorithm_of(parse("[algorithm]\nname = 'fedprox'\nmu = 0.5")).name
     'fedprox'
@@ -148,7 +157,7 @@ def algorithm_of(settings: Settings) -> Algorithm:
     algorithm = make(settings.algorithm["name"], **parameters)
     why = _undeployable(algorithm)
     if why is not None:
-        raise InputError(f"{algorithm.name} cannot be deployed yet: {why}; simulate it instead")
+        raise InputError(f"{algorithm.name} cannot be deployed: {why}; simulate it instead")
     return algorithm
 
 
@@ -156,23 +165,15 @@ def _undeployable(algorithm: Algorithm) -> str | None:
     """Return why an algorithm cannot be deployed; None if it can."""
     for condition, _ in algorithm.needs:  # sites may be absent or skip steps; messages are not compressed
         if condition not in (*PLAIN, "exact messages"):
-            return f"it needs {condition!r}, which no deployment can promise"
+            return REASONS.get(condition, f"it needs {condition!r}, which no deployment can promise")
     for field, value in algorithm._asdict().items():
         if field not in DEPLOYABLE and value != algorithm._field_defaults.get(field):
-            return f"it uses {field!r}"
+            return REASONS.get(field, f"it uses {field!r}, which deployment does not support")
     if work_of(algorithm, 1).geometric:
         return "it draws the number of local steps of a round"
     if algorithm.memory is not None and any(algorithm.memory(1.0)):
         return "what its clients remember does not begin at zero"
-    if exchange(algorithm).told or isinstance(
-        shift_of(algorithm, algorithm.init(0.0), _blank_memory(algorithm)), tuple
-    ):
-        return "its clients are sent more than one vector beside x"
     return None
-
-
-def _blank_memory(algorithm: Algorithm) -> Any:
-    return None if algorithm.memory is None else algorithm.memory(0.0)
 
 
 def _build_settings(table: dict[str, Any]) -> Settings:

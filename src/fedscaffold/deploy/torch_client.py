@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fedscaffold.algorithms.round import work_of
+from fedscaffold.algorithms.round import each, work_of
 from fedscaffold.checks import InputError, one_number
 from fedscaffold.deploy.arrays_client import draw_batches
 from fedscaffold.deploy.client import Site, Trained, Work, make_walk
@@ -175,7 +175,7 @@ class TorchLearner:
     def _descend(self, work: Work, records: Any) -> tuple[Tensor, int]:
         """Perform the local steps; return the sum of the directions (if collected) and the number of steps."""
         x = torch.from_numpy(work.x.copy()).to(self.device)
-        shift = None if work.shift is None else torch.from_numpy(work.shift.copy()).to(self.device)
+        shift = None if work.shift is None else each(lambda part: torch.tensor(part, device=self.device), work.shift)
         own = work.local.optimizer == "own"
         targets = self.trained if own else {"y": torch.nn.Parameter(self.y)}  # shares storage with y
         optimizer = self._make_optimizer(work.local, targets)
