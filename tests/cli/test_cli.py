@@ -10,6 +10,7 @@ import sys
 import tomllib
 
 import pytest
+from forkserver import COMMAND, fedscaffold, run
 
 CONFIG = """
 seed = 1
@@ -32,15 +33,11 @@ dir = "out"
 """
 
 
-def fedscaffold(*words, cwd=None, env=None):
-    """Run the command line in a process of its own."""
+def in_a_new_process(*words, cwd=None, env=None):
+    """Run the command line as a shell does; `fedscaffold` forks a process that has imported everything."""
+    command = [sys.executable, "-c", COMMAND, *words]
     return subprocess.run(
-        [sys.executable, "-c", "from fedscaffold.cli import main; main()", *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        check=False,
+        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, check=False
     )
 
 
@@ -211,9 +208,7 @@ def test_a_users_mistake_is_one_line_and_exit_2(tmp_path):
     (tmp_path / "broken.toml").write_text("rounds = = 3")
     (tmp_path / "idle.toml").write_text("problem = {dataset = 'quadratic', l2 = 0.1}\nlocal.steps = 1")
     asked = json.dumps([words for words, _ in MISTAKES])
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER], input=asked, capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = run(DRIVER, input=asked, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     assert len(answers) == len(MISTAKES)
@@ -251,7 +246,7 @@ def test_a_second_process_finds_the_compiled_program(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_COMPILATION_CACHE_DIR": ""}
     compiled = []
     for _ in range(2):
-        assert fedscaffold("run", "config.toml", "--json", cwd=tmp_path, env=env).returncode == 0
+        assert in_a_new_process("run", "config.toml", "--json", cwd=tmp_path, env=env).returncode == 0
         compiled.append({path.name for path in (tmp_path / "cache" / "fedscaffold" / "jax").glob("*-cache")})
     assert compiled[0]
     assert compiled[1] == compiled[0]

@@ -123,3 +123,15 @@ def test_requirements_belong_to_the_extra_that_asks_for_them():
 def test_doctor_asks_for_extras_that_there_are():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert set(doctor.EXTRAS) <= set(project["optional-dependencies"])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "start",
+    [[Path(sys.executable).with_name("fedscaffold")], [sys.executable, "-m", "papers"], [sys.executable, "-m", "papers.exercises"]],
+    ids=["fedscaffold", "python -m papers", "python -m papers.exercises"],
+)  # fmt: skip
+def test_the_commands_as_a_shell_starts_them(start):
+    done = subprocess.run([*start, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: " in done.stdout

@@ -4,10 +4,10 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pytest
+from forkserver import fedscaffold
 
 import fedscaffold as fs
 from fedscaffold.metrics import explained
@@ -209,12 +209,11 @@ def test_the_page_asks_nobody_for_anything():
 
 @pytest.mark.process
 def test_the_verb(tmp_path):
-    command = [sys.executable, "-c", "from fedscaffold.cli import main; main()", "theatre"]
-    done = subprocess.run([*command, "--out", "a/drift.html", "--json"], cwd=tmp_path, capture_output=True, check=True)
+    done = fedscaffold("theatre", "--out", "a/drift.html", "--json", cwd=tmp_path, check=True)
     answer = json.loads(done.stdout)
     assert answer["page"] == str((tmp_path / "a/drift.html").resolve())
     assert (tmp_path / "a/drift.html").read_text(encoding="utf-8") == theatre()
-    wrong = subprocess.run([*command, "--out", "drift.png"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    wrong = fedscaffold("theatre", "--out", "drift.png", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "--out must be a page such as theatre.html, got drift.png" in wrong.stderr
 

@@ -1,10 +1,9 @@
 """Metrics of the user's own, against NumPy on the data sets that they must see."""
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
+import forkserver
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -250,9 +249,7 @@ np.testing.assert_allclose(many.vector, one.vector, rtol=0, atol=1e-13)
 
 def test_many_devices_agree_with_one():
     """Metrics, schedules, sampling and keys, in a process of its own with three devices."""
-    done = subprocess.run(
-        [sys.executable, "-c", ON_DEVICES, str(Path(__file__).parent)], capture_output=True, text=True
-    )
+    done = forkserver.run(ON_DEVICES, Path(__file__).parent)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

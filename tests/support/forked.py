@@ -5,28 +5,24 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import traceback
-from pathlib import Path
 
-import fedscaffold
+import forkserver
+
 from fedscaffold.cli import main
 
 
 def codes_of(script, folder, **more):
     """Run a script that gathers `codes` in a process that may fork; returns them, and what was said on stderr."""
     env = {
-        **os.environ,
         "PJRT_NPROC": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(fedscaffold.__file__).parents[1])]),
-        "PYTHONWARNINGS": "ignore",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),  # children may be killed while they write to it
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # children find the program compiled
         **more,
     }
-    words = [sys.executable, "-c", script + "\nprint(json.dumps(codes))"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env=env, timeout=500)
+    quiet = "import warnings; warnings.simplefilter('ignore')\n"
+    done = forkserver.run(f"{quiet}{script}\nprint(json.dumps(codes))", cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
