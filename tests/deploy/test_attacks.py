@@ -33,7 +33,7 @@ from hypothesis import strategies as some
 from fedscaffold.algorithms.scaffold import Memory
 from fedscaffold.checks import InputError
 from fedscaffold.cli import main
-from fedscaffold.deploy import InProcess, Server, drive, gate, parse
+from fedscaffold.deploy import InProcess, Server, Stopped, drive, gate, parse
 from fedscaffold.deploy.aggregation import residual, rounding_bound, shares
 from fedscaffold.deploy.audit import Audit, read_verified
 from fedscaffold.deploy.gate import Asked, Refused
@@ -732,6 +732,33 @@ def test_who_rests_is_named_and_the_optimum_is_still_everybodys(tmp_path):
     for _ in range(32):
         assert play(server, config, tmp_path).heard == SITES
     np.testing.assert_allclose(server.state.x, optimum(shares(server.roster)), atol=1e-9)
+
+
+def test_a_loss_in_every_round_ends_a_run_that_cannot_do_without_the_site(tmp_path):
+    """Where the quorum needs everybody nobody can rest; a resync between the losses is no progress."""
+    config = settings(deploy="state = 'client'\nquorum = 1.0\nretries = 3")
+    server = server_of(config, tmp_path)
+    asked = []
+
+    class Lying(InProcess):
+        def _answer(self, site, request):
+            asked.append(site)
+            assert len(asked) < 500, "the run does not end"
+            return (worst(server) if site == "ant" else lambda site, reply: reply)(site, super()._answer(site, request))
+
+    with pytest.raises(Stopped, match=r"round 2 failed its quorum 4 times in a row \(.*ant: c_i 1234 is expected"):
+        drive(server, Lying(learner(), config, tmp_path), 30, sleep=lambda seconds: None)
+
+
+def test_the_rest_of_a_site_has_an_end(tmp_path):
+    """Its length is a number that can be written down, whatever the site says and however often."""
+    config = settings(deploy="state = 'client'")
+    server = server_of(config, tmp_path)
+    everybody(server, config)
+    server.roster["ant"] = server.roster["ant"]._replace(lost=10**5)
+    play(server, config, tmp_path)
+    attacked(server, config, tmp_path, pretends)
+    assert server_of(config, tmp_path).roster["ant"].rests < 2**63
 
 
 def test_zeros_cannot_be_lost(tmp_path):

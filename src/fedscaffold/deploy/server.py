@@ -46,6 +46,7 @@ __all__ = ["Outcome", "Server", "Verdict"]
 
 FREE = 3  # losses of c_i that a member may report before it is excluded: disks do fail
 REST = 8  # rounds of the first exclusion; each later one is twice as long
+MOST_DOUBLINGS = 32
 DIGEST = re.compile(r"[0-9a-f]{32}")
 HEAVY = 0.5  # share of the total weight above which an unconfirmed number of records is warned about
 
@@ -65,7 +66,7 @@ class Server:
     Attributes:
         state: The last committed state.
         resync: Whether the next round recomputes c from the clients' c_i.
-        attempt: Consecutive rounds that missed their quorum.
+        attempt: Rounds that missed their quorum since the last one that was committed, resyncs apart.
         seen: When each site was last heard of, by `clock`.
         declined: Why sites that have greeted were not admitted.
     """
@@ -303,7 +304,10 @@ class Server:
         gauge = {} if state is None else {"residual": self._residual_of(state)}
         facts = {"heard": list(heard), "failed": current.failed, "missing": list(missing), "absent": current.absent}
         self.open_round = None
-        self.attempt = 0 if committed else self.attempt + 1
+        if not committed:
+            self.attempt += 1
+        elif current.kind != "resync":  # else a site that loses its c_i in every round would be asked for ever
+            self.attempt = 0
         metrics, unmeasured = self._mean_metrics(current) if committed else ({}, {})
         # Logged before the commit, which stores the log's head: a crash in between leaves a log longer than its head,
         # which is valid.
@@ -412,7 +416,9 @@ class Server:
         """Count a reported loss of c_i; exclude the member from training after too many."""
         member = self.roster[site]
         lost = member.lost + 1
-        rests = self.state.round + 1 + REST * 2 ** (lost - FREE - 1) if lost > FREE else member.rests
+        rests = member.rests
+        if lost > FREE:
+            rests = self.state.round + 1 + REST * 2 ** min(lost - FREE - 1, MOST_DOUBLINGS)
         self.roster[site] = member._replace(lost=lost, rests=rests)
         if lost > FREE:
             self.audit.write("resting", site=site, lost=lost, until=rests)
