@@ -98,6 +98,18 @@ def _names(name: str, value: Any) -> list[str]:
     return [checks.text(name, one) for one in value]
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {checks.shown(value)}")
+    return value
+
+
+def _optimizer(name: str, value: Any) -> Any:
+    if not all(callable(getattr(value, method, None)) for method in ("init", "update")):
+        raise InputError(f"{name} must be an optax transformation, got {checks.shown(value)}")
+    return value
+
+
 def _callbacks(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         raise InputError(f"{name} must be a list, got {checks.shown(value)}")
@@ -183,7 +195,7 @@ class RunConfig:
         file_sentence='the p_i of the objective sum p_i f_i: "equal" or "records"',
     )
     local_optimizer: Any = _argument(
-        None, "an optax transformation with its own step size, given instead of `lr`; fresh every round"
+        None, "an optax transformation with its own step size, given instead of `lr`; fresh every round", _optimizer
     )
     x0: Any = _argument(None, "starting model, in the problem's structure or flat; the problem's own unless given")
     seed: int = _argument(
@@ -207,7 +219,10 @@ class RunConfig:
         written=_names,
     )
     evaluate_every: int = _argument(
-        1, "rounds between two measurements; rounds between hold NaN", checks.whole, key="evaluate_every"
+        1,
+        "rounds between two measurements; rounds between hold NaN",
+        partial(checks.whole, at_most=MOST),
+        key="evaluate_every",
     )
     precision: str = _argument("float32", '"float32" or "float64"', _choice("float32", "float64"), key="precision")
     block: int | None = _argument(
@@ -223,7 +238,7 @@ class RunConfig:
         "column for each client",
     )
     server_optimizer: Any = _argument(
-        None, "an optax transformation of the server's step, such as `optax.sgd(1.0, momentum=0.9)`"
+        None, "an optax transformation of the server's step, such as `optax.sgd(1.0, momentum=0.9)`", _optimizer
     )
     stale: str | Policy = _argument(
         "keep",
@@ -265,7 +280,9 @@ class RunConfig:
         key="output.checkpoint_every",
         bits=False,
     )
-    progress: bool | None = _argument(None, "show a line with the time left; by default on a terminal only", bits=False)
+    progress: bool | None = _argument(
+        None, "show a line with the time left; by default on a terminal only", _flag, bits=False
+    )
     callbacks: Sequence[Callback | Callable[[Look], bool | None]] = _argument(
         (),
         "look at the run while it goes on (see `fs.Callback`): record, log, stop early; a function is called with "

@@ -342,19 +342,24 @@ def test_a_schedule_of_cohorts_in_any_kind_of_row(cohorts):
 ARRAYS = {
     "local_steps": ([1, 2, 3], [1, 2, 3, True], [1, 2, 3, 4.0], [1, 2, 3, 0], [[1, 2], [3]], [[1, 2, 3, 4]], [1, 2, 3, None],
                     np.ones(4), np.ones(4, bool), np.array([1, 2, 3, 2**31]), lambda i: 2, {}, [], 2**31, 2**31 + 0.5),
-    "availability": ([[1, 0]], [1, 0, 2, 1], [[1, 0, 1, 1], [1]], [["a", "b", "c", "d"]], np.full((2, 4), nan), lambda r: 1, {},
+    "availability": ([[1, 0]], [1, 0, 2, 1], [[1, 0, 1, 1], [1]], [["a", "b", "c", "d"]], np.full((2, 4), nan), lambda r: 1, lambda: 1, {},
                      [], [[0, 0, 0, 0]], [None] * 4, np.ones((1, 1, 4))),
     "weights": ([1, 2], [1, 2, 3, -1], [0, 0, 0, 0], [1, nan, 1, 1], [1, inf, 1, 1], ["a"] * 4, [True, True, False, True], [[1], [2, 3]],
                 lambda: 1, {}, None, 5, "some", [1, 2, 3, None], [10**400, 1, 1, 1], [1j, 1, 1, 1]),
     "stop_at": ("loss", "loss:x", ("loss", True), ("loss", nan), {"loss": 1, "gap": 2}, 5, ("other", 1), ("loss", None), [], "loss:inf"),
     "metrics": ("loss", ["other"], [5], 5, [None]),
     "stale": ("decay", "decay:x", "decay:2", "drop:0", "drop:1.5", "drop:" + "9" * 5000, "other", 5, None, "drop:nan", "refresh:1e400"),
-    "compression": ("top_k", "top_k:2", "quantise:1.5", "quantise:99", "other", 5, "random_k:nan"),
+    "compression": ("top_k", "top_k:2", "quantise:1.5", "quantise:99", "other", 5, "random_k:nan", np.array([1, 2]), {}),
     "x0": (5, "a", [1.0], np.full(3, nan), np.zeros(2), lambda: 0, ["a", "b", "c"], {}),
     "precision": ("float16", 32, None, True),
     "draw": ("other", 5, True),
     "lr": (lambda k: nan, lambda k: -1, lambda k: "a", lambda k: True, [0.1], None),
     "client_state": ("other", 5, None),
+    "evaluate_every": (2**31, 2**62),
+    "server_optimizer": ("adam", {}, set(), 5, lambda: 0),
+    "local_optimizer": ("adam", {}, set(), 5, lambda: 0),
+    "sampling": (lambda round: [0], lambda: [0], lambda round, rng, more: [0], lambda round, rng: 1, lambda round, rng: None),
+    "progress": (5, "", "no", 1.0, np.array([True, False]), []),
 }  # fmt: skip
 
 

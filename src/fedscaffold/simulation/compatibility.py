@@ -34,7 +34,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Polic
     absent = size < problem.num_clients or config.availability is not None
     absent |= config.cohorts is not None and any(len(cohort) < problem.num_clients for cohort in config.cohorts)
     absent |= callable(config.sampling)
-    compressed = config.compression not in (None, "none")
+    compressed = not (config.compression is None or str(config.compression) == "none")
     unmet = {
         "everyone": absent,
         "sgd": config.local_optimizer is not None,

@@ -6,6 +6,7 @@ count from 1, as in a run's history.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -31,6 +32,7 @@ def check_sampling(sampling: Any, num_clients: int, size: int) -> Sampling | Non
     fedscaffold.checks.InputError: sampling draws cohorts of 3 among clients of weight above 0, got 2 of these
     """
     if callable(sampling):
+        _check_arguments("sampling", sampling, "round", "rng")
         return _refuse_nondeterministic(sampling, num_clients, size)
     if isinstance(sampling, str):
         if sampling == "uniform":
@@ -47,6 +49,18 @@ def check_sampling(sampling: Any, num_clients: int, size: int) -> Sampling | Non
     if (positive := int(np.count_nonzero(weights))) < size:
         raise InputError(f"sampling draws cohorts of {size} among clients of weight above 0, got {positive} of these")
     return None if size == num_clients else weights
+
+
+def _check_arguments(name: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Raise an InputError for a function that cannot be called with so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # not every built-in function has one
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise InputError(f"{name} must be a function of ({', '.join(arguments)}), got {signature}") from None
 
 
 def _refuse_nondeterministic(function: Callable[..., Any], num_clients: int, size: int) -> Callable[..., Any]:
@@ -109,6 +123,7 @@ def check_availability(function: Callable[[int], Any], num_clients: int) -> Avai
     Traceback (most recent call last):
     fedscaffold.checks.InputError: availability must return 3 zeros and ones, got [1, 0] for round 1
     """
+    _check_arguments("availability", function, "round")
 
     def reached(round: int) -> NDArray[np.bool_]:
         given = function(round)

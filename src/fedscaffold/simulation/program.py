@@ -110,7 +110,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         everyone=away or (drawer.always and slots == problem.num_clients),
         stop=stop,
         mean_steps=mean_steps,
-        server_optimizer=_check_server_optimizer(config),
+        server_optimizer=config.server_optimizer,
         policy=policy,
         compressor=_resolve_compressor(config),
         ages=policy.name != "keep" or "age" in metrics,
@@ -136,13 +136,6 @@ def _check_types(config: RunConfig) -> None:
         raise InputError(f"algorithm must be one such as fs.scaffold(), got {config.algorithm!r}")
     if not isinstance(config.problem, Problem):
         raise InputError(f"problem must be a Problem, got {type(config.problem).__name__}")
-
-
-def _check_server_optimizer(config: RunConfig) -> Any:
-    optimizer = config.server_optimizer
-    if optimizer is not None and not hasattr(optimizer, "update"):
-        raise InputError(f"server_optimizer must be an optax transformation, got {optimizer!r}")
-    return optimizer
 
 
 def _resolve_policy(config: RunConfig) -> Policy:

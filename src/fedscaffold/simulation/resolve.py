@@ -179,8 +179,6 @@ def lr(config: RunConfig, steps: NDArray[np.int64]) -> NDArray[Any]:
     if config.local_optimizer is not None:
         if config.lr is not None:
             raise InputError("give either lr or local_optimizer: an optimizer brings its own step size")
-        if not hasattr(config.local_optimizer, "update"):
-            raise InputError(f"local_optimizer must be an optax transformation, got {config.local_optimizer!r}")
         return np.zeros((), config.precision)
     if config.lr is None:
         raise InputError("lr must be given: a number above 0, or a schedule over rounds or local steps")
