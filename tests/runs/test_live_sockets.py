@@ -41,6 +41,7 @@ def asked(server, place="state"):
     return answer.status, body
 
 
+@pytest.mark.slow
 def test_idle_connections_are_bounded_and_the_page_still_answers(server):
     with ExitStack() as stack:
         for _ in range(3 * MAX_CONNECTIONS):
@@ -49,9 +50,11 @@ def test_idle_connections_are_bounded_and_the_page_still_answers(server):
         assert status == 200
         assert json.loads(body)["groups"][0]["runs"][0]["columns"]["loss"]["values"] == [0.5]
         assert len(server.http.open) <= MAX_CONNECTIONS
-        assert sum(t.name.startswith("Thread") and t.is_alive() for t in threading.enumerate()) <= 2 * MAX_CONNECTIONS
+        while sum(t.name.startswith("Thread") for t in threading.enumerate()) > 2 * MAX_CONNECTIONS:
+            time.sleep(0.01)  # those of the connections that were closed end by themselves
 
 
+@pytest.mark.slow
 def test_slow_large_and_broken_requests_do_not_keep_others_out(server):
     with ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS + 5):

@@ -107,6 +107,7 @@ class _HTTPServer(ThreadingHTTPServer):
     """HTTP server with a bounded number of connections, whose errors never reach the run."""
 
     daemon_threads = True
+    request_queue_size = 128  # the default of 5 makes a burst of connections wait for a second and more
 
     def __init__(self, port: int, live: Server) -> None:
         super().__init__((LOOPBACK, port), _Handler)
