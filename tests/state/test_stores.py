@@ -358,7 +358,7 @@ def test_reading_ahead_does_not_wait(tmp_path):
     class Held(Slow):
         def read(self, clients):
             reads.append(list(clients))
-            assert held.wait(10)
+            assert held.wait(60)
             return super().read(clients)
 
     store = Prefetched(Held(ArrayStore(6, 1, "float64")))

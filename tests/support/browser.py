@@ -16,7 +16,7 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
     "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--hide-scrollbars",
 )  # fmt: skip
-PATIENCE = 30.0
+PATIENCE = 120.0  # seconds; a busy machine takes its time
 
 
 class Browser:
