@@ -48,14 +48,14 @@ def learner(settings):
 """
 TOML = """
 seed = 5
-rounds = 4
+rounds = 3
 precision = "float64"
 [local]
 steps = 3
 lr = 0.2
 [deploy]
 sites = ["north", "south"]
-deadline = 20.0
+deadline = 40.0
 quorum = 1.0
 retries = 10
 wait = 120.0
@@ -149,10 +149,11 @@ def engine_identity(monkeypatch):
         monkeypatch.setattr(TaskIdentity, name, 1)
 
 
+@pytest.mark.slow
 def test_a_reply_that_the_engine_cannot_read_takes_no_other_along(tmp_path, monkeypatch):
     engine_identity(monkeypatch)
-    toml = TOML.replace("quorum = 1.0", "quorum = 1").replace("deadline = 20.0", "deadline = 1.0")
-    app = write_app(tmp_path / "app", toml=toml.replace("rounds = 4", "rounds = 2"))
+    toml = TOML.replace("quorum = 1.0", "quorum = 1").replace("deadline = 40.0", "deadline = 1.0")
+    app = write_app(tmp_path / "app", toml=toml.replace("rounds = 3", "rounds = 2"))
     settings, learner = open_app(app)
     server = Server(settings, learner.schema, learner.start, tmp_path / "run")
     drive(server, flower_app.FlowerTransport(Unreadable(app, tmp_path / "sites"), settings.deploy.deadline), 2)
@@ -160,6 +161,7 @@ def test_a_reply_that_the_engine_cannot_read_takes_no_other_along(tmp_path, monk
     assert [(event["heard"], event["missing"]) for event in closed] == [(["north"], ["south"])] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_flower_messages_carry_the_same_bits(precision, tmp_path, monkeypatch):
     engine_identity(monkeypatch)
@@ -184,7 +186,7 @@ def test_packets_survive_flower_and_strangers_do_not():
     assert flower_app.from_record(RecordDict({"more": MetricRecord({"a": 1})})) == Packet({}, {})
 
 
-def until(condition, seconds=120.0):
+def until(condition, seconds=600.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
@@ -228,21 +230,20 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
         until(lambda: running(site, "flwr-clientapp"))
         for pid in running(site, "flwr-clientapp"):
             os.kill(pid, signal.SIGKILL)  # a client, in the middle of its round
-        until(lambda: status()["round"] >= 1)
-        federation.kill("link")  # the link, in the middle of another
-        time.sleep(2)
+        federation.kill("link")  # the link, while the other client is at work; the round is asked for again
+        time.sleep(1)
         federation.start_link()
-        until(lambda: status()["round"] >= 2)
+        until(lambda: status()["round"] >= 1)
         federation.kill("executor")  # and the server itself
         at = status()["round"]
         federation.start_executor()
         federation.submit()
-        outcome = federation.outcome(timeout=200)
+        outcome = federation.outcome(timeout=600)
         assert federation.deaths["site-stranger"] >= 1
         kin = [one for process in federation.processes.values() for one in descendants(process.pid)]
         assert len(kin) > 3
-    assert at < 4
-    assert outcome["rounds"] == 4
+    assert at < 3
+    assert outcome["rounds"] == 3
     assert outcome["residual"] < 1e-15
     arrays = latest(home / "server" / "state").arrays
     assert arrays["x"].tobytes() == quiet.x.tobytes()
