@@ -4,7 +4,8 @@ BIN := .venv/bin
 READY := .venv/ready
 FOR_DEMO := .venv/ready-for-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+ALONE := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := $(ALONE) -n 3 --dist worksteal
 CODE := src papers tests tools examples benchmarks
 
 .PHONY: demo test quick soak lint papers bench tables architecture arguments docs clean
@@ -12,11 +13,14 @@ CODE := src papers tests tools examples benchmarks
 demo: $(FOR_DEMO)
 	$(BIN)/fedscaffold demo --out runs/demo
 
+# tests that failed are run once more, alone: the target fails if one of them fails again, or if anything else is wrong
 test: lint
-	$(PYTEST)
+	@$(PYTEST) --cache-clear || { code=$$?; test $$code -eq 1 || exit $$code; \
+	  echo "Some tests failed: now each of them once more, alone. The target fails if one fails again."; \
+	  $(ALONE) --last-failed --last-failed-no-failures none; }
 
 quick: lint
-	$(PYTEST) -m "not slow and not process and not browser and not soak"
+	$(ALONE) -n 2 --dist worksteal --one-case -m "not slow and not process and not browser and not soak"
 
 soak: $(READY)
 	FEDSCAFFOLD_DEFAULT_XLA=1 $(PYTEST) -m "soak or not soak"

@@ -6,8 +6,9 @@ the rooms whose subject is what the compiler makes of the arithmetic, programs a
 most optimisations, which takes a quarter less time. Files go to memory where there is room: much of
 what is tested commits its state, and would wait for a disk.
 
-XLA's older emitters of fused loops compile small programs in half the time. `make soak` runs the whole
-suite with those that users have by default: set FEDSCAFFOLD_DEFAULT_XLA.
+XLA's older emitters of fused loops compile small programs in half the time, and a program that is not split into
+parts for many threads is compiled in three quarters of the time. `make soak`
+runs the whole suite with what users have by default: set FEDSCAFFOLD_DEFAULT_XLA.
 """
 
 import os
@@ -21,12 +22,21 @@ import pytest
 EXACT = {"simulation", "conformance"}
 OPTIMISE_LESS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+SLOW_DOCTESTS = {
+    "papers.claims.reproduce",
+    "fedscaffold.conformance.diagnosis.diagnose",
+    "fedscaffold.experiments.compare.compare",
+    "fedscaffold.simulation.sweeps.sweep",
+    "fedscaffold.theory.planning.verify",
+    "fedscaffold.theory.round_map.round_map",
+}
 
 for variable in ("PJRT_NPROC", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
 if not os.environ.get("FEDSCAFFOLD_DEFAULT_XLA"):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+    QUICKER = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICKER}".strip()
 
 # processes that tests start find papers, benchmarks and tests.faults too, whatever folder they run in
 ROOT = str(Path(__file__).parent.parent)
@@ -36,6 +46,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get(
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--one-case", action="store_true", help="of the cases of a test, run the first one only")
 
 
 def pytest_configure(config):
@@ -51,10 +65,34 @@ def pytest_unconfigure(config):
         del os.environ[CACHE]
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.path.suffix == ".md":  # pages run whole
+        if item.path.suffix == ".md" or item.name in SLOW_DOCTESTS:  # pages run whole
             item.add_marker("slow")
+    done = yield  # what is not asked for has been taken out
+    if config.getoption("--one-case"):
+        firsts = {}
+        for item in items:
+            firsts.setdefault((item.parent, getattr(item, "originalname", item.name)), item)
+        kept = set(firsts.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = firsts.values()
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1:
+        from schedule import dealt
+
+        files = {}
+        for item in items:
+            files.setdefault(item.path.relative_to(config.rootpath).as_posix(), []).append(item)
+        order = dealt({name: len(own) for name, own in files.items()}, workers, is_exact)
+        items[:] = [item for name in order for item in files[name]]
+    return done
+
+
+def is_exact(name):
+    """Whether a file's programs are compiled as users have them; every change between the two empties all caches."""
+    return Path(name).parent.name in EXACT
 
 
 def forget():
@@ -69,7 +107,7 @@ def forget():
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Choose how programs are compiled, here and in processes that the test starts."""
-    value = "0" if item.path.parent.name in EXACT else "1"
+    value = "0" if is_exact(item.path) else "1"
     if os.environ.get(OPTIMISE_LESS) != value:
         os.environ[OPTIMISE_LESS] = value
         if jax := sys.modules.get("jax"):
