@@ -72,6 +72,7 @@ def test_arrows_go_one_way(path):
             assert target in allowed, f"{path.name} imports {module}"
 
 
+@pytest.mark.slow
 def test_the_library_imports_nothing_of_the_checkout():
     beside = {path.name.removesuffix(".py") for path in ROOT.iterdir() if path.is_dir()} - {"src"}
     assert {"papers", "benchmarks", "tests"} <= beside
@@ -97,6 +98,7 @@ def test_the_file_to_read_first_is_short():
     assert len(lines) <= 130
 
 
+@pytest.mark.slow
 def test_each_formula_stands_once():
     text = {path: code_only(path) for path in FILES}
     for formula in (
@@ -147,6 +149,7 @@ def test_light_things_load_no_jax(code):
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_functions_stay_small():
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -156,6 +159,7 @@ def test_functions_stay_small():
                 assert size <= 60, f"{path.name}: {node.name} has {size} lines"
 
 
+@pytest.mark.slow
 def test_shipped_code_has_no_pickle_and_no_prints():
     for path in FILES:
         code = code_only(path)

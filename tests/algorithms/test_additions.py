@@ -80,6 +80,7 @@ def test_compressors_contract(text):
         assert np.mean(np.sum((np.asarray(seen) - v) ** 2, axis=1)) < np.sum(v**2)
 
 
+@pytest.mark.slow
 def test_quantisation_is_unbiased_but_for_its_factor():
     v = RNG.normal(size=100)
     keys = jax.random.split(jax.random.key(0), 4000)
@@ -210,6 +211,7 @@ GAUGED += [("option I", what) for what in ("refresh", "top_k", "server momentum"
 GAUGED += [("feddyn", what) for what in ("decay", "drop", "server adam", "local momentum")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "what"), GAUGED)
 def test_the_residual_stays_at_rounding_for_a_thousand_rounds(name, what):
     algorithm = fs.scaffold(option=1) if name == "option I" else ALGORITHMS[name]()
@@ -233,6 +235,7 @@ def test_cohorts_are_drawn_among_those_who_can_be_reached():
     assert (found.clients.age[:5] < 30).all()
 
 
+@pytest.mark.slow
 def test_scaffold_ends_at_the_optimum_however_unequal_the_availability():
     trace = np.ones((12, N), int)
     trace[1:, 0] = 0

@@ -196,6 +196,7 @@ def test_homogeneous_clients_reduce_to_gradient_descent(name):
     np.testing.assert_allclose(run.vector, x, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 @SAMPLED
 def test_a_silent_round_changes_nothing(name):
     problem = fs.problems.quadratic(num_clients=3, dim=2, seed=1)

@@ -66,6 +66,7 @@ def test_vrl_sgd_is_the_xi_form():
     close(run(fs.scaffold_xi()).vector, oracles.vrl_sgd(HESSIANS, LINEAR, X0, 0.2, 5, 30)[-1])
 
 
+@pytest.mark.slow
 def test_saga_is_one_client_and_one_step():
     clients = RNG.integers(0, N, 40).tolist()
     expected = oracles.saga(HESSIANS, LINEAR, X0, 0.1, clients)[-1]
@@ -124,6 +125,7 @@ def test_scaffnew_decreases_its_lyapunov_function(seed, p, share):
     assert p * spoken + (1 - p) * quiet <= (1 - min(lr * mu, p**2)) * psi(y, c_i - c) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_scaffnew_needs_fewer_rounds_where_the_problem_is_ill_conditioned():
     """With p = sqrt(mu / L) about sqrt(L / mu) log(1/eps) rounds; gradient descent takes L / mu log(1/eps)."""
     spread = np.random.default_rng(4).uniform(0.8, 1.0, size=(6, 8))
@@ -143,11 +145,13 @@ def cohorts_of(size, rounds):
     return [sorted(RNG.choice(N, size, replace=False).tolist()) for _ in range(rounds)]
 
 
+@pytest.mark.slow
 def test_dane_with_many_steps_solves_its_local_problems():
     expected = oracles.dane(HESSIANS, LINEAR, X0, 0.3, 12)[-1]
     close(run(fs.dane(mu=0.3), rounds=12, local_steps=400, lr=0.7).vector, expected, ulps=20000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu", [0.0, 0.4])
 def test_dane_by_steps_with_sampling(mu):
     cohorts = cohorts_of(3, 10)

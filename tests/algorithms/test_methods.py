@@ -186,6 +186,7 @@ def test_a_window_of_one_round_without_amplification_is_scaffold():
     np.testing.assert_allclose(one.clients.c_i, plain.clients.c_i, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"compression": "top_k:0.5"}, {"precision": "float32"}], ids=str)
 def test_amplified_scaffold_ends_at_the_optimum_where_clients_come_in_turns(given):
     """Groups of unlike weight, so each round's mean is of its own group: only frozen corrections make them agree."""
@@ -196,6 +197,7 @@ def test_amplified_scaffold_ends_at_the_optimum_where_clients_come_in_turns(give
     assert run.fault is None
 
 
+@pytest.mark.slow
 def test_amplified_scaffold_keeps_clients_in_a_sparse_store(tmp_path):
     asked = {"metrics": ("distance",), "local_steps": 3, "cohorts": None, "cohort": 0.5}
     algorithm = fs.amplified_scaffold(window=4, gamma=1.2)
@@ -239,6 +241,7 @@ def test_scafcom_follows_its_lines_with_a_compressor(server_lr):
     assert run.history["bytes_up"][0] == 3 * kept * (8 + 4)
 
 
+@pytest.mark.slow
 def test_scafcom_ends_at_the_optimum_whatever_is_left_out():
     asked = {"rounds": 3000, "cohorts": None, "cohort": 0.5, "local_steps": 3, "compression": "top_k:0.25"}
     run = simulate(fs.scafcom(beta=0.3), **asked)
@@ -246,6 +249,7 @@ def test_scafcom_ends_at_the_optimum_whatever_is_left_out():
     assert run.fault is None
 
 
+@pytest.mark.slow
 def test_scafcom_with_beta_of_one_is_scaffold():
     same = {"local_steps": 3, "compression": "top_k:0.5"}
     plain, with_it = (simulate(algorithm, **same).vector for algorithm in (fs.scaffold(), fs.scafcom(beta=1.0)))
@@ -279,6 +283,7 @@ class Memory(NamedTuple):
     c_i: object
 
 
+@pytest.mark.slow
 def test_two_vectors_with_error_feedback_are_compressed_apart():
     """Were they compressed with one random key, the same coordinates of both would come."""
 

@@ -51,6 +51,7 @@ def fedbn_by_hand(server_lr):
     return w, norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server_lr", [1.0, 0.6])
 def test_fedbn_shares_the_weights_and_keeps_the_norms(server_lr):
     run = simulate(fs.fedbn(local=("norm",), server_lr=server_lr))

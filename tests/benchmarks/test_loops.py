@@ -82,6 +82,7 @@ def assert_same_model(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=100 * EPS * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cohort", [4, 6])
 @pytest.mark.parametrize("model", ["mlp", "softmax", "logistic"])
 def test_tutorial_loop_is_scaffold(model, cohort):

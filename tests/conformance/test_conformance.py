@@ -64,6 +64,7 @@ def failing(judged: list[Verdict]) -> list[str]:
 RIGHT = {"ours": ours, "right": right} | RIGHT_IN_ANOTHER_WAY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_implementations_pass_every_row(name, precision):
@@ -75,6 +76,7 @@ def test_right_implementations_pass_every_row(name, precision):
     assert diagnose(judgement) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_MUTANT)
 def test_every_mistake_is_caught_in_float32_too(name):
     rows = [identity for identity in IDENTITIES if identity.name in failing(verdicts(name))]
@@ -206,6 +208,7 @@ def test_errors_among_runs_stop_nothing():
     assert outcomes["mean: restart"] == "holds"
 
 
+@pytest.mark.slow
 def test_slow_is_told_from_wrong():
     """Half the server step ends at the optimum, later; FedAvg never does; neither is said of the other."""
     rows = select(["optimum: all", "optimum: sampling"])
@@ -221,6 +224,7 @@ def test_slow_is_told_from_wrong():
     assert re.fullmatch(r"slow: the distance still falls, by 0\.99\d* a round after 1200 rounds", verdict.note)
 
 
+@pytest.mark.slow
 def test_c_is_the_mean_over_all_or_over_those_met_and_never_a_mixture():
     met = RIGHT_IN_ANOTHER_WAY["c as the mean over the clients heard so far"]
     assert failing(conform(met, select(["mean", "SAGA", "golden", "conserved"]))) == []
@@ -250,6 +254,7 @@ def test_the_golden_values_are_those_of_fractions():
             np.testing.assert_allclose([float(one) for one in (x, c, *c_i)], wanted, rtol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_diagnosis_names_every_mistake(name):
     said = "\n".join(diagnose(judgement(name)))

@@ -143,6 +143,7 @@ ROWS = ["mean: sampling", "mean: lost replies", "moves: together", "gradients se
 FEATURES = ["tensors", "buffers", "loss scaling", "clipping", "clipping corrected: moves", "clipping corrected: mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_a_torch_loop_is_judged_through_its_model(precision):
     judged = conform(in_torch, select(ROWS + FEATURES), precision)
@@ -150,6 +151,7 @@ def test_a_torch_loop_is_judged_through_its_model(precision):
     assert len(judged) >= 14
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_torch_loop_is_named(monkeypatch):
     def forgetful(self, server, c):
         model, mean = train(self, server, c)

@@ -95,6 +95,7 @@ def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_every_data_set_keeps_the_contract(kind: str, name: str, small: Path) -> None:
     data = load(name, REAL if kind == "real" else small)

@@ -409,6 +409,7 @@ def told():
     )
 
 
+@pytest.mark.slow
 @limits(max_examples=150, deadline=None)
 @given(
     facts=some.dictionaries(names, odd_things) | odd_things,

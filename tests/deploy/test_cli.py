@@ -56,6 +56,7 @@ def test_a_new_torch_app_learns_resumes_and_shows_its_status(fedscaffold):
     assert "chain whole" in fedscaffold("deploy", "status", "run").stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_within_a_round_keeps_what_was_committed_and_says_how_to_go_on(fedscaffold, tmp_path):
     fedscaffold("deploy", "new", "app", "--torch")
     quiet = json.loads(fedscaffold("deploy", "simulate", "app", "--out", "quiet", "--rounds", 3, "--json").stdout)

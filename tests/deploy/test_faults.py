@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey  #
 from fedscaffold.deploy import masking  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", sorted(faults.SCENARIOS))
 def test_every_fault_is_survived(number):
     (score,) = faults.scorecard([number])

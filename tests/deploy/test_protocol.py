@@ -69,6 +69,7 @@ def simulated(config):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "cohort", "weights"),
     [
@@ -288,6 +289,7 @@ blobs = some.dictionaries(
 )
 
 
+@pytest.mark.slow
 @limits(max_examples=400, deadline=None)
 @given(facts=facts, keep=some.booleans(), blobs=blobs)
 def test_fuzzed_payloads_give_typed_refusals_only(facts, keep, blobs):

@@ -59,6 +59,7 @@ TABLE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "local", "optimizer", "weights", "keeper", "precision"), TABLE)
 def test_bytes_and_models_are_those_of_the_deployment(name, local, optimizer, weights, keeper, precision, tmp_path):
     word, _, option = name.partition("\n")

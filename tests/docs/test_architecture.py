@@ -11,6 +11,7 @@ architecture = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(architecture)
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date():
     page = architecture.PAGE.read_text(encoding="utf-8")
     assert page == architecture.filled(page), "run `make architecture`, look, and commit"

@@ -76,6 +76,7 @@ def test_csv_files_give_the_fit_of_the_pooled_rows(play, tmp_path, capsys):
         play("csv_clients.py", tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_parquet_files_end_where_the_pooled_gradient_is_zero(play):
     pytest.importorskip("pyarrow")
     names = play("parquet_clients.py")
@@ -161,6 +162,7 @@ def test_an_algorithm_is_judged_from_the_command_line(monkeypatch, capsys):
     assert "holds        optimum: together" in said
 
 
+@pytest.mark.slow
 def test_an_algorithm_needs_no_adapter():
     by_hand = [verdict[:4] for verdict in conform(ours)]
     assert [verdict[:4] for verdict in conform(fs.scaffold)] == by_hand

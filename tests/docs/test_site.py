@@ -308,6 +308,7 @@ def test_the_speed_page_is_the_benchmarks_own(pages):
     assert all(row in shown for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "listed"),
     [

@@ -59,6 +59,7 @@ def test_the_regressor_finds_the_line_that_pooled_rows_have():
     assert np.abs(drifted.coef_ - pooled.coef_).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["records", "equal", [1.0, 0.0, 3.0]])
 def test_the_classifier_ends_where_the_weighted_gradient_is_zero(weights):
     model = classifier(weights=weights).fit(X, WORDS, clients=OWNERS)
@@ -100,6 +101,7 @@ def sampled(**changes):
     return classifier(cohort=2, batch_size=4, random_state=7, lr=0.1, **changes)
 
 
+@pytest.mark.slow
 def test_one_round_more_is_the_round_that_fit_would_have_run():
     whole = sampled(rounds=6).fit(X, WORDS, clients=OWNERS)
     parts = sampled(rounds=4).fit(X, WORDS, clients=OWNERS)

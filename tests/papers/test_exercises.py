@@ -38,6 +38,7 @@ def participation():
     return participation_exercise.participation(10, (10, 2), seeds=2, rounds=400)
 
 
+@pytest.mark.slow
 def test_participation_ends_at_the_optimum_of_those_who_come(participation):
     assert_sound(participation)
     full, small = rows_of(participation, method="scaffold", who="all come")
@@ -96,6 +97,7 @@ def test_stale_ages_and_ends(stale):
         assert (abs(extra) <= 1) if not row["policy"].startswith("refresh") else extra > 0
 
 
+@pytest.mark.slow
 def test_a_leaver_that_is_kept_pulls_by_its_last_control_variate():
     """Where keep ends: sum of the stayers' gradients + the leaver's last c_i = 0, solved here by hand."""
     problem = fs.problems.quadratic(4, 3, mu=0.2, seed=1)
@@ -117,6 +119,7 @@ def compressed():
     )
 
 
+@pytest.mark.slow
 def test_compression_counts_bytes_as_sent(compressed):
     assert_sound(compressed, "float32")
     for problem, clients, dim, itemsize in (("digits", 4, 650, 4), ("quadratic", 5, 64, 8)):
@@ -144,6 +147,7 @@ def test_what_a_compressor_leaves_out_is_not_counted_twice(name):
     assert run.residual <= 1e-12 * run.scale
 
 
+@pytest.mark.slow
 def test_richardson_is_measured_as_it_is_defined():
     found = richardson.richardson(((2, 1, 0.1, 16, 200),))
     first, *_, last = rows_of(found, method="fedavg")

@@ -87,6 +87,7 @@ def test_rounds_are_those_of_the_papers(name):
     assert run.history["grad_norm"][-1] == pytest.approx(np.linalg.norm((a @ run.vector - b).mean(0)), rel=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, 25])
 def test_fed_lsa_rests_at_its_bias_and_scaff_lsa_at_the_solution(steps):
     a, b = system(seed=1)
@@ -122,6 +123,7 @@ def in_errors(samples, point):
     return np.abs(samples.mean(axis=0) - point) / (samples.std(axis=0, ddof=1) / np.sqrt(len(samples)))
 
 
+@pytest.mark.slow
 def test_with_noise_scaff_lsa_is_right_in_the_mean_and_fed_lsa_is_not():
     a, b = system(seed=1)
     solution, biased = resting_place(a, b, 0.2, 5)
@@ -134,6 +136,7 @@ def test_with_noise_scaff_lsa_is_right_in_the_mean_and_fed_lsa_is_not():
     assert in_errors(plain, solution).max() > 10
 
 
+@pytest.mark.slow
 def test_learning_from_records_is_linear_too():
     problem = fs.problems.temporal_difference(
         4, num_states=6, num_features=3, discount=0.6, heterogeneity=1.0, records=60, seed=1

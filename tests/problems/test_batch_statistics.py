@@ -67,6 +67,7 @@ def test_arrays_that_only_the_accuracy_uses(loss):
         run(loss, params, accuracy=by_running("mu", "sigma2"))
 
 
+@pytest.mark.slow
 def test_parameters_are_not_taken_for_statistics():
     """A mean that is trained, and an array that nothing uses."""
 

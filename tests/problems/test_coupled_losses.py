@@ -188,6 +188,7 @@ def ran(made, *, steps, rounds=3, lr=0.1, option=2, batch_size=None, seed=5, dra
     return fs.simulate(fs.scaffold(option=option), made, **settings, draw=draw, precision="float64", **more)
 
 
+@pytest.mark.slow
 def test_batches_that_leave_a_rest():
     made = problem(cox)
     more = {"steps": 5, "batch_size": 8, "option": 1}
@@ -201,6 +202,7 @@ def means(made, loss, run, clients):
     return np.mean([value for value, _ in pairs]), np.linalg.norm(np.mean([slope["w"] for _, slope in pairs], axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda f: f.__name__)
 def test_unequal_clients_are_trained_and_measured_as_written(loss):
     made = problem(loss)
@@ -212,6 +214,7 @@ def test_unequal_clients_are_trained_and_measured_as_written(loss):
     assert run.measured["loss"] == "all records of each client at once"
 
 
+@pytest.mark.slow
 def test_a_coupling_that_sleeps_at_the_start():
     made = problem(far_from_the_start)
     run = ran(made, steps=3, rounds=12)
@@ -230,6 +233,7 @@ def test_a_coupling_by_one_record_among_many():
     assert run.history["loss"][-1] == pytest.approx(means(made, where_a_record_is_rare, run, clients)[0], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [by_the_number_of_records, softmax_over_the_batch])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_clients_with_a_single_record(loss, batch_size):
@@ -268,6 +272,7 @@ def test_networks_that_see_records_one_by_one_keep_the_fast_path(loss):
     assert problem(loss).inspected.kinds.loss == "mean"
 
 
+@pytest.mark.slow
 def test_equal_clients_are_measured_as_written():
     sizes = (10, 10, 10)
     made = problem(contrastive, sizes, accuracy=auc)
@@ -279,6 +284,7 @@ def test_equal_clients_are_measured_as_written():
     assert run.history["accuracy"][-1] == pytest.approx(np.mean(areas), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [f1, balanced, explained, correlation], ids=lambda f: f.__name__)
 def test_scores_of_whole_data_sets(score):
     run = ran(problem(plain, accuracy=score), steps=2, rounds=2)
@@ -288,6 +294,7 @@ def test_scores_of_whole_data_sets(score):
     assert run.measured["accuracy"] == "all records of each client at once"
 
 
+@pytest.mark.slow
 def test_stated_batches_are_what_is_measured():
     test = jax.tree.map(lambda *a: np.concatenate(a), *records(2))
     made = problem(cox, evaluation_batch=8, accuracy=auc, test=test)
@@ -314,6 +321,7 @@ def test_a_score_over_all_test_data():
     assert run.measured == {"loss": "all records, one by one", "accuracy": "all test data at once"}
 
 
+@pytest.mark.slow
 def test_a_network_with_batch_statistics_scores_what_it_says():
     """Ten equal clients: trained right before, but measured record by record, where a batch of one is all zero."""
     digits = fs.data.federate(fs.data.load("digits"), "similarity:0", 10)
@@ -354,6 +362,7 @@ def weighted_cox(params, batch, weights):
     return jnp.sum(jnp.where(real, event * (log_risk - score), 0)) / jnp.maximum(jnp.sum(event * real), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"batch_size": 8}])
 def test_a_loss_that_takes_weights_sees_padding(more):
     mine, exact = problem(weighted_cox, accuracy=auc), problem(cox, accuracy=auc)
@@ -402,6 +411,7 @@ def test_a_ratio_that_single_records_do_not_have():
     assert fs.Problem(loss, START, clients).inspected.kinds.loss == "coupled"
 
 
+@pytest.mark.slow
 def test_the_users_word_is_taken():
     never = problem(plain, coupled=True)
     np.testing.assert_allclose(ran(never, steps=3).vector, ran(problem(plain), steps=3).vector, rtol=1e-12)
@@ -409,6 +419,7 @@ def test_the_users_word_is_taken():
     assert problem(cox, coupled=False).inspected.kinds.loss == "mean"
 
 
+@pytest.mark.slow
 def test_an_oracle_that_couples():
     def oracle(params, batch):
         return jax.grad(cox)(params, batch)
@@ -419,6 +430,7 @@ def test_an_oracle_that_couples():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [fs.dane, fs.scaffnew, fs.fednova])
 def test_padding_changes_nothing_for_any_method(algorithm):
     """A client with the records of another twice over has the same BatchNorm loss, and another size."""
@@ -439,6 +451,7 @@ def test_padding_changes_nothing_for_any_method(algorithm):
     np.testing.assert_allclose(ends[0].vector, ends[1].vector, rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_its_runs():
     made = problem(cox)
     found = fs.sweep(
@@ -448,6 +461,7 @@ def test_a_sweep_is_its_runs():
     np.testing.assert_array_equal(found.runs[1][3].vector, one.vector)
 
 
+@pytest.mark.slow
 def test_clients_out_of_memory():
     test = jax.tree.map(lambda *a: np.concatenate(a), *records(2))
     made = problem(cox, accuracy=auc, test=test)

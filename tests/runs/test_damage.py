@@ -46,6 +46,7 @@ def written(folder, lines):
     (folder / NAME).write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_every_value_of_every_line_of_a_record_may_be_anything(tmp_path):
     written(tmp_path, LINES)
     assert seen(tmp_path) == [1, 2, 3, 4, 5]
@@ -242,6 +243,7 @@ def served(
     return json.loads(json.dumps(view([Deployed(folder).poll()]), allow_nan=False))
 
 
+@pytest.mark.slow
 def test_every_value_of_a_servers_files_may_be_anything(tmp_path):
     whole = served(tmp_path)
     told, [held] = whole["progress"], whole["groups"][0]["runs"]

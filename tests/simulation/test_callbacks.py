@@ -34,6 +34,7 @@ def quiet():
     return fs.simulate(fs.scaffold(), NOISY, **ASK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 7, 30, 100, None])
 def test_every_round_is_told_once_and_no_bit_changes(every, quiet):
     seen = Seen(every)
@@ -86,6 +87,7 @@ def test_who_asks_to_stop_at_the_last_round_does_not_stop_it():
     assert run.outcome == "finished"
 
 
+@pytest.mark.slow
 def test_outcomes_are_told():
     ask = ASK | {"stop_at": ("loss", 0.5 * fs.simulate(fs.scaffold(), NOISY, **ASK).history["loss"][0])}
     seen = Seen()

@@ -49,6 +49,7 @@ def federations(draw):
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(federations())
 def test_engine_is_the_paper_under_sampling_weights_momentum_unequal_steps_and_schedules(case):
@@ -112,6 +113,7 @@ def least_squares(w, batch):
     return 0.5 * jnp.mean((x @ w - y) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [1, 2])
 @pytest.mark.parametrize("given", [False, True])
 def test_full_batches_of_unequal_clients_are_their_means(option, given):
@@ -204,6 +206,7 @@ def test_cohorts_are_uniform_without_replacement_and_do_not_depend_on_the_groupi
     assert (many.draw(6, 0, 50, 50).cohort != draws.cohort[:50]).any()
 
 
+@pytest.mark.slow
 def test_noise_has_the_covariance_asked_for():
     covariance = np.array([[2.0, 0.6], [0.6, 0.5]])
     problem = fs.problems.quadratic(hessians=np.eye(2)[None], linear=np.zeros((1, 2)), noise=covariance)
@@ -238,6 +241,7 @@ def test_problems_built_twice_share_a_program():
     assert _compile.cache_info().misses == before + 1
 
 
+@pytest.mark.slow
 def test_same_seed_same_bits_and_stretches_change_none(monkeypatch):
     from fedscaffold.simulation import engine
 
@@ -252,6 +256,7 @@ def test_same_seed_same_bits_and_stretches_change_none(monkeypatch):
     np.testing.assert_array_equal(again.history["loss"], first.history["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cohort", [1.0, 2])
 def test_a_sweep_is_its_runs(cohort):
     problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, noise=0.1, seed=2)
@@ -265,6 +270,7 @@ def test_a_sweep_is_its_runs(cohort):
             np.testing.assert_allclose(swept.clients.c_i, alone.clients.c_i, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_the_optimum_reached_is_the_weighted_one():
     clients = [(x, (y > 0).astype(int)) for x, y in records(2)]
     problem = fs.problems.logistic(clients, l2=0.1)
@@ -275,6 +281,7 @@ def test_the_optimum_reached_is_the_weighted_one():
     assert np.abs(problem.optimum("records") - problem.optimum("equal")).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_with_adam_the_c_i_are_the_mean_raw_gradients():
     """One round from zero control variates, each client's Adam steps taken apart by hand."""
     a, b, x0 = quadratic(5)
@@ -295,6 +302,7 @@ def test_with_adam_the_c_i_are_the_mean_raw_gradients():
     assert (later.history["bytes_up"] == 2 * 3 * D * 8).all()
 
 
+@pytest.mark.slow
 def test_metrics_are_what_they_say():
     a, b, x0 = quadratic(6)
     problem = fs.problems.quadratic(hessians=a, linear=b)
@@ -347,6 +355,7 @@ def test_evaluation_covers_all_records_once_in_many_stretches(monkeypatch):
     assert run.history["accuracy"][0] == pytest.approx(np.mean((test[0] @ w > 0) == test[1]))
 
 
+@pytest.mark.slow
 def test_bytes_count_one_vector_up_for_plain_sgd_and_two_otherwise():
     problem = fs.problems.quadratic(num_clients=4, dim=5, seed=0)
     ask = {"rounds": 2, "precision": "float32", "cohort": 3}
@@ -360,6 +369,7 @@ def test_bytes_count_one_vector_up_for_plain_sgd_and_two_otherwise():
     assert up(fs.fedavg(), local_steps=3, lr=0.1)["bytes_down"].tolist() == [vector, vector]
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_its_target_and_keeps_the_model_of_that_round():
     problem = fs.problems.quadratic(num_clients=4, dim=3, mu=0.1, seed=1)
     ask = {"local_steps": 4, "lr": 0.3, "precision": "float64"}
@@ -370,6 +380,7 @@ def test_a_run_stops_at_its_target_and_keeps_the_model_of_that_round():
     np.testing.assert_array_equal(run.vector, exact.vector)
 
 
+@pytest.mark.slow
 def test_divergence_is_a_result_with_advice():
     problem = fs.problems.quadratic(num_clients=4, dim=3, smoothness=2.0, seed=1)
     run = fs.simulate(fs.fedavg(), problem, rounds=5000, local_steps=4, lr=1.7)

@@ -33,6 +33,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_run_shows_rounding_of_double_precision(name, precision):
@@ -68,6 +69,7 @@ def test_one_of_ten_moved_after_a_long_run_is_seen(tmp_path):
         ask(rounds=7000, checkpoint=tmp_path)
 
 
+@pytest.mark.slow
 def test_one_of_ten_moved_after_a_hundred_thousand_rounds_is_seen(tmp_path):
     """What rounding explains after so many rounds is still far below one c_i moved by 1.5; the rounds count as run."""
     given = {"checkpoint": tmp_path, "local_steps": 1}
@@ -86,6 +88,7 @@ def test_one_of_ten_moved_after_a_hundred_thousand_rounds_is_seen(tmp_path):
         ask(rounds=rounds + 2010, **given)
 
 
+@pytest.mark.slow
 def test_a_row_of_the_files_that_was_altered_is_refused_at_once(tmp_path):
     """Not by its checksum, which is right, but by the mean."""
     given = {"client_state": "file", "checkpoint": tmp_path, "every": 10}
@@ -118,6 +121,7 @@ def many():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cohort", [50, MANY])
 def test_one_update_lost_among_a_million_is_seen(cohort, monkeypatch):
     """A client whose new c_i was never stored, in the middle of a run in single precision."""
@@ -143,6 +147,7 @@ def test_one_update_lost_among_a_million_is_seen(cohort, monkeypatch):
     assert spoilt
 
 
+@pytest.mark.slow
 def test_the_rows_are_looked_at_every_so_often(monkeypatch):
     """A fault that fades away again is told all the same: it was seen while it was there."""
     usual = engine.Engine.advance
@@ -179,6 +184,7 @@ def test_looking_takes_a_hundredth_of_the_time(monkeypatch):
     assert watch.due()
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_side_by_side_keep_c_in_double_precision():
     problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, noise=0.01, seed=0)
     ask = {"rounds": 20, "local_steps": 3, "cohort": 2, "weights": [1, 2, 3, 4, 5]}

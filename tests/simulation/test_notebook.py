@@ -46,6 +46,7 @@ def test_html_has_the_last_values(run):
     assert "<script" not in run._replace(advice="<script>")._repr_html_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("package", "call"), [("pandas", "to_pandas"), ("matplotlib.pyplot", "plot")])
 def test_a_missing_package_is_named_in_one_line(package, call):
     code = f"import sys; sys.modules[{package!r}] = None\nimport numpy as np\n"

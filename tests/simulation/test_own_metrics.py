@@ -75,6 +75,7 @@ def summaries(values):
     return [P @ values, min(values), max(values), max(values), np.quantile(values, 0.9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [spread, error], ids=["compiled", "host"])
 def test_a_metric_is_the_function_of_the_real_data_sets(function):
     made = {name: (make(name=name), known) for name, (make, known) in kinds(function).items()}
@@ -90,6 +91,7 @@ def test_a_metric_is_the_function_of_the_real_data_sets(function):
     np.testing.assert_allclose(run.history["loss"], bare.history["loss"], rtol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [spread, error], ids=["compiled", "host"])
 def test_each_round_has_its_own_value_in_runs_steps_and_sweeps(function, tmp_path):
     metrics = [fs.metric(function, by_client=True, name="m"), fs.metric(function, on="test", name="t")]
@@ -117,6 +119,7 @@ def test_each_round_has_its_own_value_in_runs_steps_and_sweeps(function, tmp_pat
     assert resumed.digest == run.digest
 
 
+@pytest.mark.slow
 def test_rounds_that_are_not_measured_cost_nothing():
     """Neither on the host nor in the program, nor where many runs are side by side."""
     calls, traced = [], []
@@ -139,6 +142,7 @@ def test_rounds_that_are_not_measured_cost_nothing():
         assert len(traced) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [spread, error], ids=["compiled", "host"])
 def test_a_clients_own_model_is_measured(function):
     metrics = [
@@ -162,6 +166,7 @@ def test_a_clients_own_model_is_measured(function):
         fs.simulate(fs.scaffold(), PROBLEM, rounds=1, metrics=metrics[:1], **ASK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [None, False], ids=["compiled", "host"])
 def test_a_run_ends_at_a_target_of_the_users_metric(compiled):
     def bias(params, data):
@@ -247,6 +252,7 @@ np.testing.assert_allclose(many.vector, one.vector, rtol=0, atol=1e-13)
 """
 
 
+@pytest.mark.slow
 def test_many_devices_agree_with_one():
     """Metrics, schedules, sampling and keys, in a process of its own with three devices."""
     done = forkserver.run(ON_DEVICES, Path(__file__).parent)

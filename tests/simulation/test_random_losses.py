@@ -69,6 +69,7 @@ def by_hand(clients, rounds, cohorts, option=2, loss=dropout):
 COHORTS = [[0, 2], [1, 3], [0, 1], [2, 3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [1, 2])
 @pytest.mark.parametrize("clients", [EVEN, RAGGED], ids=["even", "ragged"])
 def test_scaffold_agrees_with_a_loop_that_derives_the_keys(clients, option):
@@ -81,6 +82,7 @@ def test_scaffold_agrees_with_a_loop_that_derives_the_keys(clients, option):
     assert run.residual < 1e-13
 
 
+@pytest.mark.slow
 def test_dane_has_one_key_for_a_step_and_another_for_the_exchange():
     """With one local step from y = x the two gradients of the step cancel: what is left is the exchange's."""
     problem = fs.Problem(dropout, X0, EVEN)
@@ -91,6 +93,7 @@ def test_dane_has_one_key_for_a_step_and_another_for_the_exchange():
     np.testing.assert_allclose(run.vector, problem.layout.flatten(X0) - LR * mean, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_keys_do_not_depend_on_blocks_stretches_stores_devices_or_company():
     problem = fs.Problem(dropout, X0, EVEN)
     ask = ASK | {"cohort": 2, "batch_size": 3, "rounds": 5, "metrics": ["drift"]}
@@ -113,6 +116,7 @@ def test_keys_do_not_depend_on_blocks_stretches_stores_devices_or_company():
     np.testing.assert_allclose(alone.vector, together.vector, rtol=0, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_clients_steps_rounds_and_seeds_have_keys_of_their_own():
     """Clients with the same records part ways, and so do rounds that begin at the same model."""
 
@@ -134,6 +138,7 @@ def test_clients_steps_rounds_and_seeds_have_keys_of_their_own():
     np.testing.assert_allclose(at_x[1], drawn, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_it_is_measured_without_randomness():
     problem = fs.Problem(dropout, X0, RAGGED)
     run = fs.simulate(fs.scaffold(), problem, rounds=2, metrics=["loss", "grad_norm"], **ASK)
@@ -144,6 +149,7 @@ def test_it_is_measured_without_randomness():
     np.testing.assert_allclose(run.history["grad_norm"][-1], np.linalg.norm(np.mean(grads, axis=0)), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_kinds_are_found_with_the_key_held_fixed():
     def shaken(params, batch, key=None):  # the same perturbation for all records: a mean over records, given the key
         w = params["w"] if key is None else params["w"] + jax.random.normal(key, (3,))
@@ -179,6 +185,7 @@ def test_equal_batches_of_unequal_clients_need_no_branches():
     assert prepare(replace(drawn, batch_size=None)).spec.one_by_one
 
 
+@pytest.mark.slow
 def test_a_gradient_may_take_a_key_too():
     def gradient(params, batch, key=None):
         return jax.grad(dropout)(params, batch, key)

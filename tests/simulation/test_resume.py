@@ -65,6 +65,7 @@ def signalled(monkeypatch):
     signal.signal(signal.SIGINT, inherited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_a_signal_broke_goes_on_with_the_same_bits(name, tmp_path, signalled):
     quiet = ask(name)
@@ -269,6 +270,7 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(tmp_path):
         ask("feddyn", checkpoint=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_wrong_algorithm_is_found_out():
     good = fs.scaffold()
 
@@ -287,6 +289,7 @@ def test_rounding_alone_is_never_a_fault(name):
     assert 0 < run.residual < run.explained / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [1_000, 1_000_000])
 def test_rounding_of_sums_over_many_clients_is_no_fault(clients):
     """In single precision, all clients in every round, gradients that do not cancel: the worst case there is."""

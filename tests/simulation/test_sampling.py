@@ -31,6 +31,7 @@ def some(round, rng):
     return rng.choice(N, 1 + round % 3, replace=False)
 
 
+@pytest.mark.slow
 def test_a_function_names_the_cohorts_and_a_list_of_them_is_the_same_run():
     run, cohorts = cohorts_of(8, sampling=some, cohort=3, seed=4)
     assert [len(cohort) for cohort in cohorts] == [1 + round % 3 for round in range(1, 9)]
@@ -57,6 +58,7 @@ def test_the_stream_of_a_round_depends_on_seed_and_round_only(tmp_path):
     assert first != other
 
 
+@pytest.mark.slow
 def test_out_of_core_cohorts_are_the_same():
     ask = {"sampling": some, "cohort": 3, "metrics": ["distance"], **ASK}
     here = fs.simulate(fs.scaffold(), PROBLEM, rounds=6, **ask)

@@ -36,6 +36,7 @@ def ask(problem, own, **more):
     return fs.simulate(fs.scaffold(), problem, **(given | own | more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_all_stores_give_the_same_bits_and_files_resume(name, tmp_path):
     problem, own = CASES[name]
@@ -127,6 +128,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.slow
 def test_a_round_does_not_know_how_many_clients_there_are(tmp_path, monkeypatch):
     """Bytes and calls to the system, memory taken in a round, memory in all: for 2,000 and 200,000 clients."""
     most = []

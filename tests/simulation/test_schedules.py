@@ -57,6 +57,7 @@ def test_schedules_agree_with_scaffold_by_hand(name):
     assert run.residual < 1e-13
 
 
+@pytest.mark.slow
 def test_a_schedule_over_rounds_costs_no_vector_and_no_compilation():
     plain = fs.simulate(fs.scaffold(), PROBLEM, rounds=3, lr=0.1, **ASK)
     by_round = fs.simulate(fs.scaffold(), PROBLEM, rounds=3, lr=lambda round: 0.1, **ASK)
@@ -83,6 +84,7 @@ def test_a_schedule_resumes_with_the_same_bits_and_another_one_is_refused(tmp_pa
         )
 
 
+@pytest.mark.slow
 def test_steps_of_the_simulator_and_runs_of_a_sweep_have_the_same_schedule():
     ask = ASK | {"cohort": 2, "batch_size": None}
     run = fs.simulate(fs.scaffold(), PROBLEM, rounds=6, lr=lambda round: 0.3 / round, **ask)

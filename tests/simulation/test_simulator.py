@@ -30,6 +30,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree_util.tree_leaves(tree)]
 
 
+@pytest.mark.slow
 @EVERY
 def test_steps_are_the_rounds_of_simulate_bit_for_bit(name):
     run, simulator = both(name)
@@ -68,6 +69,7 @@ def test_a_state_can_be_changed_between_steps():
     assert other["residual"][0] < 1e-12
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_and_says_when():
     simulator = fs.Simulator(fs.fedavg(), NOISY, local_steps=5, lr=1e6)
     state, rows = simulator.step(simulator.init(), 50)
@@ -104,6 +106,7 @@ def test_what_only_run_can_is_refused_by_name_when_stepping():
         simulator.init()
 
 
+@pytest.mark.slow
 def test_more_rounds_than_cohorts_are_refused():
     simulator = fs.Simulator(fs.scaffold(), NOISY, local_steps=2, lr=0.1, cohorts=[[0, 1]] * ROUNDS)
     state, _ = simulator.step(simulator.init(), ROUNDS - 1)
@@ -111,6 +114,7 @@ def test_more_rounds_than_cohorts_are_refused():
         simulator.step(state, 2)
 
 
+@pytest.mark.slow
 def test_the_state_of_another_simulator_is_refused():
     simulators = [fs.Simulator(make(), NOISY, local_steps=2, lr=0.1) for make in (fs.scaffold, fs.fedavg)]
     for state in (simulators[1].init(), None):

@@ -73,6 +73,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(arrays, st.dictionaries(st.text(max_size=5), plain, max_size=3))
 def test_what_comes_back_is_what_was_committed(arrays, facts):
@@ -146,6 +147,7 @@ def test_truncated_at_every_length(tmp_path):
     same(latest(tmp_path), SECOND, {"round": 2})
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_flipped_bits_are_found(data):

@@ -429,6 +429,7 @@ def cut_everywhere(scene, monkeypatch, forget=lambda recorder, event: False):
         return len(checked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 def test_power_lost_between_any_two_calls(name, monkeypatch):
     assert cut_everywhere(SCENES[name], monkeypatch) > 10

@@ -21,6 +21,7 @@ def gaps(problem, noise, rounds, cohort=1.0, weights="equal"):
     return end
 
 
+@pytest.mark.slow
 def test_strong_noise_asks_for_small_steps():
     """A small-step formula at lr = 1/L promised 3.3 here for what leaves 11.8, from a start at 0.68."""
     problem = fs.problems.quadratic(num_clients=3, dim=4, mu=0.004, noise=10.0, seed=1)
@@ -56,6 +57,7 @@ def random_federation(seed):
     return problem, noise, int(rng.choice([1, 4, 15, 40])), int(rng.integers(1, n + 1)), weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_advice_is_within_half_of_the_best_on_a_grid(seed):
     problem, noise, rounds, cohort, weights = random_federation(seed)
@@ -71,6 +73,7 @@ def test_advice_is_within_half_of_the_best_on_a_grid(seed):
     assert mine <= 1.5 * max(min(others), 1e-25 * advice.start_gap)
 
 
+@pytest.mark.slow
 def test_simulated_runs_end_where_the_advice_says():
     problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.02, noise=1.0, x0=[3.0, -2.0, 1.0], seed=4)
     weights, runs = [3.0, 1.0, 1.0, 2.0, 1.0], 300
@@ -96,6 +99,7 @@ def test_where_nothing_beats_the_start_it_is_said():
     assert "Nothing that was tried ends below the start" in str(kept)
 
 
+@pytest.mark.slow
 def test_cohorts_and_weights_change_the_advice():
     problem = fs.problems.quadratic(num_clients=6, dim=3, mu=0.05, seed=0)
     found = heterogeneity(problem)
@@ -122,6 +126,7 @@ def test_moments_too_large_to_be_exact_are_estimated_and_not_promised(monkeypatc
         assert abs(one.gap - by_name[one.algorithm].gap) < 5 * one.standard_error
 
 
+@pytest.mark.slow
 def test_what_is_no_quadratic_is_not_promised():
     problem = fs.problems.two_datasets("logistic", 4, records=20, dim=4, l2=0.1)
     advice = advise(heterogeneity(problem, batch_size=5), problem, rounds=20, cohort=0.5)

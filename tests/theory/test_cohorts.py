@@ -84,6 +84,7 @@ def test_one_formula_continues_the_other(algorithm):
         np.testing.assert_allclose(again, chained, rtol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "steps", "size", "weights"),
     [

@@ -100,6 +100,7 @@ def test_golden_lower_bound_pair():
 # --- the closed form is the code -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "n", "d", "lr", "steps"),
     [
@@ -128,6 +129,7 @@ def test_the_differentiated_code_is_the_closed_form(algorithm, n, d, lr, steps):
         np.testing.assert_allclose(code.fixed_point()[2 * d :], problem.ideal_controls().ravel(), atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_registered_algorithm_has_the_form_that_it_declares(name):
     algorithm, n, d = ALGORITHMS[name](), 3, 2
@@ -197,6 +199,7 @@ def test_declared_forms_hold_for_all_parameters(server_lr):
         assert form_of(algorithm) == algorithm.form
 
 
+@pytest.mark.slow
 def test_a_simulated_run_follows_the_map_and_contracts_at_its_spectral_radius():
     # no two eigenvalues alike: where clients share one, control variates can carry a mode that x never shows
     hessians, linear = covariances(4, 3, seed=3) + 0.1 * np.eye(3), np.arange(12.0).reshape(4, 3) / 5
@@ -221,6 +224,7 @@ def test_linear_regression_is_a_quadratic():
     np.testing.assert_allclose(run.vector, at, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_an_algorithm_without_a_closed_form_is_differentiated():
     # half the memory of SCAFFOLD: linear, but of no known form
     half = fs.scaffold()._replace(
@@ -452,6 +456,7 @@ def test_drawn_runs_have_the_exact_mean_squared_error(algorithm):
     assert late == pytest.approx(np.trace(law.x_covariance) + bias, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [SCAFFOLD, fs.scaffold(option=1)])
 def test_simulated_runs_have_the_exact_mean_squared_error(algorithm):
     noise = covariances(4, 3)

@@ -49,6 +49,7 @@ def test_every_key_has_a_value_to_be_tried_with():
     assert set(keys()) == set(VALUES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_key_makes_a_difference_or_is_refused_by_name(verb, monkeypatch, capsys):
     monkeypatch.setattr("fedscaffold.theory.advice.HALVINGS", 3)

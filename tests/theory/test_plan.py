@@ -47,6 +47,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PROBLEMS))
 def test_measured_is_within_a_factor_two_of_predicted_or_not_promised(name):
     make, batch, names = PROBLEMS[name]
@@ -94,6 +95,7 @@ def test_redrawn_gradients_have_the_noise_of_full_batches():
     assert (np.abs(squares.mean(axis=0) - noise_level(problem, best, 20)) < 4 * error).all()
 
 
+@pytest.mark.slow
 def test_a_large_problem_is_planned_in_few_directions_and_simulated():
     federated = federate(load("digits"), "similarity:0", 20)
     problem = fs.problems.softmax([(x[:, ::4], y) for x, y in federated.clients], classes=10, l2=1e-2)  # d = 170
@@ -168,6 +170,7 @@ def test_bad_questions_get_one_line(asked, said):
         plan(PROBLEMS["exact quadratics"][0](), **asked)
 
 
+@pytest.mark.slow
 def test_a_plan_is_for_the_cohort_and_the_weights_that_were_asked_for():
     problem = PROBLEMS["noisy quadratics"][0]()
     weights = [4.0, 1.0, 1.0, 2.0, 1.0, 1.0]
@@ -185,6 +188,7 @@ def test_a_plan_is_for_the_cohort_and_the_weights_that_were_asked_for():
         assert abs(one.measured - one.predicted) <= 4 * one.standard_error
 
 
+@pytest.mark.slow
 def test_fedavg_with_cohorts_of_unequal_weights_is_biased_at_any_step_size():
     """A client's share of a cohort is not its weight on average, so smaller steps do not help."""
     problem = PROBLEMS["exact quadratics"][0]()

@@ -42,6 +42,7 @@ def slope_of(errors, steps):
 # derivatives
 
 
+@pytest.mark.slow
 def test_derivatives_of_any_tree_are_finite_differences_of_one_another():
     problem, h = net(), 1e-5
     rng = np.random.default_rng(0)
@@ -225,6 +226,7 @@ def fedavg_rests(problem, lr, steps):
     return run.vector - problem.optimum("records")
 
 
+@pytest.mark.slow
 def test_fedavgs_bias_is_the_formula_and_richardson_leaves_its_second_order(uneven):
     steps, first, second, left = (0.04, 0.02, 0.01), [], [], []
     rests = {lr: fedavg_rests(uneven, lr, 5) for lr in (*steps, 0.005)}
@@ -243,6 +245,7 @@ def test_fedavgs_bias_is_the_formula_and_richardson_leaves_its_second_order(unev
     assert np.linalg.norm(left[-1] - half.richardson_bias) < 0.1 * np.linalg.norm(left[-1])
 
 
+@pytest.mark.slow
 def test_fedavgs_bias_grows_with_the_local_steps_less_one(uneven):
     sizes = [np.linalg.norm(fedavg_rests(uneven, 0.005, k)) for k in (2, 3, 5)]
     np.testing.assert_allclose(sizes, sizes[0] * np.array([1, 2, 4]), rtol=0.04)
@@ -298,6 +301,7 @@ def estimate(samples):
     return samples.mean(axis=0), samples.std(axis=0, ddof=1) / np.sqrt(len(samples))
 
 
+@pytest.mark.slow
 def test_scaffolds_bias_and_that_of_its_control_variates_by_simulation():
     """F17 and F18: extrapolated to remove the next order, 4 b(lr/2) - b(lr) = lr b_1, within four standard errors."""
     clients = Bent([1.0, 2.5], [0.3, 1.2])
@@ -313,6 +317,7 @@ def test_scaffolds_bias_and_that_of_its_control_variates_by_simulation():
     assert (np.abs(mean[1:] - printed) > 10 * error[1:]).all()  # E.2 as printed has the other sign
 
 
+@pytest.mark.slow
 def test_what_remains_of_the_bias_with_many_clients_by_simulation():
     """F20, without the next order: twice measured / stated at lr/2 less that at lr, within four standard errors."""
     clients = Bent(np.tile([1.0, 2.5], 150), np.tile([0.3, 1.2], 150))
