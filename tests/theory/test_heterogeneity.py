@@ -50,6 +50,7 @@ def test_the_lower_bound_pair_fits_its_constants():
     assert found.fit_g == pytest.approx(2.0, rel=0.5)
 
 
+@pytest.mark.slow
 def test_heterogeneity_of_regressions_is_that_of_their_facts():
     for kind in ("logistic", "linear"):
         problem = fs.problems.two_datasets(kind, 6, records=200)
@@ -63,6 +64,7 @@ def test_heterogeneity_of_regressions_is_that_of_their_facts():
         assert found.unlikeness > 3
 
 
+@pytest.mark.slow
 def test_clients_of_one_source_are_told_from_unlike_ones():
     rng = np.random.default_rng(0)
     x = np.column_stack([rng.normal(size=(2000, 4)), np.ones(2000)])
@@ -90,6 +92,7 @@ def pictures():
 NUMBERS = ("zeta_2", "delta", "mu", "smoothness", "mean_mu", "mean_smoothness")
 
 
+@pytest.mark.slow
 def test_lanczos_agrees_with_eigenvalues_within_its_errors(pictures):
     problem = pictures(0, small=True)  # d = 170
     dense, sparse = heterogeneity(problem), heterogeneity(problem, exact=False)
@@ -123,6 +126,7 @@ def many():
     return problem, x, heterogeneity(problem, batch_size=5, at=x)
 
 
+@pytest.mark.slow
 def test_samples_of_a_large_problem_are_as_wrong_as_they_say(monkeypatch, many):
     """All within 5 errors and their root mean square below 2.5; an error that is as large as the number says nothing."""
     problem, x, dense = many
@@ -144,6 +148,7 @@ def test_samples_of_a_large_problem_are_as_wrong_as_they_say(monkeypatch, many):
         assert np.sqrt(np.mean(np.square(values))) < 2.5, (name, values)
 
 
+@pytest.mark.slow
 def test_the_whole_is_a_sample_without_error(monkeypatch):
     problem = many_clients(2)
     room = sys.modules["fedscaffold.theory.subsampling"]
@@ -165,6 +170,7 @@ def test_two_errors_of_a_mean_cover_what_two_sigma_would(seen):
     assert abs(np.mean(np.array(off) > 2) - 0.0455) < 0.019
 
 
+@pytest.mark.slow
 def test_what_is_not_convex_is_measured_where_it_stands():
     problem = net()
     dense, sparse = heterogeneity(problem), heterogeneity(problem, exact=False)
@@ -185,6 +191,7 @@ def test_what_is_not_convex_is_measured_where_it_stands():
 # advice
 
 
+@pytest.mark.slow
 def test_advice_on_quadratics_is_the_theorys():
     unlike = fs.problems.dialled(8, 5, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1)
     equal = fs.problems.dialled(8, 5, gradient_dissimilarity=9.0, hessian_dissimilarity=0.0, seed=1)
@@ -199,19 +206,21 @@ def test_advice_on_quadratics_is_the_theorys():
     assert "Nothing that was tried ends below the start" in str(wild)
 
 
+@pytest.mark.slow
 def test_digits_without_an_optimum_get_different_advice_too(pictures):
     said = {}
     for similarity in (0, 100):
-        problem = pictures(similarity, l2=0.0)
+        problem = pictures(similarity, clients=10, l2=0.0)
         said[similarity] = advise(heterogeneity(problem, batch_size=14), problem, rounds=25)
     assert (said[0].algorithm, said[100].algorithm) == ("scaffold", "fedavg")
 
 
+@pytest.mark.slow
 def test_digits_get_different_and_right_advice(pictures):
     settings = {"rounds": 25, "batch_size": 14, "metrics": ["loss", "accuracy"]}
     advice, runs = {}, {}
     for similarity in (0, 100):
-        problem = pictures(similarity, l2=1e-3)
+        problem = pictures(similarity, clients=10, l2=1e-3)
         said = advice[similarity] = advise(heterogeneity(problem, batch_size=14), problem, rounds=25)
         for algorithm in (fs.fedavg(), fs.scaffold()):
             runs[similarity, algorithm.name] = fs.simulate(
@@ -233,6 +242,7 @@ def test_digits_get_different_and_right_advice(pictures):
     assert runs[100, "fedavg"].history["accuracy"][-1] >= runs[100, "scaffold"].history["accuracy"][-1] - 0.01
 
 
+@pytest.mark.slow
 def test_a_network_on_digits_gets_advice_too():
     federated = federate(load("digits"), "similarity:0", 10)
     problem = fs.problems.mlp(federated.clients, 40, classes=10)

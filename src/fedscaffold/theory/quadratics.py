@@ -92,10 +92,11 @@ class Spectra(NamedTuple):
     @property
     def optimum(self) -> Floats:
         """theta*, the minimiser of the mean loss."""
-        smallest = np.linalg.eigvalsh(self.mean(self.values))[0]
+        mean = self.mean(self.values)
+        smallest = np.linalg.eigvalsh(mean)[0]
         if smallest <= 1e-14 * np.abs(self.values).max():
             raise InputError("the mean of the hessians is not positive definite: there is no single optimum")
-        best: Floats = np.linalg.solve(self.mean(self.values), self.linear.mean(axis=0))
+        best: Floats = np.linalg.solve(mean, self.linear.mean(axis=0))
         return best
 
     @property
