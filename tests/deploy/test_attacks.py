@@ -34,7 +34,7 @@ from fedscaffold.algorithms.scaffold import Memory
 from fedscaffold.checks import InputError
 from fedscaffold.cli import main
 from fedscaffold.deploy import InProcess, Server, Stopped, drive, gate, parse
-from fedscaffold.deploy.aggregation import residual, rounding_bound, shares
+from fedscaffold.deploy.aggregation import norm, residual, rounding_bound, shares
 from fedscaffold.deploy.audit import Audit, read_verified
 from fedscaffold.deploy.gate import Asked, Refused
 from fedscaffold.deploy.schema import Blob, Packet, blob
@@ -294,11 +294,11 @@ def test_norms_neither_overflow_nor_vanish():
     rng = np.random.default_rng(0)
     for scale in (1e-300, 1e-160, 1.0, 1e160, 1e300):
         v = rng.standard_normal(50)
-        assert gate.norm(scale * v) == pytest.approx(scale * float(np.linalg.norm(v)), rel=1e-14)
+        assert norm(scale * v) == pytest.approx(scale * float(np.linalg.norm(v)), rel=1e-14)
     v = rng.standard_normal(50).astype(np.float32)
     for scale in (np.float32(1e-30), np.float32(1e30)):
         exact = float(np.linalg.norm(v.astype(np.float64) * float(scale)))
-        assert gate.norm(scale * v) == pytest.approx(exact, rel=1e-6)
+        assert norm(scale * v) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize("metrics", [{}, {"metric.evil": 1.0}, {"metric.loss": "x"}, {"metric.round": 7.0}])
@@ -405,7 +405,7 @@ def told():
     schema = learner().schema
     facts = {"site": "ant", "round": 2, "nonce": "n", "schema": schema.digest, "records": 2, "steps": 3}
     return Packet(facts, {"d": blob(np.ones(2))}), Asked(
-        "ant", 2, "n", {"d": ((2,), "float64")}, schema, records=2, most_steps=3
+        "ant", 2, "n", {"d": ((2,), "float64")}, schema, records=2, most_steps=3, lr=0.5
     )
 
 

@@ -25,9 +25,8 @@ from fedscaffold.algorithms.reference import Federation, begin, descend, play
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import InProcess, Server, drive
-from fedscaffold.deploy.aggregation import residual
-from fedscaffold.deploy.client_state import load_vector
-from fedscaffold.deploy.record_arithmetic import blank_memory, flatten, unflatten
+from fedscaffold.deploy.aggregation import blank_memory, residual
+from fedscaffold.deploy.client_state import load_record
 
 # (present, lost): sites that are asked, and those of them whose replies do not arrive
 ROUNDS = (
@@ -131,7 +130,7 @@ def test_a_lost_memory_is_replaced_by_a_resync(case, tmp_path):
     assert kinds[-1] == "train"
     like = blank_memory(server.algorithm, server.state.x)
     memory = {
-        site: unflatten(like, load_vector(tmp_path / "sites" / server.run / site, member.digest, flatten(like)))
+        site: load_record(tmp_path / "sites" / server.run / site, member.digest, like)
         for site, member in server.roster.items()
     }
     assert residual(server.algorithm, server.state._replace(memory=memory)) < 1e-12

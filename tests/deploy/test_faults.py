@@ -9,7 +9,7 @@ from deploy_case import SITES, data, gradient, settings
 from fedscaffold.algorithms import scaffold
 from fedscaffold.algorithms.reference import descend
 from fedscaffold.algorithms.scaffold import Message
-from fedscaffold.deploy import audit, client, errors, gate, server
+from fedscaffold.deploy import aggregation, audit, client, errors, gate, server
 from fedscaffold.deploy import settings as deploy_settings
 from tests import faults
 
@@ -17,6 +17,12 @@ cryptography = pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey  # noqa: E402
 
 from fedscaffold.deploy import masking  # noqa: E402
+
+MEASURE = aggregation.measure
+
+
+def unclipped(update, algorithm, told, most, clip):
+    return MEASURE(update, algorithm, told, most)
 
 
 @pytest.mark.slow
@@ -31,21 +37,21 @@ def test_every_fault_is_survived(number):
     [
         (5, (gate, "check_fresh"), lambda packet, asked: None),
         (6, (gate, "check_fresh"), lambda packet, asked: None),
-        (12, (client, "load_vector"), lambda folder, expect, like: np.zeros_like(like)),
-        (13, (client, "load_vector"), lambda folder, expect, like: np.zeros_like(like)),
+        (12, (client, "load_record"), lambda folder, expect, initial: initial),
+        (13, (client, "load_record"), lambda folder, expect, initial: initial),
         (16, (gate, "check_finite"), lambda name, array: None),
         (8, (server, "save_state"), lambda folder, kept, settings, schema: kept.generation + 1),
-        (22, (gate, "clip_update"), lambda update, reach, cap: update),
-        (23, (gate, "clip_update"), lambda update, reach, cap: update),
-        (29, (gate, "find_outsized"), lambda lengths, usual, dtype: {}),
-        (29, (gate, "measure"), lambda update, reach: update),
-        (30, (server.Server, "_check_registration"), lambda self, site, packet: packet.facts["records"]),
+        (22, (aggregation, "measure"), unclipped),
+        (23, (aggregation, "measure"), unclipped),
+        (29, (aggregation, "find_outsized"), lambda lengths, usual: {}),
+        (29, (aggregation, "measure"), lambda update, *_: update),
+        (30, (gate, "check_greeting"), lambda packet, *_: packet.facts["records"]),
         (31, (server, "FREE"), 1000),
         (32, (gate, "abbreviate"), repr),
         (33, (audit, "_check_head"), lambda path, events, expected: None),
         (34, (deploy_settings, "RESERVED"), set()),
         (35, (errors, "public_type_of"), str),
-        (36, (server.Server, "_check_update"), lambda self, site, update, kind: update),
+        (36, (server.Server, "_check_update"), lambda self, site, update, current: update),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )

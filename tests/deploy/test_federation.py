@@ -14,10 +14,10 @@ import pytest
 from deploy_case import open_to_others
 
 import fedscaffold as fs
+from fedscaffold.algorithms import make
 from fedscaffold.deploy import InProcess, Server, drive
 from fedscaffold.deploy.apps import open_app
 from fedscaffold.deploy.audit import read_verified
-from fedscaffold.deploy.settings import algorithm_of
 
 pytest.importorskip("flwr")
 from fedscaffold.deploy import flower_app, keys
@@ -87,7 +87,7 @@ def simulated(app):
     local = settings.local
     more = {"seed": settings.seed, "precision": settings.precision, "cohort": settings.cohort}
     run = fs.simulate(
-        algorithm_of(settings), problem, rounds=settings.rounds, local_steps=local.steps, lr=local.lr, **more
+        make(**settings.algorithm), problem, rounds=settings.rounds, local_steps=local.steps, lr=local.lr, **more
     )
     return run.vector
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from fedscaffold.algorithms.scaffold import Memory
 from fedscaffold.deploy import client_state
-from fedscaffold.deploy.aggregation import aggregate, residual, shares, weighted_sum
+from fedscaffold.deploy.aggregation import aggregate, residual, shares
 from fedscaffold.deploy.schema import blob
 
 TOLERANCE = 1e-12  # the vectors are of size 10, some hundred roundings each
@@ -63,9 +63,8 @@ class Machine(RuleBasedStateMachine):
         return reply
 
     def waiting(self, site, reply):
-        return client_state.load_vector(
-            self.folder / "sites" / self.server.run / site, reply.facts["memory"], np.zeros(2)
-        )
+        folder = self.folder / "sites" / self.server.run / site
+        return client_state.load_record(folder, reply.facts["memory"], Memory(np.zeros(2))).c_i
 
     busy = precondition(lambda self: self.server.open_round is not None)
     idle = precondition(lambda self: self.server.open_round is None)
@@ -158,7 +157,7 @@ class Machine(RuleBasedStateMachine):
             assert residual(self.server.algorithm, state) < TOLERANCE
         elif not self.server.resync:
             held = {site: self.ledger[member.digest] for site, member in state.roster.items()}
-            gap = state.server.c - weighted_sum(shares(state.roster), held, 2)
+            gap = state.server.c - sum(p * held[site] for site, p in shares(state.roster).items())
             assert np.linalg.norm(gap) < TOLERANCE
 
     def teardown(self):
@@ -210,20 +209,22 @@ def forgetful_leave(algorithm, state, site, memory=None):
     return state._replace(roster=roster, memory={name: v for name, v in state.memory.items() if name != site})
 
 
-def careless_memory(folder, expect, like):
+def careless_memory(folder, expect, initial):
     try:
-        return client_state.load_vector(folder, expect, like)
+        return client_state.load_record(folder, expect, initial)
     except client_state.Lost:
-        return np.zeros_like(like)
+        return initial
 
 
-def commit_before_word(folder, expect, like):
+def commit_before_word(folder, expect, initial):
     here = client_state._read_vectors(folder)
-    return here["waiting"] if "waiting" in here and expect else client_state.load_vector(folder, expect, like)
+    return (
+        Memory(here["waiting"]) if "waiting" in here and expect else client_state.load_record(folder, expect, initial)
+    )
 
 
-def no_memory(algorithm, state, updates, travel, server_keeps):
-    return aggregate(algorithm, state, updates, travel, server_keeps)._replace(memory=state.memory)
+def no_memory(algorithm, state, updates, server_keeps):
+    return aggregate(algorithm, state, updates, server_keeps)._replace(memory=state.memory)
 
 
 ACCIDENTS = (
@@ -239,8 +240,8 @@ ACCIDENTS = (
         (Machine, "aggregation.remove_member", forgetful_leave, "leave"),
         (Machine, "aggregation.aggregate", no_memory, None),
         (ClientMachine, "aggregation.add_member", unscaled_join, "join"),
-        (ClientMachine, "client.load_vector", careless_memory, "lose_state"),
-        (ClientMachine, "client.load_vector", commit_before_word, "lose_or_delay"),
+        (ClientMachine, "client.load_record", careless_memory, "lose_state"),
+        (ClientMachine, "client.load_record", commit_before_word, "lose_or_delay"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -12,8 +12,8 @@ from fedscaffold.algorithms.round import fitted, personal_model
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import ArraysLearner, Server
 from fedscaffold.deploy.client import Work, answer, greeting
-from fedscaffold.deploy.client_state import load_vector
-from fedscaffold.deploy.record_arithmetic import flatten, unflatten
+from fedscaffold.deploy.client_state import load_record
+from fedscaffold.deploy.schema import flatten
 from fedscaffold.deploy.settings import Local
 
 ROUNDS = 9
@@ -66,7 +66,7 @@ def kept_by(server, folder, site):
     """What a site keeps for itself, as the last round left it that counted it."""
     begun = server.algorithm.own(START)
     files = folder / "sites" / server.run / site / "own"
-    return unflatten(begun, load_vector(files, server.roster[site].own, flatten(begun)))
+    return load_record(files, server.roster[site].own, begun)
 
 
 def by_reference(algorithm, config):

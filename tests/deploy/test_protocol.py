@@ -31,13 +31,14 @@ from hypothesis import settings as limits
 from hypothesis import strategies as some
 
 import fedscaffold as fs
+from fedscaffold.algorithms import make
 from fedscaffold.checks import InputError
-from fedscaffold.deploy import InProcess, Server, Stopped, drive, parse, site_sampling
+from fedscaffold.deploy import InProcess, Server, Stopped, drive, parse
 from fedscaffold.deploy.aggregation import residual, shares
 from fedscaffold.deploy.audit import Audit, read_verified
 from fedscaffold.deploy.gate import Asked, Refused, admit
 from fedscaffold.deploy.schema import Blob, Packet, blob
-from fedscaffold.deploy.settings import algorithm_of
+from fedscaffold.deploy.server import sample_sites
 from fedscaffold.state import StateError
 
 
@@ -57,7 +58,7 @@ def simulated(config):
 
     problem = fs.Problem(loss, {"w": START}, [data(site) for site in SITES])
     return fs.simulate(
-        algorithm_of(config),
+        make(**config.algorithm),
         problem,
         rounds=config.rounds,
         local_steps=config.local.steps,
@@ -115,7 +116,7 @@ def test_unequal_steps_are_the_simulators(name, tmp_path):
 
     problem = fs.Problem(loss, {"w": START}, [alike(site) for site in SITES])
     more = {"lr": 0.05, "batch_size": 1, "precision": "float64"}
-    run = fs.simulate(algorithm_of(config), problem, rounds=6, local_epochs=2, **more)
+    run = fs.simulate(make(**config.algorithm), problem, rounds=6, local_epochs=2, **more)
     np.testing.assert_allclose(server.state.x, run.vector, rtol=0, atol=1e-12)
 
 
@@ -125,9 +126,9 @@ def test_cohorts_are_the_simulators():
     ones = np.ones(7, np.int64)
     drawer = Drawer(7, 3, 3, None, ones, ones, ones, None, False)
     for round in range(50):
-        mine = site_sampling.sample_sites([str(i) for i in range(7)], 3, seed=11, round=round)
+        mine = sample_sites([str(i) for i in range(7)], 3, seed=11, round=round)
         assert mine == [str(i) for i in drawer.cohort(Streams(11), round)]
-    assert len({tuple(site_sampling.sample_sites(list("abcdefg"), 3, 11, 0, attempt)) for attempt in range(20)}) > 5
+    assert len({tuple(sample_sites(list("abcdefg"), 3, 11, 0, attempt)) for attempt in range(20)}) > 5
 
 
 def test_momentum_reaches_the_optimum_and_c_i_the_gradients(tmp_path):
@@ -228,7 +229,7 @@ def test_the_order_of_replies_changes_no_bit(tmp_path):
 
 
 def asked():
-    return Asked("ant", 2, "n", {"d": ((2,), "float64")}, learner().schema, records=2, most_steps=3)
+    return Asked("ant", 2, "n", {"d": ((2,), "float64")}, learner().schema, records=2, most_steps=3, lr=0.5)
 
 
 def honest(**facts):
@@ -266,7 +267,7 @@ def test_the_gate_names_the_reason(packet, code):
     with pytest.raises(Refused) as refused:
         admit(packet, asked())
     assert refused.value.code == code
-    assert admit(honest(), asked()).steps == 3
+    assert admit(honest(), asked()).travel == 1.5
 
 
 facts = some.dictionaries(

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from deploy_case import SITES, START, data, gradient, learner, settings
 
-from fedscaffold.algorithms import scaffold, travelled
+from fedscaffold.algorithms import make, scaffold, travelled
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import InProcess, Server, drive
 from fedscaffold.deploy.client import Work, answer, greeting
-from fedscaffold.deploy.settings import Local, algorithm_of
+from fedscaffold.deploy.settings import Local
 
 torch = pytest.importorskip("torch")
 from fedscaffold.deploy.jax_client import JaxLearner  # noqa: E402
@@ -225,7 +225,7 @@ def test_mistakes_are_said_in_a_line():
 
 
 def test_the_torch_path_uses_the_written_formula():
-    assert algorithm_of(settings()).direction is scaffold().direction
+    assert make(**settings().algorithm).direction is scaffold().direction
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

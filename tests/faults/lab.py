@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedscaffold.deploy.aggregation import residual, shares
+from fedscaffold.deploy.aggregation import blank_memory, residual, shares
 from fedscaffold.deploy.arrays_client import ArraysLearner, Batch, Params
 from fedscaffold.deploy.client import answer, greeting
-from fedscaffold.deploy.client_state import load_vector
-from fedscaffold.deploy.record_arithmetic import blank_memory, flatten, unflatten
+from fedscaffold.deploy.client_state import load_record
 from fedscaffold.deploy.schema import Array, Packet
 from fedscaffold.deploy.server import Outcome, Server
 from fedscaffold.deploy.settings import Settings, parse
@@ -114,10 +113,7 @@ class Lab:
         if self.server.server_keeps:
             return residual(self.server.algorithm, state)
         files, zeros = self.folder / "sites" / self.server.run, blank_memory(self.server.algorithm, state.x)
-        own = {
-            site: unflatten(zeros, load_vector(files / site, member.digest, flatten(zeros)))
-            for site, member in state.roster.items()
-        }
+        own = {site: load_record(files / site, member.digest, zeros) for site, member in state.roster.items()}
         return residual(self.server.algorithm, state._replace(memory=own))
 
     @property

@@ -263,9 +263,9 @@ def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json
 
 def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> int:
     """Run a JAX app in the simulator, with the same loss, start, data, algorithm and settings."""
+    from fedscaffold.algorithms import make
     from fedscaffold.deploy.apps import open_app
     from fedscaffold.deploy.server_loop import save_simulated
-    from fedscaffold.deploy.settings import algorithm_of
 
     settings, learner = open_app(folder)
     if not hasattr(learner, "params"):
@@ -280,7 +280,7 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
         raise InputError(f"--engine simulator takes local.optimizer = 'sgd', got {momentum!r}")
     with _new_folder(out, folder, "simulator"):
         done = run(
-            algorithm_of(settings),
+            make(**settings.algorithm),
             problem,
             rounds=_rounds(settings, rounds),
             local_steps=local.steps,

@@ -1,9 +1,9 @@
 """Deployment: server and client, validation of replies, durable state; torch, JAX or NumPy at the sites; Flower.
 
     settings.py       settings, read from TOML       server.py       rounds, each committed before the next
-    schema.py         serialisation of a model       client.py       replies of a site
+    schema.py         serialisation                  client.py       replies of a site
     gate.py           validation of replies          server_loop.py  the main loop, for any transport
-    aggregation.py    state transitions, on the algorithm's records (record_arithmetic.py)
+    aggregation.py    state transitions              audit.py        the log, and who missed rounds
 
 JAX, torch and Flower are imported only when used.
 """

@@ -15,35 +15,25 @@ Sums are computed in double precision in the order of site names, so the result 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.algorithms.round import absorb
-from fedscaffold.deploy.gate import Update, norm
-from fedscaffold.deploy.record_arithmetic import Record, add_scaled, blank_memory, cast, message_of, update_memory
-from fedscaffold.deploy.schema import Array
+from fedscaffold.algorithms.round import absorb, each, exchange, rebuild, shift_of
+from fedscaffold.deploy.gate import Refused, Update
+from fedscaffold.deploy.schema import Array, Record, cast
 from fedscaffold.metrics import explained
 
 __all__ = [
-    "Member",
-    "State",
-    "add_member",
-    "aggregate",
-    "find_nonfinite",
-    "initial_state",
-    "memory_means",
-    "memory_of",
-    "memory_scale",
-    "remove_member",
-    "residual",
-    "resync_means",
-    "rounding_bound",
-    "shares",
-    "weighted_sum",
-]
+    "Member", "State", "add_member", "aggregate", "blank_memory", "find_nonfinite", "find_outsized", "initial_state",
+    "mean_metrics", "measure", "memory_means", "memory_scale", "message_of", "norm", "remove_member",
+    "residual", "resync_means", "rounding_bound", "shares", "update_memory",
+]  # fmt: skip
+
+HEADROOM = 8.0  # factor below the largest float, so that sums and differences stay finite
 
 
 class Member(NamedTuple):
@@ -101,14 +91,6 @@ def shares(roster: Mapping[str, Member]) -> dict[str, float]:
     return {site: member.mass / total for site, member in roster.items()}
 
 
-def weighted_sum(p: Mapping[str, float], vectors: Mapping[str, Array], size: int) -> Array:
-    """Return sum p_i v_i in double precision, summed in the order of names."""
-    total = np.zeros(size)
-    for site in sorted(vectors):
-        total += p[site] * vectors[site].astype(np.float64)
-    return total
-
-
 def initial_state(algorithm: Algorithm, x: Array, buffers: dict[str, Array]) -> State:
     """Return the state before the first round."""
     wide = algorithm.init(x.astype(np.float64))
@@ -116,47 +98,70 @@ def initial_state(algorithm: Algorithm, x: Array, buffers: dict[str, Array]) -> 
     return State(0, record._replace(x=x), {}, {}, buffers)
 
 
-def memory_of(algorithm: Algorithm, state: State, site: str) -> Record:
-    """Return the memory of a site, where the server keeps it."""
-    return state.memory[site] if site in state.memory else blank_memory(algorithm, state.x)
+def blank_memory(algorithm: Algorithm, like: Array) -> Record:
+    """Return a client's initial memory: zeros, or None where the algorithm has no memory."""
+    return None if algorithm.memory is None else cast(algorithm.memory(np.zeros_like(like)), like.dtype)
 
 
-def aggregate(
-    algorithm: Algorithm, state: State, updates: Mapping[str, Update], travel: Mapping[str, float], server_keeps: bool
-) -> State:
+def message_of(algorithm: Algorithm, vectors: Mapping[str, Array], travel: float) -> Record:
+    """Return the message in double precision from received vectors; a missing move is `travel` times the direction.
+
+    >>> from fedscaffold.algorithms import scaffold
+    >>> message_of(scaffold(), {"d": np.array([3.0])}, travel=0.5)
+    Message(d=array([3.]), move=array([1.5]))
+    """
+    wide = {name: value.astype(np.float64) for name, value in vectors.items()}
+    return rebuild(algorithm, wide, travel, plain=exchange(algorithm).move not in vectors)
+
+
+def update_memory(algorithm: Algorithm, sent: Record, memory: Record, message: Record) -> Record:
+    """Return a client's memory after an applied message, in double precision.
+
+    The shift is recomputed from the sent record and the stored memory, since the shift that was sent is rounded and the
+    server record would drift from the mean of the memories by that rounding.
+    """
+    assert algorithm.remember is not None
+    wide = cast(memory, np.float64)
+    return algorithm.remember(wide, shift_of(algorithm, cast(sent, np.float64), wide), message)
+
+
+def aggregate(algorithm: Algorithm, state: State, updates: Mapping[str, Update], server_keeps: bool) -> State:
     """Return the state after a training round.
 
     Args:
         algorithm: The algorithm.
         state: The state before the round.
         updates: The validated replies by site.
-        travel: K_i lr by site, with the validated numbers of steps.
         server_keeps: Whether the server keeps the clients' memories.
     """
     p = shares(state.roster)
     heard = sum(p[site] for site in sorted(updates))
     share = {site: p[site] / heard for site in updates}
     dtype, told, memory = state.x.dtype, state.told, dict(state.memory)
-    sent, mean, rounded = cast(told, np.float64), None, None
+    blank, mean, rounding = blank_memory(algorithm, state.x), None, None
     for site in sorted(updates):
-        message = message_of(algorithm, updates[site].vectors, travel[site])
-        mean = add_scaled(mean, share[site], message)
+        message = message_of(algorithm, updates[site].vectors, updates[site].travel)
+        mean = _add(mean, share[site], message)
         if server_keeps and algorithm.remember is not None:
-            exact = update_memory(algorithm, told, memory_of(algorithm, state, site), message)
+            exact = update_memory(algorithm, told, state.memory.get(site, blank), message)
             memory[site] = cast(exact, dtype)
-            lost = type(exact)(*(kept - value for kept, value in zip(memory[site], exact, strict=True)))
-            rounded = add_scaled(rounded, p[site], lost)
-    server = algorithm.update(cast(state.server, np.float64), sent, mean, heard)
-    if rounded is not None:
-        server = absorb(algorithm, server, rounded)  # apply the memories' storage rounding to the means
-    done = state.round + 1
-    roster = dict(state.roster)
+            rounding = _add(rounding, p[site], each(lambda stored, value: stored - value, memory[site], exact))
+    server = algorithm.update(cast(state.server, np.float64), cast(told, np.float64), mean, heard)
+    if rounding is not None:
+        server = absorb(algorithm, server, rounding)  # apply the memories' storage rounding to the means
+    done, roster = state.round + 1, dict(state.roster)
     for site, update in updates.items():
-        said = f"round {done} applied"
-        roster[site] = roster[site]._replace(applied=done, digest=update.memory, own=update.own, told=said)
+        word = f"round {done} applied"
+        roster[site] = roster[site]._replace(applied=done, digest=update.memory, own=update.own, told=word)
     server = cast(server, np.float64)._replace(x=server.x.astype(dtype))
     new = State(done, server, memory, roster, _average_buffers(state, share, updates), state.scale)
     return new._replace(scale=max(state.scale, memory_scale(algorithm, new))) if server_keeps else new
+
+
+def _add(total: Record, weight: float, record: Record) -> Record:
+    """Return `total` plus weight times record, in double precision; a `total` of None is zero."""
+    part = each(lambda value: weight * np.asarray(value, np.float64), record)
+    return part if total is None else each(lambda sum_, value: sum_ + value, total, part)
 
 
 def add_member(algorithm: Algorithm, state: State, site: str, member: Member) -> State:
@@ -165,13 +170,14 @@ def add_member(algorithm: Algorithm, state: State, site: str, member: Member) ->
     before = sum(m.mass for m in state.roster.values())
     after = sum(m.mass for m in roster.values())
     moved = member.mass - state.roster[site].mass if site in state.roster else 0.0
-    server = _reweight(algorithm, state, memory_of(algorithm, state, site), before, moved, after)
+    memory = state.memory.get(site, blank_memory(algorithm, state.x))
+    server = _reweight(algorithm, state, memory, before, moved, after)
     return state._replace(roster=roster, server=server)
 
 
 def remove_member(algorithm: Algorithm, state: State, site: str, memory: Record = None) -> State:
     """Remove a member; `memory` is its memory where the server does not keep it (None: zeros)."""
-    gone = memory_of(algorithm, state, site) if memory is None else memory
+    gone = state.memory.get(site, blank_memory(algorithm, state.x)) if memory is None else memory
     roster = {name: m for name, m in state.roster.items() if name != site}
     kept = {name: value for name, value in state.memory.items() if name != site}
     before = sum(m.mass for m in state.roster.values())
@@ -198,29 +204,23 @@ def _reweight(algorithm: Algorithm, state: State, memory: Record, before: float,
 def resync_means(algorithm: Algorithm, state: State, reports: Mapping[str, Record]) -> State:
     """Recompute the means from reported memories; members that did not report restart from zeros."""
     roster = {site: member if site in reports else member._replace(digest="") for site, member in state.roster.items()}
-    server = state.server._replace(**_weighted_means(algorithm, shares(state.roster), reports, state.x.size))
+    server = state.server._replace(**memory_means(algorithm, state, reports))
     return state._replace(server=server, roster=roster)
 
 
-def memory_means(algorithm: Algorithm, state: State) -> dict[str, Array]:
-    """Return sum p_i memory_i over the roster by server field, where the server keeps the memories."""
-    return _weighted_means(algorithm, shares(state.roster), state.memory, state.x.size)
-
-
-def _weighted_means(
-    algorithm: Algorithm, p: Mapping[str, float], memory: Mapping[str, Record], size: int
-) -> dict[str, Array]:
-    return {
-        field: weighted_sum(p, {site: getattr(record, of) for site, record in memory.items()}, size)
-        for field, of in algorithm.means
-    }
+def memory_means(algorithm: Algorithm, state: State, memory: Mapping[str, Record]) -> dict[str, Array]:
+    """Return sum p_i memory_i by field of the server's record; sites without an entry count as zeros."""
+    p, total = shares(state.roster), None
+    for site in sorted(memory):
+        total = _add(total, p[site], memory[site])
+    return {field: np.zeros(state.x.size) if total is None else getattr(total, of) for field, of in algorithm.means}
 
 
 def residual(algorithm: Algorithm, state: State) -> float:
     """Return |c - sum p_i c_i| where the server keeps the c_i; above rounding level, the model is biased."""
     if not state.roster:
         return 0.0
-    means = memory_means(algorithm, state)
+    means = memory_means(algorithm, state, state.memory)
     return math.hypot(*(norm(getattr(state.server, field) - mean) for field, mean in means.items()))
 
 
@@ -251,6 +251,105 @@ def find_nonfinite(state: State) -> str | None:
     return next((name for name, value in parts if not np.isfinite(value).all()), None)
 
 
+def measure(update: Update, algorithm: Algorithm, told: Record, most: float, clip: float | None = None) -> Update:
+    """Return an update with the norm of its effect on the state: the pair (move, change of c_i), in the model's units.
+
+    The change of a client's memory is the deviation of its direction from the reference that the algorithm declares.
+    Where the norm exceeds `clip`, all deviations are scaled by one factor, so that c stays the mean of the c_i.
+
+    Args:
+        update: A validated reply.
+        algorithm: The algorithm.
+        told: The server's record, as sent to the client.
+        most: Largest factor by which the server may multiply a vector other than the move.
+        clip: Largest norm, if any.
+
+    Raises:
+        Refused: If sums with the update would overflow the model's dtype.
+
+    >>> from fedscaffold.algorithms import fedavg, scaffold
+    >>> update = Update({"move": np.array([3.0, 4.0])}, 2.0, {})
+    >>> measure(update, fedavg(), None, 2.0).length
+    5.0
+    >>> measure(update._replace(vectors={"move": np.array([1e308, 1e308])}), fedavg(), None, 2.0)
+    Traceback (most recent call last):
+    fedscaffold.deploy.gate.Refused: overflow: numbers up to 1e+308 do not fit float64 when they are added up
+    >>> server = scaffold().init(np.zeros(2))
+    >>> clipped = measure(Update({"d": np.array([3.0, 4.0])}, 2.0, {}), scaffold(), server, 2.0, clip=200**0.5 / 2)
+    >>> clipped.vectors
+    {'d': array([1.5, 2. ]), 'move': array([3., 4.])}
+    """
+    known, references = exchange(algorithm), dict(algorithm.references)
+    sent = cast(told, np.float64)
+    (dtype,) = {vector.dtype for vector in update.vectors.values()}
+    usual, off = {}, {}
+    with np.errstate(over="ignore", invalid="ignore"):  # values too large for double precision are infinite
+        message = message_of(algorithm, update.vectors, update.travel)
+        for name in known.vectors:
+            usual[name] = references[name](sent) if name in references else 0.0
+            off[name] = getattr(message, name) - usual[name]
+    length = math.hypot(*((1.0 if name == known.move else most) * norm(value) for name, value in off.items()))
+    longest = max(length, *(norm(vector) for vector in update.vectors.values()))
+    if not longest < float(np.finfo(dtype).max) / HEADROOM:
+        largest = max(float(np.abs(vector).max(initial=0.0)) for vector in update.vectors.values())
+        raise Refused("overflow", f"numbers up to {largest:.3g} do not fit {dtype} when they are added up")
+    if clip is None or length <= clip:
+        return update._replace(length=length)
+    clipped = {name: (usual[name] + clip / length * value).astype(dtype) for name, value in off.items()}
+    return update._replace(vectors=clipped, length=clip, clipped=length)
+
+
+def find_outsized(lengths: Mapping[str, float], usual: Array) -> dict[str, Refused]:
+    """Return refusals of replies so long that in a sum the others' numbers are lost to rounding.
+
+    A reply is compared with the lower median of all norms, which fewer than half of the sites cannot raise; a single
+    reply is compared with the norm of `usual`. Norms below 1 / eps are never refused, as small models may take large
+    steps.
+
+    >>> list(find_outsized({"ant": 1e-3, "bee": 2e-3, "cow": 1e200}, np.ones(1)))
+    ['cow']
+    """
+    ordered = sorted(lengths.values())
+    middle = norm(usual) if len(ordered) < 2 else ordered[(len(ordered) - 1) // 2]
+    most = max(1.0, middle) / float(np.finfo(usual.dtype).eps)
+    why = f"where the median is {middle:.3g}: in a sum with it the others' numbers vanish"
+    return {
+        site: Refused("norm", f"its update is {length:.3g} long {why}")
+        for site, length in sorted(lengths.items())
+        if length > most
+    }
+
+
+def norm(vector: Array) -> float:
+    """Return the Euclidean norm in double precision, without intermediate overflow or underflow.
+
+    >>> [f"{norm(np.array(values)):.6g}" for values in ([3e200, 4e200], np.float32([3e30, 4e30]))]
+    ['5e+200', '5e+30']
+    """
+    most = float(np.abs(vector).max(initial=0.0))
+    if most == 0.0 or not math.isfinite(most):
+        return most
+    return most * float(np.linalg.norm(vector.astype(np.float64) / most))
+
+
+def mean_metrics(
+    roster: Mapping[str, Member], updates: Mapping[str, Update]
+) -> tuple[dict[str, float], dict[str, list[str]]]:
+    """Average the metrics that most clients report; also return, by metric, the sites where it is not finite."""
+    means: dict[str, float] = {}
+    unmeasured: dict[str, list[str]] = {}
+    p, named = shares(roster), Counter(name for update in updates.values() for name in update.metrics)
+    for name in sorted(name for name, sites in named.items() if 2 * sites > len(updates)):
+        values = {site: updates[site].metrics.get(name, math.nan) for site in sorted(updates)}
+        finite = {site: value for site, value in values.items() if math.isfinite(value)}
+        if finite:
+            heard = sum(p[site] for site in finite)
+            means[name] = sum(p[site] * value for site, value in finite.items()) / heard
+        if len(finite) < len(values):
+            unmeasured[name] = [site for site in values if site not in finite]
+    return means, unmeasured
+
+
 def _average_buffers(state: State, share: Mapping[str, float], updates: Mapping[str, Update]) -> dict[str, Array]:
     """Aggregate buffers: weighted means of floats, lower medians of integers, which never decrease.
 
@@ -263,8 +362,8 @@ def _average_buffers(state: State, share: Mapping[str, float], updates: Mapping[
         if len(came) < len(updates):
             continue
         if np.issubdtype(old.dtype, np.floating):
-            flat = {site: value.ravel() for site, value in came.items()}
-            out[name] = weighted_sum(share, flat, old.size).reshape(old.shape).astype(old.dtype)
+            mean = sum(share[site] * came[site].astype(np.float64) for site in sorted(came))
+            out[name] = np.asarray(mean, old.dtype)
         else:
             ordered = np.sort(np.stack([came[site] for site in sorted(came)]), axis=0)
             out[name] = np.asarray(np.maximum(old, ordered[(len(ordered) - 1) // 2]))

@@ -8,7 +8,7 @@ site's records as a tuple of arrays with one row per record, such as scikit-lear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,28 +53,26 @@ class ArraysLearner:
     def site(self, name: str) -> Site:
         """Open a site's data."""
         records = tuple(np.asarray(a) for a in self.data(name))
-        sizes = {len(a) for a in records}
-        if len(sizes) != 1 or sizes == {0}:
-            raise InputError(f"the arrays of {name} must have one row a record each, got lengths {sorted(sizes)}")
+        number = one_row_each(name, records)
 
         def gradient(y: Array, rows: Array | None, step: int | None) -> Array:
             batch = records if rows is None else tuple(a[rows] for a in records)
             return self.schema.flatten(self.gradient(self.schema.unflatten(y), batch))
 
-        def train(work: Work) -> Trained:
-            return descend(work, count_records(records), gradient)
+        def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
+            functions = {"loss": self.loss, "accuracy": self.accuracy}
+            params = self.schema.unflatten(x)
+            return {name: float(f(params, records)) for name, f in functions.items() if f is not None}
 
-        return Site(count_records(records), train, lambda x, buffers: self._evaluate(x, records))
-
-    def _evaluate(self, x: Array, records: Batch) -> dict[str, float]:
-        functions = {"loss": self.loss, "accuracy": self.accuracy}
-        params = self.schema.unflatten(x)
-        return {name: float(f(params, records)) for name, f in functions.items() if f is not None}
+        return Site(number, lambda work: descend(work, number, gradient), evaluate)
 
 
-def count_records(records: Batch) -> int:
-    """Return the number of records."""
-    return len(records[0])
+def one_row_each(site: str, arrays: Iterable[Array]) -> int:
+    """Return the number of records in a site's arrays; raise `InputError` if it is 0 or they disagree."""
+    sizes = {len(a) for a in arrays}
+    if len(sizes) != 1 or sizes == {0}:
+        raise InputError(f"the arrays of {site} must have one row a record each, got lengths {sorted(sizes)}")
+    return sizes.pop()
 
 
 class Gradient(Protocol):
@@ -116,11 +114,10 @@ def draw_batches(algorithm: Algorithm, local: Local, records: int, seed: int) ->
     >>> list(draw_batches(sgd(), Local(epochs=1, batch_size=2), 4, seed=0))
     [None]
     """
-    size = local.batch_size
-    batch = max(1, int(np.ceil(size * records - 1e-9))) if isinstance(size, float) else size
-    asked = local.steps if local.steps is not None else (local.epochs or 1) * _per_epoch(batch, records)
-    steps, batch, _ = work_of(algorithm, asked, batch)
-    per_epoch = _per_epoch(batch, records)
+    per_epoch = -(-records // (local.rows(records) or records))
+    asked = local.steps if local.steps is not None else (local.epochs or 1) * per_epoch
+    steps, batch, _ = work_of(algorithm, asked, local.rows(records))
+    per_epoch = -(-records // (batch or records))
     shuffle = local.draw == "shuffle" or (local.draw == "auto" and local.steps is None)
     random = np.random.default_rng(seed)
     order = np.arange(0)
@@ -134,8 +131,3 @@ def draw_batches(algorithm: Algorithm, local: Local, records: int, seed: int) ->
             yield order[at : at + batch]
         else:
             yield random.integers(records, size=batch)
-
-
-def _per_epoch(batch: int | None, records: int) -> int:
-    """Return the number of batches in an epoch."""
-    return 1 if batch is None else -(-records // min(batch, records))

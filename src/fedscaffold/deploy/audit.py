@@ -10,6 +10,8 @@ can leave the log longer than its head, never shorter.
 A last line torn by a crash is moved to a separate file. A log that fails verification when the server starts is moved
 aside as evidence, and the new log starts with an event `broken`.
 
+The log also tells which sites missed rounds, and why (`Audit.missed`), also after a restart.
+
 Logging never stops the server: values that JSON cannot represent are written as text, and lines that cannot be written
 are retried with the next event.
 """
@@ -20,7 +22,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +31,14 @@ from fedscaffold.checks import InputError
 from fedscaffold.deploy.gate import abbreviate
 from fedscaffold.state.files import make_folder, write_all, write_private
 
-__all__ = ["Audit", "Head", "read_verified"]
+__all__ = ["Audit", "Head", "Missed", "read_verified"]
 
 START = "0" * 64
 MOST_TEXT = 2000
 MOST_KEPT = 1000  # unwritten lines kept for a retry
 DEEPEST = 4
+LATE = "no reply before the deadline"
+IN_VAIN = "its reply was good, but the round missed its quorum"
 
 
 class Head(NamedTuple):
@@ -44,15 +48,51 @@ class Head(NamedTuple):
     hash: str = START
 
 
+class Missed(NamedTuple):
+    """The last round that a site missed, and how many it has missed."""
+
+    round: int
+    kind: str
+    """train, evaluate or resync."""
+    cause: str
+    times: int
+
+    def sentence(self, site: str, never: bool) -> str:
+        """Return a one-line description.
+
+        >>> Missed(4, "train", "its node is not online", 2).sentence("bee", never=False)
+        'bee missed 2 rounds, the last was round 4: its node is not online'
+        >>> Missed(1, "train", "its node is not online", 0).sentence("bee", never=True)
+        'bee never counted: its node is not online'
+        """
+        where = {"evaluate": "the evaluation after round", "resync": "the resync before round"}.get(self.kind, "round")
+        last = f"{where} {self.round}: {self.cause}"
+        if never and self.times:
+            return f"{site} never counted, at last not in {last}"
+        if never:
+            return f"{site} never counted: {self.cause}"
+        return f"{site} missed {self.times} round{'s' if self.times != 1 else ''}, the last was {last}"
+
+
 class Audit:
     """An open audit log.
+
+    Attributes:
+        head: The end of the log.
+        missed: By site that missed rounds: the last one, and how many.
+        round: Number of the last training round that was committed; 0 for none.
+        trouble: Why the last lines could not be written; "" if they were.
+        broken: Why an existing log failed verification; "" if it did not.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "audit.jsonl"
     >>> log = Audit(path)
     >>> log.write("joined", site="north")
+    >>> log.write("committed", round=1, kind="train", missing=["south"])
     >>> [event["event"] for event in read_verified(path, log.head)]
-    ['joined']
+    ['joined', 'committed']
+    >>> Audit(path).missed["south"].cause
+    'no reply before the deadline'
     """
 
     def __init__(
@@ -60,12 +100,10 @@ class Audit:
     ) -> None:
         self.path, self.now = path, now
         self.waiting: list[dict[str, Any]] = []
-        self.trouble = ""
-        """Why the last lines could not be written; "" if they were."""
-        self.broken = ""
-        """Why an existing log failed verification; "" if it did not."""
+        self.missed: dict[str, Missed] = {}
+        self.round, self.trouble, self.broken = 0, "", ""
         make_folder(path.parent, private=True)
-        if path.is_symlink():  # _append refuses links, so all lines would be lost with the process
+        if path.is_symlink():  # `write` refuses links, so all lines would be lost with the process
             raise InputError(f"{path} is a symbolic link, and the log is not written through links; put the file there")
         torn = _repair_torn_line(path)
         try:
@@ -73,6 +111,8 @@ class Audit:
         except InputError as error:
             self.broken, events = str(error), []
             aside = _move_aside(path)
+        for event in events:
+            self._note_missed(event)
         self.head = Head(len(events), events[-1]["hash"]) if events else Head()
         self.size = path.stat().st_size if path.exists() else 0
         if self.broken:
@@ -83,6 +123,7 @@ class Audit:
     def write(self, event: str, **facts: Any) -> None:
         """Append an event durably; if writing fails, retry with the next event."""
         self.waiting.append({"at": self.now().isoformat(timespec="milliseconds"), "event": event, **facts})
+        self._note_missed(self.waiting[-1])
         if len(self.waiting) > MOST_KEPT:
             gone = self.waiting.pop(-2).get("lines", 1) + self.waiting.pop(-1).get("lines", 1)
             self.waiting.append({"at": self.now().isoformat(timespec="milliseconds"), "event": "lost", "lines": gone})
@@ -92,26 +133,41 @@ class Audit:
             head = Head(head.lines + 1, _hash_entry(whole))
             lines.append(json.dumps({**whole, "hash": head.hash}, allow_nan=False) + "\n")
         data = "".join(lines).encode("ascii")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._append(data, sync=event != "opened")  # further events of the round sync it
+            fd = os.open(self.path, flags, 0o600)
+            try:
+                os.fchmod(fd, 0o600)
+                write_all(fd, data)
+                if event != "opened":  # further events of the round sync it
+                    os.fsync(fd)
+            except OSError:
+                os.ftruncate(fd, min(self.size, os.fstat(fd).st_size))  # drop a partial line
+                raise
+            finally:
+                os.close(fd)
         except OSError as error:
             self.trouble = f"{self.path.name} cannot be written: {error.strerror or error}"
             return
         self.head, self.size, self.waiting, self.trouble = head, self.size + len(data), [], ""
 
-    def _append(self, data: bytes, sync: bool) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self.path, flags, 0o600)
-        try:
-            os.fchmod(fd, 0o600)
-            write_all(fd, data)
-            if sync:
-                os.fsync(fd)
-        except OSError:
-            os.ftruncate(fd, min(self.size, os.fstat(fd).st_size))  # drop a partial line
-            raise
-        finally:
-            os.close(fd)
+    def _note_missed(self, event: Mapping[str, Any]) -> None:
+        """Update `missed` and `round` with one event."""
+        what, number, kind = event["event"], event.get("round"), event.get("kind", "train")
+        if number is None:
+            return
+        if what == "refused" and event["site"] not in self.missed:  # refused at registration: no round missed yet
+            self.missed[event["site"]] = Missed(number, "train", str(event["reason"]), 0)
+        if what not in ("committed", "abandoned", "evaluated", "waiting"):
+            return
+        if (what, kind) == ("committed", "train"):
+            self.round = number
+        causes = dict.fromkeys(event.get("heard", ()), IN_VAIN) if what == "abandoned" else {}
+        causes |= event.get("absent", {}) | dict.fromkeys(event.get("missing", ()), LATE) | event.get("failed", {})
+        for site, cause in causes.items():
+            before = self.missed.get(site, Missed(0, kind, "", 0))
+            again = before.times > 0 and (before.round, before.kind) == (number, kind)  # a retry of the same round
+            self.missed[site] = Missed(number, kind, str(cause), before.times + (not again))
 
 
 def read_verified(path: Path, expected: Head | None = None) -> list[dict[str, Any]]:
@@ -127,9 +183,8 @@ def read_verified(path: Path, expected: Head | None = None) -> list[dict[str, An
     data = path.read_bytes() if path.exists() else b""
     events: list[dict[str, Any]] = []
     head = START
-    for number, line in enumerate(
-        data.decode("utf-8", errors="replace").split("\n")[:-1], 1
-    ):  # ignores a torn last line
+    lines = data.decode("utf-8", errors="replace").split("\n")[:-1]  # ignores a torn last line
+    for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
             claimed = entry.pop("hash")

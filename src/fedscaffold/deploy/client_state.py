@@ -17,68 +17,89 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from fedscaffold.checks import InputError
-from fedscaffold.deploy.schema import Array, fingerprint
+from fedscaffold.deploy.gate import Refused
+from fedscaffold.deploy.schema import Array, Record, fingerprint, flatten
 from fedscaffold.state import StateError, commit, latest
 
-__all__ = ["Lost", "load_vector", "save_pending"]
+__all__ = ["Lost", "LostOwn", "load_record", "save_record"]
 
 NAMES = ("waiting", "counted", "before")
 
 
 class Lost(InputError):
-    """The c_i that the server expects was not found."""
+    """The state that the server expects was not found; `kind` is the kind of the reply that says so."""
+
+    kind, what = "lost", "c_i"
 
 
-def load_vector(folder: Path, expect: str, like: Array, what: str = "c_i") -> Array:
-    """Load the vector with a given digest.
+class LostOwn(Lost):
+    """The private state that the server expects (`Algorithm.own`) was not found."""
+
+    kind, what = "lost own", "what it keeps for itself,"
+
+
+def load_record(folder: Path, expect: str, initial: Record, lost: type[Lost] = Lost) -> Record:
+    """Load the record whose vector has a given digest.
 
     Args:
         folder: Folder of the state.
-        expect: The digest; "" for the initial vector.
-        like: The initial vector, which also gives the shape.
-        what: What the vector is called in the error message.
+        expect: The digest; "" for the initial record.
+        initial: The initial record, which also gives the shapes.
+        lost: The error to raise.
 
     Raises:
         Lost: If no stored vector has this digest.
 
     >>> import tempfile
-    >>> import numpy as np
+    >>> from fedscaffold.algorithms.scaffold import Memory
     >>> folder = Path(tempfile.mkdtemp())
-    >>> save_pending(folder, None, np.ones(2))
-    >>> load_vector(folder, fingerprint(np.ones(2)), np.zeros(2))
-    array([1., 1.])
-    >>> load_vector(folder, "", np.zeros(2))
-    array([0., 0.])
+    >>> digest = save_record(folder, None, Memory(np.ones(2)))
+    >>> load_record(folder, digest, Memory(np.zeros(2)))
+    Memory(c_i=array([1., 1.]))
+    >>> load_record(folder, "", Memory(np.zeros(2)))
+    Memory(c_i=array([0., 0.]))
     """
     if expect == "":
-        return like
-    here = _read_vectors(folder)
+        return initial
+    here, size = _read_vectors(folder), flatten(initial).size
     for name in NAMES:
-        if name in here and fingerprint(here[name]) == expect and here[name].shape == like.shape:
-            return here[name]
+        if name in here and fingerprint(here[name]) == expect and here[name].shape == (size,):
+            parts = np.split(here[name], np.cumsum([field.size for field in initial])[:-1])
+            return type(initial)(*(part.reshape(field.shape) for part, field in zip(parts, initial, strict=True)))
     have = ", ".join(f"{name} {fingerprint(here[name])[:8]}" for name in NAMES if name in here) or "nothing"
-    raise Lost(f"{what} {expect[:8]} is expected and is not here; here is {have}")
+    raise lost(f"{lost.what} {expect[:8]} is expected and is not here; here is {have}")
 
 
-def save_pending(folder: Path, counted: Array | None, waiting: Array) -> None:
-    """Store a new vector durably until the server confirms or rejects it.
+def save_record(folder: Path, counted: Record, waiting: Record) -> str:
+    """Store a new record durably until the server confirms or rejects it.
 
     Args:
         folder: Folder of the state.
-        counted: The acknowledged vector that training started from; None for the initial one.
-        waiting: The new vector.
+        counted: The acknowledged record that training started from; None for the initial one.
+        waiting: The new record.
+
+    Returns:
+        The digest of the new record.
+
+    Raises:
+        Refused: If the new record is not finite.
     """
-    here = _read_vectors(folder)
-    arrays = {"waiting": waiting}
+    arrays = {"waiting": flatten(waiting)}
+    if not np.isfinite(arrays["waiting"]).all():
+        raise Refused("not finite", "local training diverged; take a smaller local.lr")
     if counted is not None:
-        arrays["counted"] = counted
+        here = _read_vectors(folder)
+        arrays["counted"] = flatten(counted)
         before = here.get("counted")
-        if before is not None and fingerprint(before) == fingerprint(counted):
+        if before is not None and fingerprint(before) == fingerprint(arrays["counted"]):
             before = here.get("before")
         if before is not None:
             arrays["before"] = before
     commit(folder, arrays, {"kind": "c_i"}, private=True)
+    return fingerprint(arrays["waiting"])
 
 
 def _read_vectors(folder: Path) -> dict[str, Array]:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from fedscaffold.checks import InputError, one_number, taken_by_name, takes_key, takes_weights
-from fedscaffold.deploy.arrays_client import descend
+from fedscaffold.deploy.arrays_client import descend, one_row_each
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
 
@@ -65,10 +65,7 @@ class JaxLearner:
     def site(self, name: str) -> Site:
         """Open a site's data."""
         records = jax.tree.map(np.asarray, self.data(name))
-        sizes = {len(leaf) for leaf in jax.tree.leaves(records)}
-        if len(sizes) != 1 or sizes == {0}:
-            raise InputError(f"the arrays of {name} must have one row a record each, got lengths {sorted(sizes)}")
-        number = sizes.pop()
+        number = one_row_each(name, jax.tree.leaves(records))
 
         def train(work: Work) -> Trained:
             def gradient(y: Array, rows: Array | None, step: int | None) -> Array:

@@ -1,4 +1,4 @@
-"""Serialisation of a model: one flat vector, and a schema of the named arrays in it.
+"""Serialisation: a model is one flat vector with a schema of named arrays, a record a few vectors and numbers.
 
 Messages contain raw little-endian numbers only. The receiver knows their number, shape and dtype in advance, so no
 claim of the sender is trusted, parsed or allocated for; bytes of any other length are refused.
@@ -20,10 +20,15 @@ from fedscaffold.checks import InputError
 from fedscaffold.layers import Split, split
 from fedscaffold.state.safetensors_io import bfloat16
 
-__all__ = ["Array", "Blob", "Fact", "Packet", "Schema", "blob", "digest_of", "fingerprint"]
+__all__ = [
+    "Array", "Blob", "Fact", "Packet", "Ranges", "Record", "Schema", "blob", "cast", "digest_of", "fingerprint",
+    "flatten", "pack", "unpack",
+]  # fmt: skip
 
 Array: TypeAlias = NDArray[Any]
 Fact: TypeAlias = str | int | float | bool
+Record: TypeAlias = Any  # a NamedTuple of vectors and numbers that the algorithm defines, or None
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Blob(NamedTuple):
@@ -136,6 +141,45 @@ def blob(array: Array) -> Blob:
     """
     array = np.asarray(array)
     return Blob(array.dtype.name, array.shape, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+
+
+def cast(record: Record, dtype: Any) -> Record:
+    """Convert every field of a record to arrays of a dtype; None stays None."""
+    return None if record is None else type(record)(*(np.asarray(value, dtype) for value in record))
+
+
+def flatten(record: Record) -> Array:
+    """Concatenate the fields of a record; a number is a vector of one.
+
+    >>> from fedscaffold.algorithms.scaffold import Server
+    >>> flatten(Server(np.array([1.0]), np.array(2.0)))
+    array([1., 2.])
+    """
+    return np.concatenate([np.ravel(field) for field in record])
+
+
+def pack(vector: Array, private: Ranges) -> Array:
+    """Remove the private coordinates, which never leave a client, from a vector; a number has none.
+
+    >>> pack(np.arange(5), ((1, 3),))
+    array([0, 3, 4])
+    """
+    if not private or vector.ndim == 0:
+        return vector
+    return np.delete(vector, np.concatenate([np.arange(*limits) for limits in private]))
+
+
+def unpack(vector: Array, private: Ranges, size: int) -> Array:
+    """Invert `pack`, with zeros for the private coordinates.
+
+    >>> unpack(np.array([1, 4, 5]), ((1, 3),), 5)
+    array([1, 0, 0, 4, 5])
+    """
+    if not private or vector.ndim == 0:
+        return vector
+    whole = np.zeros(size, vector.dtype)
+    whole[pack(np.arange(size), private)] = vector
+    return whole
 
 
 def fingerprint(vector: Array | None) -> str:

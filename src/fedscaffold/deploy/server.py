@@ -17,38 +17,75 @@ excluded from training for 8 rounds, then 16, 32, ...: at most 3 + log2(R / 4) r
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from fedscaffold.algorithms.round import exchange, fitted
+from fedscaffold.algorithms import make
+from fedscaffold.algorithms.round import exchange, fitted, shift_of, work_of
 from fedscaffold.checks import InputError
-from fedscaffold.deploy import aggregation, gate, messages, site_sampling
-from fedscaffold.deploy.aggregation import Member, State
-from fedscaffold.deploy.attendance import Attendance
-from fedscaffold.deploy.audit import Audit, read_verified
-from fedscaffold.deploy.gate import Reach, Refused, Update
-from fedscaffold.deploy.outcomes import Open, Outcome, Verdict
-from fedscaffold.deploy.record_arithmetic import Record, blank_memory, flatten
-from fedscaffold.deploy.schema import Array, Packet, Schema, fingerprint
+from fedscaffold.deploy import aggregation, gate
+from fedscaffold.deploy.aggregation import Member, State, blank_memory
+from fedscaffold.deploy.audit import Audit
+from fedscaffold.deploy.gate import Asked, Refused, Update
+from fedscaffold.deploy.schema import Array, Fact, Packet, Record, Schema, blob, fingerprint, flatten, pack
 from fedscaffold.deploy.server_state import SavedState, load_state, save_state
-from fedscaffold.deploy.settings import Settings, algorithm_of
+from fedscaffold.deploy.settings import Settings
 from fedscaffold.metrics import complaint
 
-__all__ = ["Outcome", "Server", "Verdict"]
+__all__ = ["Outcome", "Server", "Verdict", "sample_sites"]
 
 FREE = 3  # losses of c_i that a member may report before it is excluded: disks do fail
 REST = 8  # rounds of the first exclusion; each later one is twice as long
 MOST_DOUBLINGS = 32
 DIGEST = re.compile(r"[0-9a-f]{32}")
 HEAVY = 0.5  # share of the total weight above which an unconfirmed number of records is warned about
+WARM_UP = 18  # steps after which the generator has mixed its three seed words, however similar
+AGAIN = 1 << 32  # stream of repeated draws of a round, which the simulator does not have
+
+
+class Verdict(NamedTuple):
+    """Result of receiving a reply."""
+
+    counted: bool
+    reason: str
+
+
+class Outcome(NamedTuple):
+    """Result of a closed round."""
+
+    committed: bool
+    kind: str
+    round: int
+    heard: tuple[str, ...]
+    refused: dict[str, str]
+    missing: tuple[str, ...]
+    metrics: dict[str, float]
+    """Weighted means over the clients that replied, measured at the model they were sent."""
+    unmeasured: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
+    """By metric: clients where it was not finite, which its mean leaves out."""
+    absent: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    """Sites that could not be asked, and why."""
+
+
+class Open(NamedTuple):
+    """An open round."""
+
+    kind: str
+    asked: dict[str, Asked]
+    updates: dict[str, Update]
+    failed: dict[str, str]
+    began: float
+    need: int
+    absent: dict[str, str]
+    """Sites that could not be asked, and why."""
 
 
 class Server:
@@ -65,6 +102,7 @@ class Server:
 
     Attributes:
         state: The last committed state.
+        residual: |c - sum p_i c_i|; None where clients keep the c_i, which the server then does not know.
         resync: Whether the next round recomputes c from the clients' c_i.
         attempt: Rounds that missed their quorum since the last one that was committed, resyncs apart.
         seen: When each site was last heard of, by `clock`.
@@ -84,14 +122,13 @@ class Server:
         if not settings.deploy.sites:
             raise InputError("deploy.sites must name the sites that may take part")
         self.settings, self.schema, self.folder, self.clock = settings, schema, Path(folder), clock
-        self.algorithm = fitted(algorithm_of(settings), schema)
+        self.algorithm = fitted(make(**settings.algorithm), schema)
         self.server_keeps = settings.deploy.state == "server"
         self.clients_keep = not self.server_keeps and self.algorithm.remember is not None
         self.token = secrets.token_hex(8) if token is None else token  # nonces differ between restarts
         self.open_round: Open | None = None
         self.attempt = self.lives = 0
         self.seen: dict[str, float] = {}
-        self._residual_cache: tuple[State, float] | None = None
         self.untrained = dict(buffers or {})
         if not {row[0] for row in (*schema.buffers, *schema.frozen)} <= self.untrained.keys():
             raise InputError("the model keeps arrays that are not trained; give the server buffers=learner.buffers")
@@ -102,15 +139,18 @@ class Server:
             state = aggregation.initial_state(self.algorithm, x, {name: self.untrained[name] for name, *_ in averaged})
             kept = SavedState(state, secrets.token_hex(8) if token is None else token, 0, False, ())
         self.audit = Audit(self.folder / "audit.jsonl", kept.audit)
-        events = read_verified(self.audit.path)
-        self.attendance = Attendance(events)
         self.declined: dict[str, str] = {}
         for warning in kept.warnings:
             self.audit.write("fallback", note=warning)
         self.state, self.run, self.generation = kept.state, kept.run, kept.generation
+        self.residual = aggregation.residual(self.algorithm, self.state) if self.server_keeps else None
         self.resync = kept.resync and self.clients_keep
-        self.behind = _rollback_warning(events, self.state.round)
-        if self.behind:
+        self.behind = ""
+        if self.audit.round > self.state.round + 1:  # a crash explains a difference of one
+            lost = "is gone: training began anew"
+            if self.state.round:
+                lost = f"is that of round {self.state.round}: an older one was put back"
+            self.behind = f"the log knows of {self.audit.round} rounds, and the state {lost}"
             self.audit.write("behind", round=self.state.round, note=self.behind)
         self.audit.write("started", run=self.run, round=self.state.round, algorithm=self.algorithm.name)
         if self.fault is not None:
@@ -131,19 +171,23 @@ class Server:
             Refused: If the site may not take part.
         """
         self._require_idle()
+        deploy, old = self.settings.deploy, self.roster.get(site)
         try:
-            records = self._check_registration(site, packet)
+            if site not in deploy.sites:
+                raise Refused("stranger", f"{site!r} is not one of the sites of this federation")
+            agreed, before = deploy.records.get(site), None if old is None else old.records
+            digest, most = self.settings.digest, deploy.max_records
+            records = gate.check_greeting(packet, site, self.schema, digest, most, agreed, before)
         except Refused as refusal:
-            if site in self.settings.deploy.sites:
+            if site in deploy.sites:
                 cause = self.declined[site] = str(refusal).removeprefix("failed: ")  # the site's own report
-                self._log("refused", site=site, code=refusal.code, reason=cause, round=self.state.round + 1)
+                self.audit.write("refused", site=site, code=refusal.code, reason=cause, round=self.state.round + 1)
             else:
                 self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
             raise
         self.seen[site] = self.clock()
         self.declined.pop(site, None)
         mass = float(records) if self.settings.weights == "records" else 1.0
-        old = self.state.roster.get(site)
         if old is not None and (old.records, old.mass) == (records, mass):
             return
         member = Member(records, mass) if old is None else old._replace(records=records, mass=mass)
@@ -176,15 +220,11 @@ class Server:
         return self.state.roster
 
     @property
-    def residual(self) -> float | None:
-        """|c - sum p_i c_i|; None where clients keep the c_i, which the server then does not know."""
-        return self._residual_of(self.state)
-
-    @property
     def fault(self) -> str | None:
         """A message if the residual exceeds what rounding explains, else None."""
-        gap = self.residual
-        return None if gap is None else complaint(self.state.round, gap, aggregation.rounding_bound(self.state))
+        if self.residual is None:
+            return None
+        return complaint(self.state.round, self.residual, aggregation.rounding_bound(self.state))
 
     @property
     def warnings(self) -> list[str]:
@@ -208,19 +248,13 @@ class Server:
         return out + [message for message in notes if message]
 
     @property
-    def never(self) -> list[str]:
-        """Sites that were due in some round and have not counted in any."""
-        counted = {site for site, member in self.roster.items() if member.applied}
-        return [site for site in self.settings.deploy.sites if site in self.attendance.missed and site not in counted]
-
-    @property
     def missed(self) -> dict[str, dict[str, object]]:
         """By site that missed a round: the last time, the cause, and a `sentence` for display."""
-        never = self.never
+        never = {site: not (site in self.roster and self.roster[site].applied) for site in self.settings.deploy.sites}
         return {
-            site: {**missed._asdict(), "never_counted": site in never, "sentence": missed.sentence(site, site in never)}
-            for site, missed in sorted(self.attendance.missed.items())
-            if site in self.settings.deploy.sites
+            site: {**missed._asdict(), "never_counted": never[site], "sentence": missed.sentence(site, never[site])}
+            for site, missed in sorted(self.audit.missed.items())
+            if site in never
         }
 
     # Rounds
@@ -236,36 +270,51 @@ class Server:
             Requests by site; empty if too few members are present for the quorum.
         """
         self._require_idle()
-        members = [site for site in self.settings.deploy.sites if site in self.roster]
-        here = [site for site in members if site in present]
+        deploy, roster, share = self.settings.deploy, self.roster, self.settings.cohort
+        here = [site for site in deploy.sites if site in roster and site in present]
+        absent = {
+            site: self.declined.get(site, "its node is not online" if site in roster else "it has not joined")
+            for site in deploy.sites
+            if site not in here
+        }
         kind = "evaluate" if evaluate else "resync" if self.resync else "train"
-        size = site_sampling.cohort_size(self.settings.cohort, len(members)) if kind == "train" else len(members)
-        need = 1 if evaluate else site_sampling.quorum_size(self.settings.deploy.quorum, size)
-        absent = self._absent(here)
+        size = sum(site in roster for site in deploy.sites)
+        if kind == "train":
+            size = min(size, share) if isinstance(share, int) else max(1, round(share * size))
+        need = deploy.quorum if isinstance(deploy.quorum, int) else max(1, math.ceil(deploy.quorum * size - 1e-9))
+        need = 1 if evaluate else need
         if len(here) < max(need, 1):
             self.attempt += 1
-            self._log("waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent)
+            self.audit.write("waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent)
             return {}
-        awake = [site for site in here if kind != "train" or self.roster[site].rests <= self.state.round]
-        cohort = site_sampling.sample_sites(
-            awake if len(awake) >= max(need, 1) else here, size, self.settings.seed, self.state.round, self.attempt
-        )
-        life = f"{self.run} {self.token} {self.attempt} {self.lives}"
+        awake = [site for site in here if kind != "train" or roster[site].rests <= self.state.round]
+        among = awake if len(awake) >= max(need, 1) else here
+        cohort = sample_sites(among, size, self.settings.seed, self.state.round, self.attempt)
+        asked = {site: self._ask(site, kind) for site in cohort}
         self.lives += 1
-        told = self.state, self.schema, self.settings, self.algorithm
-        asked = {site: messages.make_asked(site, kind, *told, life) for site in cohort}
-        self.open_round = Open(kind, asked, {}, {}, self.clock(), need, absent)
+        expected = {site: reply for site, (_, reply) in asked.items()}
+        self.open_round = Open(kind, expected, {}, {}, self.clock(), need, absent)
         self.audit.write("opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt)
-        return {
-            site: messages.make_request(asked[site], kind, self.run, self.state, self.settings, self.algorithm)
-            for site in cohort
-        }
+        return {site: request for site, (request, _) in asked.items()}
 
     def receive(self, site: str, packet: Packet) -> Verdict:
         """Validate a reply and add it to the open round; an invalid one is refused and logged, not raised."""
         self.seen[site] = self.clock()
+        current = self.open_round
         try:
-            return self._admit(site, packet)
+            if site not in self.roster:
+                raise Refused("stranger", f"{site!r} is not in the roster")
+            if current is None or site not in current.asked:
+                raise Refused("late", "no reply of it is awaited: the round is closed, or went to others")
+            if gate.read_text(packet.facts, "kind", "") in ("lost", "lost own", "refusal"):
+                gate.check_fresh(packet, current.asked[site])
+                return self._handle_decline(site, packet, current)
+            update = gate.admit(packet, current.asked[site])
+            if site in current.updates:
+                return Verdict(True, "already here: counted once")
+            current.failed.pop(site, None)
+            current.updates[site] = self._check_update(site, update, current)
+            return Verdict(True, "")
         except Refused as refusal:
             self._refuse(site, refusal)
             return Verdict(False, str(refusal))
@@ -294,72 +343,90 @@ class Server:
         current = self.open_round
         if current is None:
             raise RuntimeError("no round is open")
-        missing, state = self.waiting, self._next_state(current)
+        missing, (state, residual) = self.waiting, self._next_state(current)
         heard, committed = tuple(sorted(current.updates)), state is not None
         number = self.state.round + 1 if state is None else state.round
         for site in missing:
             self._set_told(site, f"too late for round {number}: it was closed without you", state)
         done = "evaluated" if current.kind == "evaluate" else "committed"
         event = done if committed else "abandoned"
-        gauge = {} if state is None else {"residual": self._residual_of(state)}
+        gauge = {} if state is None else {"residual": residual}
         facts = {"heard": list(heard), "failed": current.failed, "missing": list(missing), "absent": current.absent}
         self.open_round = None
         if not committed:
             self.attempt += 1
         elif current.kind != "resync":  # else a site that loses its c_i in every round would be asked for ever
             self.attempt = 0
-        metrics, unmeasured = self._mean_metrics(current) if committed else ({}, {})
+        metrics, unmeasured = aggregation.mean_metrics(self.roster, current.updates) if committed else ({}, {})
         # Logged before the commit, which stores the log's head: a crash in between leaves a log longer than its head,
         # which is valid.
         facts |= {"unmeasured": unmeasured} if unmeasured else {}
-        self._log(event, round=number, kind=current.kind, **facts, **gauge)
-        self._commit(state or self.state, self.resync and not (committed and current.kind == "resync"))
+        self.audit.write(event, round=number, kind=current.kind, **facts, **gauge)
+        self._commit(state or self.state, self.resync and not (committed and current.kind == "resync"), residual)
         failed = dict(current.failed)
         return Outcome(committed, current.kind, number, heard, failed, missing, metrics, unmeasured, current.absent)
 
     # Internals
 
-    def _log(self, event: str, **facts: Any) -> None:
-        """Write an event to the audit log and the attendance record."""
-        self.audit.write(event, **facts)
-        self.attendance.take({"event": event, **facts})
-
-    def _absent(self, here: Collection[str]) -> dict[str, str]:
-        """Return the cause of absence of every site not in `here`."""
-        return {
-            site: self.declined.get(site, "its node is not online" if site in self.roster else "it has not joined")
-            for site in self.settings.deploy.sites
-            if site not in here
-        }
-
     def _require_idle(self) -> None:
         if self.open_round is not None:
             raise RuntimeError("a round is open; close it first")
 
-    def _check_registration(self, site: str, packet: Packet) -> int:
-        """Return the number of records that a greeting registers; raise `Refused` if it is not admissible."""
-        if site not in self.settings.deploy.sites or gate.read_text(packet.facts, "site") != site:
-            raise Refused("stranger", f"{site!r} is not one of the sites of this federation")
-        if gate.read_text(packet.facts, "kind", "") == "refusal":
-            raise Refused("failed", gate.read_printable(packet.facts, "reason"))
-        for what, mine in (("schema", self.schema.digest), ("settings", self.settings.digest)):
-            if gate.read_text(packet.facts, what) != mine:
-                other = gate.frozen_mismatches(packet, self.schema) if what == "schema" else []
-                if other:
-                    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-                    said = f"frozen parameters of {site} are not the server's: {', '.join(other[:3])}{more}"
-                    raise Refused("config", f"{said}; load them from the same file everywhere")
-                raise Refused("config", f"its {what} differ from the server's; give it the same app and TOML")
-        records = gate.read_int(packet.facts, "records")
-        if not 1 <= records <= self.settings.deploy.max_records:
-            raise Refused("implausible", f"{records} records; 1 to {self.settings.deploy.max_records} are allowed")
-        agreed, old = self.settings.deploy.records.get(site), self.roster.get(site)
-        if agreed is not None and records != agreed:
-            raise Refused("implausible", f"{records} records where {agreed} stand under [deploy.records]")
-        if agreed is None and old is not None and records != old.records:
-            do = f"if that is right, the operator writes {site} = {records} under [deploy.records] and resumes"
-            raise Refused("implausible", f"{records} records where {old.records} were registered; {do}")
-        return records
+    def _ask(self, site: str, kind: str) -> tuple[Packet, Asked]:
+        """Return a request and the reply expected to it; its nonce is unique to this attempt and server process.
+
+        A training request holds x, and the shift or (where clients keep memories) the fields to compute it from.
+        """
+        state, algorithm, local, member = self.state, self.algorithm, self.settings.local, self.roster[site]
+        down: dict[str, Array] = {} if kind == "resync" else {"x": state.x}
+        up: dict[str, Array] = {}  # arrays of the shapes that are expected
+        if kind == "resync":
+            up = blank_memory(algorithm, state.x)._asdict()
+        elif kind == "train":
+            known = exchange(algorithm)
+            up = dict.fromkeys(known.sent(local.optimizer == "sgd"), state.x)
+            if not self.server_keeps:
+                down |= {name: getattr(state.told, name) for name in known.down + known.told}
+            elif algorithm.shift is not None:
+                memory = state.memory.get(site, blank_memory(algorithm, state.x))
+                shift = shift_of(algorithm, state.told, memory)
+                fields = shift._asdict() if hasattr(shift, "_asdict") else {}
+                down |= {f"shift.{name}": value for name, value in fields.items()} or {"shift": shift}
+        steps = local.steps
+        if steps is None:  # without a batch size the app makes its own batches, of at least one record each
+            steps = (local.epochs or 1) * -(-member.records // (local.rows(member.records) or 1))
+        words = f"{self.run} {self.token} {self.attempt} {self.lives} {state.round + 1} {kind} {site}"
+        facts: dict[str, Fact] = {
+            "kind": kind,
+            "run": self.run,
+            "site": site,
+            "round": state.round + 1,
+            "nonce": hashlib.sha256(words.encode()).hexdigest()[:16],
+            "schema": self.schema.digest,
+            "settings": self.settings.digest,
+            "expect": member.digest,
+            "own": member.own,
+            "told": member.told,
+            "evaluate": kind == "train" and state.round % self.settings.evaluate_every == 0,
+        }
+        blobs = {name: blob(pack(np.asarray(array), algorithm.private)) for name, array in down.items()}
+        arrays = {name: (pack(like, algorithm.private).shape, self.schema.dtype) for name, like in up.items()}
+        if kind != "resync":
+            blobs |= {f"buffer.{name}": blob(value) for name, value in state.buffers.items()}
+        if kind == "train" and local.buffers == "average":
+            arrays |= {f"buffer.{name}": (shape, dtype) for name, shape, dtype in self.schema.buffers}
+        asked = Asked(
+            site,
+            state.round + 1,
+            str(facts["nonce"]),
+            arrays,
+            self.schema,
+            member.records,
+            work_of(algorithm, steps).steps,
+            local.lr,
+            algorithm.private,
+        )
+        return Packet(facts, blobs), asked
 
     def _refuse(self, site: str, refusal: Refused) -> None:
         """Record a refused reply in the round, the log and the sender's next request."""
@@ -375,23 +442,6 @@ class Server:
         if site in roster:
             roster[site] = roster[site]._replace(told=told)
 
-    def _admit(self, site: str, packet: Packet) -> Verdict:
-        if site not in self.roster:
-            raise Refused("stranger", f"{site!r} is not in the roster")
-        current = self.open_round
-        if current is None or site not in current.asked:
-            raise Refused("late", "no reply of it is awaited: the round is closed, or went to others")
-        asked = current.asked[site]
-        if gate.read_text(packet.facts, "kind", "") in ("lost", "lost own", "refusal"):
-            gate.check_fresh(packet, asked)
-            return self._handle_decline(site, packet, current)
-        update = gate.admit(packet, asked)
-        if site in current.updates:
-            return Verdict(True, "already here: counted once")
-        current.failed.pop(site, None)
-        current.updates[site] = self._check_update(site, update, current.kind)
-        return Verdict(True, "")
-
     def _handle_decline(self, site: str, packet: Packet, current: Open) -> Verdict:
         """Handle a reply by which a client declines the request or reports lost state."""
         reason = gate.read_printable(packet.facts, "reason")
@@ -404,7 +454,7 @@ class Server:
                 raise Refused("implausible", "it says that its c_i is lost where zeros are expected of it")
             self.audit.write("lost", site=site, round=self.state.round + 1, reason=reason)
             if current.kind == "resync":  # a valid answer: the client restarts from zeros
-                current.updates[site] = Update({}, 1, {}, "", {})
+                current.updates[site] = Update({}, 0.0, {})
                 return Verdict(True, reason)
             if site not in current.failed:
                 self._count_loss(site)
@@ -423,14 +473,14 @@ class Server:
         if lost > FREE:
             self.audit.write("resting", site=site, lost=lost, until=rests)
 
-    def _check_update(self, site: str, update: Update, kind: str) -> Update:
+    def _check_update(self, site: str, update: Update, current: Open) -> Update:
         """Check the digests of an admitted reply; measure and clip its update."""
-        if kind == "resync":
+        if current.kind == "resync":
             memory, digest = flatten(self._reported_memory(update)), self.roster[site].digest
             if (fingerprint(memory) != digest) if digest else np.any(memory):
                 raise Refused("implausible", "the c_i it reports is not the one that counted last")
-            return update._replace(length=gate.norm(memory))
-        if kind == "evaluate":
+            return update._replace(length=aggregation.norm(memory))
+        if current.kind == "evaluate":
             return update
         if self.clients_keep and not DIGEST.fullmatch(update.memory):
             raise Refused("schema", "it does not say which c_i it holds now")
@@ -438,109 +488,91 @@ class Server:
             raise Refused("schema", "it names a c_i of its own where sites keep none")
         if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.own is not None):
             raise Refused("schema", "it does not say what it keeps for itself now, or says so where nothing is kept")
-        clip, reach = self.settings.deploy.clip, self._reach(update)
-        update = gate.measure(update, reach)
-        if clip is None or update.length <= clip:
-            return update
-        self.audit.write("clipped", site=site, round=self.state.round + 1, norm=update.length, cap=clip)
-        return gate.clip_update(update, reach, clip)
-
-    def _reach(self, update: Update) -> Reach:
-        travel = most = self._travel(update)
-        if exchange(self.algorithm).travel and self.open_round is not None:  # scaled per step, by others' steps
-            most = self.settings.local.lr * max(asked.most_steps for asked in self.open_round.asked.values())
-        return Reach(self.algorithm, self.state.told, travel, most)
-
-    def _travel(self, update: Update) -> float:
-        return update.steps * self.settings.local.lr
+        clip, most = self.settings.deploy.clip, update.travel
+        if exchange(self.algorithm).travel:  # scaled per step, by others' steps
+            most = self.settings.local.lr * max(asked.most_steps for asked in current.asked.values())
+        measured = aggregation.measure(update, self.algorithm, self.state.told, most, clip)
+        if measured.clipped:
+            self.audit.write("clipped", site=site, round=self.state.round + 1, norm=measured.clipped, cap=clip)
+        return measured
 
     def _reported_memory(self, update: Update) -> Record:
         """Return the memory that a client reported in a resync."""
         return type(blank_memory(self.algorithm, self.state.x))(**update.vectors)
 
-    def _next_state(self, current: Open) -> State | None:
-        """Return the state after the round, dropping replies that would make it non-finite; None below the quorum."""
+    def _next_state(self, current: Open) -> tuple[State | None, float | None]:
+        """Return the state after the round and its residual; None below the quorum.
+
+        Replies that would make the state non-finite are dropped.
+        """
+        updates = current.updates
         if current.kind == "evaluate":
-            return self.state if len(current.updates) >= current.need else None
-        lengths = {site: update.length for site, update in current.updates.items()}
-        self._refuse_outsized(lengths, self.state.x)
-        for name, usual in self.state.buffers.items():
-            if usual.dtype.kind == "f":
-                came = {site: update.buffers.get(name) for site, update in current.updates.items()}
-                self._refuse_outsized({site: gate.norm(one) for site, one in came.items() if one is not None}, usual)
-        while len(current.updates) >= current.need:
+            return self.state if len(updates) >= current.need else None, self.residual
+        lengths = {site: update.length for site, update in updates.items()}
+        usual = {"": self.state.x} | {name: b for name, b in self.state.buffers.items() if b.dtype.kind == "f"}
+        for name, array in usual.items():
+            came = {site: update.buffers[name] for site, update in updates.items() if name in update.buffers}
+            sizes = lengths if name == "" else {site: aggregation.norm(value) for site, value in came.items()}
+            for site, refusal in aggregation.find_outsized(sizes, array).items():
+                self._refuse(site, refusal)
+        while len(updates) >= current.need:
             with np.errstate(over="ignore", invalid="ignore"):
-                state = self._apply_updates(current)
+                if current.kind == "resync":
+                    reports = {site: self._reported_memory(u) for site, u in updates.items() if u.vectors}
+                    state = aggregation.resync_means(self.algorithm, self.state, reports)
+                else:
+                    state = aggregation.aggregate(self.algorithm, self.state, updates, self.server_keeps)
             what = aggregation.find_nonfinite(state)
             if what is None:
                 return self._recompute_means(state)
             # retry without the site whose c_i overflowed, or without the longest update
-            site = what if what in current.updates else max(sorted(current.updates), key=lambda one: lengths[one])
+            site = what if what in updates else max(sorted(updates), key=lambda one: lengths[one])
             self._refuse(site, Refused("overflow", f"with it {what} would not be finite"))
-        return None
+        return None, self.residual
 
-    def _refuse_outsized(self, lengths: dict[str, float], usual: Array) -> None:
-        """Refuse outsized replies; `usual` sets the scale when there is only one reply."""
-        for site, refusal in gate.find_outsized(lengths, gate.norm(usual), usual.dtype).items():
-            self._refuse(site, refusal)
-
-    def _apply_updates(self, current: Open) -> State:
-        if current.kind == "resync":
-            reports = {s: self._reported_memory(u) for s, u in current.updates.items() if u.vectors}
-            return aggregation.resync_means(self.algorithm, self.state, reports)
-        travel = {site: self._travel(update) for site, update in current.updates.items()}
-        return aggregation.aggregate(self.algorithm, self.state, current.updates, travel, self.server_keeps)
-
-    def _recompute_means(self, state: State) -> State:
+    def _recompute_means(self, state: State) -> tuple[State, float | None]:
         """Recompute c from the c_i if it still carries rounding errors of larger c_i that have since been replaced.
 
         Otherwise a site that once sent numbers of 1e15 would leave c off by 0.1 permanently. A residual that rounding
         does not explain is a fault and is left for `residual` to show.
+
+        Returns:
+            The state, and its residual where the server keeps the c_i.
         """
-        gap = self._residual_of(state)
-        if gap is None or not self.algorithm.means:
-            return state
+        if not self.server_keeps:
+            return state, None
+        gap = aggregation.residual(self.algorithm, state)
         now = state._replace(scale=aggregation.memory_scale(self.algorithm, state))
         if not aggregation.rounding_bound(now) < gap <= aggregation.rounding_bound(state):
-            return state
+            return state, gap
         self.audit.write("remade", round=state.round, residual=gap)
-        return now._replace(server=state.server._replace(**aggregation.memory_means(self.algorithm, state)))
+        means = aggregation.memory_means(self.algorithm, state, state.memory)
+        now = now._replace(server=state.server._replace(**means))
+        return now, aggregation.residual(self.algorithm, now)
 
-    def _residual_of(self, state: State) -> float | None:
-        """Return |c - sum p_i c_i| of a state, cached because it costs as much as an aggregation."""
-        if not self.server_keeps:
-            return None
-        if self._residual_cache is None or self._residual_cache[0] is not state:
-            self._residual_cache = state, aggregation.residual(self.algorithm, state)
-        return self._residual_cache[1]
-
-    def _commit(self, state: State, resync: bool) -> None:
+    def _commit(self, state: State, resync: bool, residual: float | None = None) -> None:
+        """Commit a state durably; its residual is computed unless given."""
         resync = resync and self.clients_keep
         kept = SavedState(state, self.run, self.generation, resync, (), self.audit.head, self.algorithm.means)
         self.generation = save_state(self.folder / "state", kept, self.settings, self.schema)
-        self.state, self.resync = state, resync
-
-    def _mean_metrics(self, current: Open) -> tuple[dict[str, float], dict[str, list[str]]]:
-        """Average the metrics that most clients report; also return, by metric, the sites where it is not finite."""
-        p, updates = aggregation.shares(self.roster), current.updates
-        means: dict[str, float] = {}
-        unmeasured: dict[str, list[str]] = {}
-        named = Counter(name for update in updates.values() for name in update.metrics)
-        for name in sorted(name for name, sites in named.items() if 2 * sites > len(updates)):
-            values = {site: updates[site].metrics.get(name, math.nan) for site in sorted(updates)}
-            finite = {site: value for site, value in values.items() if math.isfinite(value)}
-            if finite:
-                heard = sum(p[site] for site in finite)
-                means[name] = sum(p[site] * value for site, value in finite.items()) / heard
-            if len(finite) < len(values):
-                unmeasured[name] = [site for site in values if site not in finite]
-        return means, unmeasured
+        if residual is None and self.server_keeps:
+            residual = aggregation.residual(self.algorithm, state)
+        self.state, self.resync, self.residual = state, resync, residual
 
 
-def _rollback_warning(events: list[dict[str, Any]], round_: int) -> str:
-    """Return a warning if the state is older than its log; "" otherwise, or if a crash explains the difference."""
-    rounds_ = [event["round"] for event in events if event["event"] == "committed" and event.get("kind") == "train"]
-    if not rounds_ or rounds_[-1] <= round_ + 1:
-        return ""
-    lost = "is gone: training began anew" if round_ == 0 else f"is that of round {round_}: an older one was put back"
-    return f"the log knows of {rounds_[-1]} rounds, and the state {lost}"
+def sample_sites(members: Sequence[str], size: int, seed: int, round: int, attempt: int = 0) -> list[str]:
+    """Sample `size` members, keeping their order; each `attempt` of a round (from 0) draws anew.
+
+    The generator is the simulator's: a seed gives the same cohorts as in simulation.
+
+    >>> sample_sites(["a", "b", "c"], 3, seed=0, round=0)
+    ['a', 'b', 'c']
+    """
+    if size >= len(members):
+        return list(members)
+    bits = np.random.SFC64(0)
+    words = np.array([seed, round, AGAIN + attempt if attempt else 0, 1], np.uint64)
+    bits.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
+    bits.random_raw(WARM_UP, output=False)
+    picked = np.random.Generator(bits).choice(len(members), size, replace=False, shuffle=False)
+    return [members[i] for i in np.sort(picked)]

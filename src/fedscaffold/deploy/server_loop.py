@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fedscaffold.deploy.aggregation import rounding_bound, shares
-from fedscaffold.deploy.attendance import IN_VAIN, LATE, format_causes
 from fedscaffold.deploy.client import Learner, answer
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.schema import Array, Packet, Schema
@@ -27,6 +26,7 @@ __all__ = ["InProcess", "Stopped", "Summary", "Transport", "drive"]
 
 POLL = 0.1  # seconds between polls for replies
 LONGEST_PAUSE = 30.0
+MOST_CAUSES = 6  # named when a run stops
 
 
 class Stopped(RuntimeError):
@@ -78,7 +78,8 @@ class InProcess:
     def greetings(self) -> dict[str, Packet]:
         """Return the greetings of sites that are not registered yet, including earlier failures."""
         new = [site for site in self.settings.deploy.sites if site not in self.known]
-        said = {site: self._answer(site, Packet({"kind": "hello"}, {})) for site in new}
+        hello, place = Packet({"kind": "hello"}, {}), self.folder / "sites"
+        said = {site: answer(hello, self.learner, self.settings, site, place) for site in new}
         self.known |= {site for site, packet in said.items() if packet.facts["kind"] == "hello"}
         return said
 
@@ -96,10 +97,7 @@ class InProcess:
             return []
         site, request = next(iter(self.queue.items()))
         del self.queue[site]
-        return [(site, self._answer(site, request))]
-
-    def _answer(self, site: str, request: Packet) -> Packet:
-        return answer(request, self.learner, self.settings, site, self.folder / "sites")
+        return [(site, answer(request, self.learner, self.settings, site, self.folder / "sites"))]
 
 
 def drive(
@@ -132,10 +130,15 @@ def drive(
         outcome = _run_round(server, transport, sleep, evaluate=False)
         if outcome is not None:
             tell(outcome)
-            _record_round(server, outcome)
-        diverged = outcome is not None and _has_diverged(server, outcome)
-        if diverged or server.attempt > server.settings.deploy.retries:
-            raise _make_stopped(server, outcome, diverged)
+            _write_status(server, "between rounds", outcome.unmeasured)
+            if outcome.committed and outcome.kind == "train":
+                _append_metrics(server, outcome, outcome.round - 1)
+        why = _reason_to_stop(server, outcome)
+        if why is not None:
+            _write_status(server, "stopped")
+            stopped = Stopped(why)
+            stopped.missed = server.missed
+            raise stopped
         if outcome is None or not outcome.committed:
             sleep(min(LONGEST_PAUSE, 0.5 * 2**server.attempt))
         _register_new_sites(server, transport)
@@ -145,41 +148,33 @@ def drive(
     gauge, metrics, unmeasured = server.residual, {}, {}
     if last is not None:
         metrics, unmeasured = last.metrics, last.unmeasured
-        _append_metrics(server, {**metrics, "round": server.state.round, **_unmeasured_fact(last), "residual": gauge})
+        _append_metrics(server, last, server.state.round)
     summary = Summary(server.state.round, gauge, metrics, time.monotonic() - began, model, server.missed, unmeasured)
     _write_status(server, "finished", unmeasured)
     return summary
 
 
-def _has_diverged(server: Server, outcome: Outcome) -> bool:
-    """Return whether a round failed because every site's update was non-finite, so that a retry is pointless."""
-    everybody = set(outcome.refused) >= set(server.roster)
-    causes = outcome.refused.values()
-    return not outcome.committed and everybody and all(cause.startswith(("not finite", "overflow")) for cause in causes)
-
-
-def _make_stopped(server: Server, outcome: Outcome | None, diverged: bool) -> Stopped:
-    """Return the exception that ends the run, with the cause of every site that did not count."""
-    _write_status(server, "stopped")
+def _reason_to_stop(server: Server, outcome: Outcome | None) -> str | None:
+    """Return why the run cannot go on, with the cause of every site that did not count; None if it can."""
     number = server.state.round + 1
-    if diverged:
+    refused = {} if outcome is None or outcome.committed else outcome.refused
+    spoilt = {site for site, cause in refused.items() if cause.startswith(("not finite", "overflow"))}
+    if refused and spoilt >= {*refused, *server.roster}:
         why = f"round {number}: every site's update holds NaN or infinite numbers, so training diverged"
         why += "; take a smaller local.lr, and look for NaN in the data"
-    else:
+    elif server.attempt > server.settings.deploy.retries:
         why = f"round {number} failed its quorum {server.attempt} times in a row"
-    if outcome is None:
-        causes = {site: missed.cause for site, missed in server.attendance.missed.items() if missed.round == number}
     else:
-        causes = outcome.absent | dict.fromkeys(outcome.heard, IN_VAIN)
-        causes |= dict.fromkeys(outcome.missing, LATE) | outcome.refused
+        return None
+    groups: dict[str, list[str]] = {}
+    for site, missed in server.audit.missed.items():
+        if missed.round == number:
+            groups.setdefault(missed.cause, []).append(site)
+    causes = [f"{', '.join(sites)}: {cause}" for cause, sites in groups.items()]
+    more = len(causes) - MOST_CAUSES
+    causes = [*causes[:MOST_CAUSES], *([f"and {more} more causes"] if more > 0 else [])]
     committed = f"rounds 1 to {server.state.round} are" if server.state.round else "nothing is"
-    stopped = Stopped(f"{why} ({format_causes(causes)}); {committed} committed in {server.folder}")
-    stopped.missed = server.missed
-    return stopped
-
-
-def _unmeasured_fact(outcome: Outcome) -> dict[str, Any]:
-    return {"unmeasured": outcome.unmeasured} if outcome.unmeasured else {}
+    return f"{why} ({'; '.join(causes)}); {committed} committed in {server.folder}"
 
 
 def save_model(server: Server, path: Path) -> None:
@@ -243,14 +238,12 @@ def _run_round(server: Server, transport: Transport, sleep: Callable[[float], No
     return server.close()
 
 
-def _record_round(server: Server, outcome: Outcome) -> None:
-    _write_status(server, "between rounds", outcome.unmeasured)
-    if outcome.committed and outcome.kind == "train":
-        row: dict[str, Any] = {**outcome.metrics, "round": outcome.round - 1, "heard": list(outcome.heard)}
-        _append_metrics(server, {**row, **_unmeasured_fact(outcome), "residual": server.residual})
-
-
-def _append_metrics(server: Server, row: dict[str, Any]) -> None:
+def _append_metrics(server: Server, outcome: Outcome, round: int) -> None:
+    """Append the metrics of the model after `round` rounds to metrics.jsonl."""
+    row: dict[str, Any] = {**outcome.metrics, "round": round}
+    row |= {"heard": list(outcome.heard)} if outcome.kind == "train" else {}
+    row |= {"unmeasured": outcome.unmeasured} if outcome.unmeasured else {}
+    row["residual"] = server.residual
     path = server.folder / "metrics.jsonl"
     if path.is_symlink() or not path.exists():  # never write through a link: replace it by a file
         write_private(path, "")

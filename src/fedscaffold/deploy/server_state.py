@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedscaffold import checks
-from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms import Algorithm, make
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.aggregation import Member, State
 from fedscaffold.deploy.audit import Head
 from fedscaffold.deploy.schema import Array, Schema
-from fedscaffold.deploy.settings import Settings, algorithm_of
+from fedscaffold.deploy.settings import Settings
 from fedscaffold.parsing import format_of
 from fedscaffold.state import Snapshot, StateError, commit, latest
 
@@ -72,7 +72,7 @@ def load_state(folder: Path, settings: Settings, schema: Schema) -> SavedState |
         if snapshot.facts[what] != mine:
             name = "model" if what == "schema" else "algorithm or local settings"
             raise InputError(f"the state in {folder} belongs to another {name}; take another folder or put them back")
-    return _decode_snapshot(snapshot, algorithm_of(settings))
+    return _decode_snapshot(snapshot, make(**settings.algorithm))
 
 
 def peek_state(folder: Path) -> SavedState | None:

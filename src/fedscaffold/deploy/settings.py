@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from fedscaffold.deploy.schema import digest_of
 from fedscaffold.parsing import format_of, toml
 from fedscaffold.run_config import KEYS
 
-__all__ = ["Deploy", "Local", "Settings", "algorithm_of", "load", "parse"]
+__all__ = ["Deploy", "Local", "Settings", "load", "parse"]
 
 DEPLOYABLE = {
     "name", "direction", "message", "update", "init", "memory", "shift", "remember", "means", "renew", "references",
@@ -66,6 +67,15 @@ class Local(NamedTuple):
     momentum: float = 0.9
     buffers: str = "average"
     """Buffers such as BatchNorm's running means: "average" over the clients, or "local" to each."""
+
+    def rows(self, records: int) -> int | None:
+        """Return the number of records in a batch; None where the settings give no batch size.
+
+        >>> Local(batch_size=0.25).rows(10), Local(batch_size=32).rows(10), Local().rows(10)
+        (3, 32, None)
+        """
+        size = self.batch_size
+        return max(1, math.ceil(size * records - 1e-9)) if isinstance(size, float) else size
 
 
 class Deploy(NamedTuple):
@@ -109,11 +119,6 @@ class Settings(NamedTuple):
         """Digest of the settings that server and clients must share: those that affect a client's computation."""
         return digest_of([self.seed, self.precision, self.algorithm, list(self.local), self.deploy.state])
 
-    @property
-    def plain(self) -> bool:
-        """Whether the clients' mean direction is (x - y) / (K lr), as with plain SGD."""
-        return self.local.optimizer == "sgd"
-
 
 def load(path: Path | str) -> Settings:
     """Read the settings of a deployment from a TOML file."""
@@ -144,24 +149,7 @@ def parse(text: str, source: str = "settings") -> Settings:
         raise InputError(f"{source}: {error}") from None
 
 
-def algorithm_of(settings: Settings) -> Algorithm:
-    r"""Return the algorithm of the settings.
-
-    Raises:
-        InputError: If it cannot be deployed, with the reason.
-
-    >>> algorithm_of(parse("[algorithm]\nname = 'fedprox'\nmu = 0.5")).name
-    'fedprox'
-    """
-    parameters = {key: value for key, value in settings.algorithm.items() if key != "name"}
-    algorithm = make(settings.algorithm["name"], **parameters)
-    why = _undeployable(algorithm)
-    if why is not None:
-        raise InputError(f"{algorithm.name} cannot be deployed: {why}; simulate it instead")
-    return algorithm
-
-
-def _undeployable(algorithm: Algorithm) -> str | None:
+def _why_not_deployed(algorithm: Algorithm) -> str | None:
     """Return why an algorithm cannot be deployed; None if it can."""
     for condition, _ in algorithm.needs:  # sites may be absent or skip steps; messages are not compressed
         if condition not in (*PLAIN, "exact messages"):
@@ -189,9 +177,12 @@ def _build_settings(table: dict[str, Any]) -> Settings:
         cohort=_read(cohort, "cohort.size"),
         deploy=_deploy(deploy),
     )
-    for condition, why in algorithm_of(settings).needs:
-        if condition in PLAIN and not settings.plain:
-            raise InputError(f"{algorithm['name']} needs local.optimizer = 'sgd': it {why}")
+    method = make(**algorithm)
+    if refused := _why_not_deployed(method):
+        raise InputError(f"{method.name} cannot be deployed: {refused}; simulate it instead")
+    for condition, why in method.needs:
+        if condition in PLAIN and settings.local.optimizer != "sgd":
+            raise InputError(f"{method.name} needs local.optimizer = 'sgd': it {why}")
     if settings.deploy.clip is not None and settings.deploy.state == "client":
         raise InputError('deploy.clip needs deploy.state = "server": a client that was clipped must know it')
     return settings

@@ -403,13 +403,7 @@ def _loader(records: Any, local: Local) -> Any:
         if local.batch_size is not None:
             raise InputError("local.batch_size and a DataLoader's own batch size are both given; leave one out")
         return records
-    number, size = len(records), local.batch_size
-    if size is None:
-        batch = number
-    elif isinstance(size, float):
-        batch = max(1, round(size * number))
-    else:
-        batch = size
+    batch = local.rows(len(records)) or len(records)
     return torch.utils.data.DataLoader(records, batch_size=batch, shuffle=True)
 
 
