@@ -224,6 +224,15 @@ def test_mistakes_are_said_in_a_line():
         TorchLearner(Point, loss, lambda site: (torch.zeros(0, 2), torch.zeros(0, 2))).site("ant")
 
 
+def test_a_batch_that_is_a_share_of_a_data_set_takes_the_steps_that_the_server_expects(folder):
+    """30 % of 4 records are 2, rounded up as everywhere: with 1 there would be too many steps."""
+    one = torch_learner()
+    one.data = lambda site: torch.utils.data.TensorDataset(*(torch.from_numpy(part) for part in data(site)))
+    config = settings(local="epochs = 1\nbatch_size = 0.3\nlr = 0.1")
+    _, summary = run(config, one, folder, rounds=2)
+    assert summary.missed == {}
+
+
 def test_the_torch_path_uses_the_written_formula():
     assert make(**settings().algorithm).direction is scaffold().direction
 

@@ -7,9 +7,9 @@
 returns the site's records: a tuple of tensors or a `Dataset`, batched by the settings, or a `DataLoader`, used as is.
 
 The local model is one flat vector y; each step adds the flat shift to the flat gradient, for all layers at once. After
-every backward pass the gradients are copied from the parameters, and after every step the parameters are copied from y
-(or to y, with the app's own optimiser), so nothing depends on what a loss does to `.grad` or on the tensors' storage. A
-loss that changes the parameters is refused.
+every backward pass the gradients are copied from the parameters, and after every step the parameters are copied to y,
+so nothing depends on what a loss does to `.grad` or on the tensors' storage. A loss that changes the parameters is
+refused.
 
 Parameters with `requires_grad=False` keep their values and must be identical at every site. Buffers (running means of
 BatchNorm) get no correction and are sent separately, by name. Only steps that the optimiser performed count: one that a
@@ -98,7 +98,6 @@ class TorchLearner:
         self.start = self.schema.flatten(arrays)
         self.y = torch.from_numpy(self.start.copy()).to(self.device)
         self.g = torch.zeros_like(self.y)
-        self._write_parameters()
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
@@ -111,12 +110,6 @@ class TorchLearner:
             return self._train(work, records)
 
         return Site(number, train, lambda x, buffers: self._evaluate(x, buffers, self.test(name)))
-
-    def _write_parameters(self) -> None:
-        """Copy y into the module."""
-        with torch.no_grad():
-            for name, values in self.schema.unflatten(self.y).items():
-                self.trained[name].copy_(values)
 
     def _read_parameters(self) -> None:
         """Copy the module's parameters into y."""
@@ -142,10 +135,12 @@ class TorchLearner:
                 )
 
     def _load(self, x: Array, buffers: dict[str, Array]) -> None:
+        """Copy a model and its buffers into y and the module."""
         self.y.copy_(torch.from_numpy(x.copy()))
-        self._write_parameters()
         now = dict(self.module.named_buffers())
         with torch.no_grad():
+            for name, values in self.schema.unflatten(self.y).items():
+                self.trained[name].copy_(values)
             for name in self.kept:
                 if name in buffers:
                     now[name].copy_(torch.from_numpy(buffers[name].copy()))
@@ -176,9 +171,7 @@ class TorchLearner:
         """Perform the local steps; return the sum of the directions (if collected) and the number of steps."""
         x = torch.from_numpy(work.x.copy()).to(self.device)
         shift = None if work.shift is None else each(lambda part: torch.tensor(part, device=self.device), work.shift)
-        own = work.local.optimizer == "own"
-        targets = self.trained if own else {"y": torch.nn.Parameter(self.y)}  # shares storage with y
-        optimizer = self._make_optimizer(work.local, targets)
+        optimizer = self._make_optimizer(work.local)
         scaler = None if self.scaler is None else self.scaler()
         total, d, steps = torch.zeros_like(self.y), self.g, 0
 
@@ -196,21 +189,18 @@ class TorchLearner:
             elif not self._gradient(batch, scales):
                 continue
             if scales is not None:
-                given = self._set_gradients(self.g, targets)
+                given = self._set_gradients(self.g)
                 scales.unscale_(optimizer)
                 self.g.copy_(torch.cat([grad.reshape(-1) for grad in given.values()]))
             d = work.algorithm.direction(self._batch_gradient, self.y, x, shift)
-            given = self._set_gradients(d, targets)
+            given = self._set_gradients(d)
             if scales is None:
                 optimizer.step()
             else:
                 scales.step(optimizer)
                 scales.update()
-            if own:
-                _check_gradients_used(targets, given)
-                self._read_parameters()
-            else:
-                self._write_parameters()
+            self._check_gradients_used(given)
+            self._read_parameters()
         return total, steps
 
     def _batch_gradient(self, z: Tensor) -> Tensor:
@@ -219,13 +209,22 @@ class TorchLearner:
             raise InputError("a torch model has its batch's gradient at y alone; deploy such an algorithm with arrays")
         return self.g
 
-    def _set_gradients(self, d: Tensor, targets: dict[str, Any]) -> dict[str, Tensor]:
-        """Set d as the gradient of the optimiser's targets, as copies since the optimiser may modify them."""
-        parts = self.schema.unflatten(d) if targets is self.trained else {"y": d}
-        given = {name: part.clone() for name, part in parts.items()}
+    def _set_gradients(self, d: Tensor) -> dict[str, Tensor]:
+        """Set d as the gradient of the parameters, as copies since the optimiser may modify them."""
+        given = {name: part.clone() for name, part in self.schema.unflatten(d).items()}
         for name, grad in given.items():
-            targets[name].grad = grad
+            self.trained[name].grad = grad
         return given
+
+    def _check_gradients_used(self, given: dict[str, Tensor]) -> None:
+        """Raise if the optimiser replaced the gradients, so that the correction would not reach the model."""
+        for name, grad in given.items():
+            now = self.trained[name].grad
+            if now is not None and now is not grad:
+                raise InputError(
+                    f"the optimiser replaced the gradient of {name!r} by one of its own, without the correction; "
+                    "take one that steps along .grad as it finds it"
+                )
 
     def _loss(self, batch: Batch) -> Tensor | None:
         value = self.loss(self.module, batch)
@@ -287,19 +286,18 @@ class TorchLearner:
                 number += size
         return total / max(number, 1)
 
-    def _make_optimizer(self, local: Local, targets: dict[str, Any]) -> Any:
-        """Create the optimiser of a round: on the flat vector, or the app's own on the module."""
+    def _make_optimizer(self, local: Local) -> Any:
+        """Create the optimiser of a round: SGD, momentum, Adam, or the app's own."""
         if local.optimizer == "own":
             if self.optimizer is None:
                 raise InputError('local.optimizer = "own" needs TorchLearner(..., optimizer=module -> optimiser)')
             own = self.optimizer(self.module)
-            _check_optimizer(own, targets, self.parameters)
+            _check_optimizer(own, self.trained, self.parameters)
             return own
-        flat = list(targets.values())
         if local.optimizer == "adam":
-            return torch.optim.Adam(flat, lr=local.lr)
+            return torch.optim.Adam(self.trained.values(), lr=local.lr)
         momentum = local.momentum if local.optimizer == "momentum" else 0.0
-        return torch.optim.SGD(flat, lr=local.lr, momentum=momentum)
+        return torch.optim.SGD(self.trained.values(), lr=local.lr, momentum=momentum)
 
     def _evaluate(self, x: Array, buffers: dict[str, Array], records: Any) -> dict[str, float]:
         """Return the means of the loss and the metrics over the records, in eval mode."""
@@ -358,16 +356,6 @@ def _check_optimizer(optimizer: Any, trained: dict[str, Any], parameters: dict[s
         raise InputError(f"the optimiser leaves out {left[0]!r}, which is trained; requires_grad_(False) freezes it")
     if moved - {id(p) for p in parameters.values()}:
         raise InputError("the optimiser moves parameters that are none of the module's; make them part of the module")
-
-
-def _check_gradients_used(targets: dict[str, Any], given: dict[str, Tensor]) -> None:
-    """Raise if the optimiser replaced the gradients, so that the correction would not reach the model."""
-    for name, grad in given.items():
-        if targets[name].grad is not None and targets[name].grad is not grad:
-            raise InputError(
-                f"the optimiser replaced the gradient of {name!r} by one of its own, without the correction; "
-                "take one that steps along .grad as it finds it"
-            )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
