@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -199,8 +200,7 @@ def _rounds(settings: Settings, given: int | None) -> int:
 @contextmanager
 def _new_folder(out: Path, folder: Path, engine: str) -> Iterator[None]:
     """Take ownership of a folder not in use yet, and note what runs there, for `resume`."""
-    from fedscaffold.deploy.apps import prepare_run_folder
-    from fedscaffold.state.files import make_folder, owned
+    from fedscaffold.state.files import make_folder, owned, write_private
 
     if not (folder / "federation.toml").is_file():
         raise FileNotFoundError(f"{folder / 'federation.toml'} not found; `fedscaffold deploy new DIR` writes one")
@@ -210,7 +210,7 @@ def _new_folder(out: Path, folder: Path, engine: str) -> Iterator[None]:
         if (out / "deployment.json").exists():
             go_on = f"`fedscaffold deploy resume {out}` goes on, or give another --out"
             raise InputError(f"{out} holds a deployment; {go_on}")
-        prepare_run_folder(out, folder, engine)
+        write_private(out / "deployment.json", json.dumps({"app": str(folder.resolve()), "engine": engine}) + "\n")
         yield
 
 

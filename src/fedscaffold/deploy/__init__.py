@@ -10,6 +10,7 @@ JAX, torch and Flower are imported only when used.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fedscaffold.deploy.arrays_client import ArraysLearner
@@ -24,24 +25,11 @@ if TYPE_CHECKING:
     from fedscaffold.deploy.torch_client import TorchLearner
 
 __all__ = [
-    "ArraysLearner",
-    "InProcess",
-    "JaxLearner",
-    "Learner",
-    "Refused",
-    "Server",
-    "Settings",
-    "Site",
-    "Stopped",
-    "Summary",
-    "TorchLearner",
-    "Trained",
-    "Work",
-    "answer",
-    "drive",
-    "load",
-    "parse",
-]
+    "ArraysLearner", "InProcess", "JaxLearner", "Learner", "Refused", "Server", "Settings", "Site", "Stopped",
+    "Summary", "TorchLearner", "Trained", "Work", "answer", "drive", "load", "parse",
+]  # fmt: skip
+
+LAZY = {"JaxLearner": "jax_client", "TorchLearner": "torch_client"}
 
 
 def __dir__() -> list[str]:
@@ -49,12 +37,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TorchLearner":
-        from fedscaffold.deploy.torch_client import TorchLearner
-
-        return TorchLearner
-    if name == "JaxLearner":
-        from fedscaffold.deploy.jax_client import JaxLearner
-
-        return JaxLearner
-    raise AttributeError(f"module 'fedscaffold.deploy' has no attribute {name!r}")
+    if name in LAZY:
+        return getattr(import_module(f"{__name__}.{LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

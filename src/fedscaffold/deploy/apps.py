@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 import traceback
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.client import Learner
 from fedscaffold.deploy.settings import Settings, load
-from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["APP", "TOML", "load_learner", "open_app", "prepare_run_folder"]
+__all__ = ["APP", "TOML", "load_learner", "open_app"]
 
 APP, TOML = "app.py", "federation.toml"
 
@@ -22,13 +20,6 @@ def open_app(folder: Path) -> tuple[Settings, Learner]:
     """Return the settings and the learner of an app's folder."""
     settings = load(Path(folder) / TOML)
     return settings, load_learner(Path(folder), settings)
-
-
-def prepare_run_folder(out: Path, folder: Path, engine: str) -> None:
-    """Create the folder of a run, readable by its owner only, and write deployment.json."""
-    make_folder(out.absolute().parent)
-    make_folder(out, private=True)
-    write_private(out / "deployment.json", json.dumps({"app": str(folder.resolve()), "engine": engine}) + "\n")
 
 
 def load_learner(folder: Path, settings: Settings) -> Learner:

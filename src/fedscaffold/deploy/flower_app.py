@@ -191,26 +191,24 @@ def serve(grid: Grid, context: Context) -> None:
     """Run the federation; state, log and model are written to the folder `home` of the run's configuration."""
     home = Path(str(context.run_config["home"]))
     make_folder(home, private=True)
+    outcome: dict[str, Any] = {"error": "the server app failed; see its log"}
     with owned(home):
-        _serve(grid, home)
+        try:
+            settings, learner = open_app(_app_folder())
+            server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
+            summary = drive(server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds)
+            outcome = {**summary._asdict(), "model": str(summary.model)}
+        except (Stopped, ValueError, OSError) as error:
+            outcome = {"error": str(error), "missed": error.missed if isinstance(error, Stopped) else {}}
+            raise
+        finally:
+            write_private(home / "outcome.json", json.dumps(outcome))
 
 
-def _serve(grid: Grid, home: Path) -> None:
-    outcome: dict[str, Any] = {}
-    try:
-        settings, learner = open_app(_app_folder())
-        server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
-        summary = drive(server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds)
-        outcome = {**summary._asdict(), "model": str(summary.model)}
-    except (Stopped, ValueError, OSError) as error:
-        outcome = {"error": str(error), "missed": error.missed if isinstance(error, Stopped) else {}}
-        raise
-    finally:
-        said = outcome or {"error": "the server app failed; see its log"}
-        write_private(home / "outcome.json", json.dumps(said))
-
-
-def _answer_message(message: Message, context: Context) -> Message:
+@client_app.train()
+@client_app.query()
+def answer_message(message: Message, context: Context) -> Message:
+    """Answer a request of the server: training, evaluation, resync or greeting."""
     site = str(context.node_config["site"])
     folder = Path(str(context.node_config["folder"]))
     request = from_record(message.content)
@@ -222,15 +220,3 @@ def _answer_message(message: Message, context: Context) -> Message:
     except Failed as failed:
         record = to_record(decline(request, site, str(failed)))
     return Message(record, reply_to=message)
-
-
-@client_app.train()
-def train(message: Message, context: Context) -> Message:
-    """Answer a training, evaluation or resync request."""
-    return _answer_message(message, context)
-
-
-@client_app.query()
-def query(message: Message, context: Context) -> Message:
-    """Answer with the site's greeting."""
-    return _answer_message(message, context)

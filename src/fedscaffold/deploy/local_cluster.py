@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +33,7 @@ from fedscaffold.state.files import make_folder, write_private
 __all__ = ["Federation", "engine_environment", "stage"]
 
 RETURN = 70.0  # seconds; Flower still considers a site online that restarts sooner, and refuses it
+HEALTHY = 60.0  # seconds that the link may take to start
 MOST_DEATHS = 5
 PRIVATE = 0o077  # umask: database, logs and output are readable by their owner only
 
@@ -134,7 +134,17 @@ class Federation:
         alone = ["--isolation", "process", "--superexec-auth-secret-file", secrets / "superexec.secret"]
         place = ["--host", "127.0.0.1", "--port", self.port, "--database", self.home / "link.db"]
         self._start("link", ["flower-superlink", *place, *tls, *alone])
-        self._wait_healthy()
+        context = ssl.create_default_context(cafile=str(secrets / "ca.crt"))
+        until = time.monotonic() + HEALTHY
+        while time.monotonic() < until:
+            if has_ended(self.processes["link"]):
+                raise Stopped(f"the link did not start; see {self.logs / 'link.log'}")
+            try:
+                with urllib.request.urlopen(f"https://127.0.0.1:{self.port}/health", context=context, timeout=2):
+                    return
+            except OSError:
+                time.sleep(0.1)
+        raise Stopped(f"the link was not healthy within {HEALTHY:.0f} s; see {self.logs / 'link.log'}")
 
     def start_executor(self) -> None:
         """Start the process that runs the server app for the link."""
@@ -157,9 +167,13 @@ class Federation:
         status = self.home / "server" / "status.json"
         if status.exists():
             self.gone.add(json.loads(status.read_text(encoding="utf-8"))["pid"])
-        home = f'home="{self.home / "server"}"'
-        done = self._flwr("run", self.home / "app", "local", "--run-config", home, "--format", "json")
-        return str(json.loads(done[done.index("{") :])["run-id"])
+        words = ["flwr", "run", str(self.home / "app"), "local", "--format", "json"]
+        words += ["--run-config", f'home="{self.home / "server"}"']
+        limits: dict[str, Any] = {"timeout": 120, "umask": PRIVATE}
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False, **limits)
+        if done.returncode:
+            raise Stopped(f"flwr run failed: {(done.stderr or done.stdout)[-300:].strip()}")
+        return str(json.loads(done.stdout[done.stdout.index("{") :])["run-id"])
 
     def outcome(self, timeout: float, tell: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
         """Wait for the end of the run.
@@ -278,25 +292,3 @@ class Federation:
             umask=PRIVATE,
         )
         os.close(log)
-
-    def _flwr(self, *words: Any) -> str:
-        command = ["flwr", *(str(word) for word in words)]
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=120, check=False, umask=PRIVATE
-        )
-        if done.returncode:
-            raise Stopped(f"{' '.join(command[:3])} failed: {(done.stderr or done.stdout)[-300:].strip()}")
-        return done.stdout
-
-    def _wait_healthy(self, seconds: float = 60.0) -> None:
-        context = ssl.create_default_context(cafile=str(self.secrets / "ca.crt"))
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if has_ended(self.processes["link"]):
-                raise Stopped(f"the link did not start; see {self.logs / 'link.log'}")
-            try:
-                with urllib.request.urlopen(f"https://127.0.0.1:{self.port}/health", context=context, timeout=2):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        raise Stopped(f"the link was not healthy within {seconds:.0f} s; see {self.logs / 'link.log'}")

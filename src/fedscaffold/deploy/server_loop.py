@@ -144,7 +144,8 @@ def drive(
         _register_new_sites(server, transport)
     last = _run_round(server, transport, sleep, evaluate=True)
     model = server.folder / "model.safetensors"
-    save_model(server, model)
+    arrays = server.schema.filed(server.state.x, {**server.untrained, **server.state.buffers})
+    write_model(model, arrays, {"round": str(server.state.round), "run": server.run})
     gauge, metrics, unmeasured = server.residual, {}, {}
     if last is not None:
         metrics, unmeasured = last.metrics, last.unmeasured
@@ -175,12 +176,6 @@ def _reason_to_stop(server: Server, outcome: Outcome | None) -> str | None:
     causes = [*causes[:MOST_CAUSES], *([f"and {more} more causes"] if more > 0 else [])]
     committed = f"rounds 1 to {server.state.round} are" if server.state.round else "nothing is"
     return f"{why} ({'; '.join(causes)}); {committed} committed in {server.folder}"
-
-
-def save_model(server: Server, path: Path) -> None:
-    """Write the server's model to a safetensors file."""
-    arrays = server.schema.filed(server.state.x, {**server.untrained, **server.state.buffers})
-    write_model(path, arrays, {"round": str(server.state.round), "run": server.run})
 
 
 def save_simulated(folder: Path, schema: Schema, x: Array, rows: Sequence[Mapping[str, Any]], run: str) -> Path:

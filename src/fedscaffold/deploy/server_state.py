@@ -82,17 +82,9 @@ def peek_state(folder: Path) -> SavedState | None:
 
 
 def _decode_snapshot(snapshot: Snapshot, algorithm: Algorithm | None = None) -> SavedState:
-    format_of(snapshot.facts.get("format"), FORMAT, f"generation {snapshot.generation} of the server's state")
-    try:
-        return _to_saved_state(snapshot, algorithm)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        said = f"generation {snapshot.generation} is not the state of a server: {type(error).__name__}: {error}"
-        raise StateError(said) from None
-
-
-def _to_saved_state(snapshot: Snapshot, algorithm: Algorithm | None) -> SavedState:
     """Build the state with the algorithm's record types; without an algorithm, with generic ones of the same fields."""
     facts = snapshot.facts
+    format_of(facts.get("format"), FORMAT, f"generation {snapshot.generation} of the server's state")
     server: dict[str, Array] = {}
     memory: dict[str, dict[str, Array]] = defaultdict(dict)
     buffers: dict[str, Array] = {}
@@ -104,23 +96,22 @@ def _to_saved_state(snapshot: Snapshot, algorithm: Algorithm | None) -> SavedSta
             buffers[of] = value
         else:
             memory[of][field] = value
-    kinds = _record_types(algorithm, server, next(iter(memory.values()), {}))
-    state = State(
-        checks.whole("round", facts["round"], at_least=0),
-        kinds[0](**server),
-        {site: kinds[1](**fields) for site, fields in memory.items()},
-        {site: Member(**member) for site, member in facts["roster"].items()},
-        buffers,
-        facts.get("scale", 0.0),
-    )
-    means = tuple((field, of) for field, of in facts.get("means", BEFORE) if field in server)
-    audit = facts.get("audit")
-    head = None if audit is None else Head(*audit)
-    return SavedState(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head, means)
-
-
-def _record_types(algorithm: Algorithm | None, server: dict[str, Array], memory: dict[str, Array]) -> tuple[Any, Any]:
-    """Return the types of the server record and the client memory."""
-    if algorithm is None:
-        return namedtuple("Server", server), namedtuple("Memory", memory)
-    return type(algorithm.init(0.0)), type(None if algorithm.memory is None else algorithm.memory(0.0))
+    try:
+        if algorithm is None:
+            kinds: Any = namedtuple("Server", server), namedtuple("Memory", next(iter(memory.values()), {}))
+        else:
+            kinds = type(algorithm.init(0.0)), type(None if algorithm.memory is None else algorithm.memory(0.0))
+        state = State(
+            checks.whole("round", facts["round"], at_least=0),
+            kinds[0](**server),
+            {site: kinds[1](**fields) for site, fields in memory.items()},
+            {site: Member(**member) for site, member in facts["roster"].items()},
+            buffers,
+            facts.get("scale", 0.0),
+        )
+        means = tuple((field, of) for field, of in facts.get("means", BEFORE) if field in server)
+        head = None if facts.get("audit") is None else Head(*facts["audit"])
+        return SavedState(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head, means)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        said = f"generation {snapshot.generation} is not the state of a server: {type(error).__name__}: {error}"
+        raise StateError(said) from None

@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from fedscaffold.algorithms import Algorithm, make
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.schema import digest_of
-from fedscaffold.parsing import format_of, toml
+from fedscaffold.parsing import format_of, text_of, toml
 from fedscaffold.run_config import KEYS
 
 __all__ = ["Deploy", "Local", "Settings", "load", "parse"]
@@ -39,6 +40,7 @@ DEPLOYABLE = {
     "work", "needs", "form", "own", "start", "keep", "personal", "fit", "private",
 }  # fmt: skip
 FORMAT = 1
+NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 REASONS = {
     "everyone": "it needs every client in every round, and sites may be absent",
     "equal steps": "it needs equal numbers of local steps, and sites may skip some",
@@ -124,12 +126,11 @@ def load(path: Path | str) -> Settings:
     """Read the settings of a deployment from a TOML file."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse(text_of(path), str(path))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} not found; `fedscaffold deploy new DIR` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InputError(f"{path} cannot be read: {error}") from None
-    return parse(text, str(path))
 
 
 def parse(text: str, source: str = "settings") -> Settings:
@@ -215,7 +216,7 @@ def _local(table: dict[str, Any]) -> Local:
 
 def _deploy(table: dict[str, Any]) -> Deploy:
     sites = table.get("sites", [])
-    if not isinstance(sites, list) or not all(isinstance(s, str) and _is_name(s) for s in sites):
+    if not isinstance(sites, list) or not all(isinstance(s, str) and NAME.fullmatch(s) for s in sites):
         allowed = "names of at most 64 letters (a to z), digits, - and _, which begin with a letter or digit"
         raise InputError(f"deploy.sites must be a list of {allowed}, got {checks.shown(sites)}")
     plain = [site.lower() for site in sites]  # for case-insensitive file systems
@@ -239,11 +240,6 @@ def _deploy(table: dict[str, Any]) -> Deploy:
         checks.whole("deploy.max_records", table.get("max_records", 10**9)),
         {site: checks.whole(f"deploy.records.{site}", number) for site, number in records.items()},
     )
-
-
-def _is_name(text: str) -> bool:
-    known = all(c.isascii() and (c.isalnum() or c in "-_") for c in text)
-    return 0 < len(text) <= 64 and known and text[0].isalnum()
 
 
 def _table(table: dict[str, Any], name: str, known: tuple[str, ...] | None) -> dict[str, Any]:
