@@ -14,9 +14,8 @@ from fedscaffold.deploy import settings as deploy_settings
 from tests import faults
 
 cryptography = pytest.importorskip("cryptography")
+import masking  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey  # noqa: E402
-
-from fedscaffold.deploy import masking  # noqa: E402
 
 MEASURE = aggregation.measure
 
