@@ -265,7 +265,8 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
     """Run a JAX app in the simulator, with the same loss, start, data, algorithm and settings."""
     from fedscaffold.algorithms import make
     from fedscaffold.deploy.apps import open_app
-    from fedscaffold.deploy.server_loop import save_simulated
+    from fedscaffold.deploy.server_loop import write_model
+    from fedscaffold.state.files import write_private
 
     settings, learner = open_app(folder)
     if not hasattr(learner, "params"):
@@ -275,9 +276,9 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
 
     one: Any = learner
     problem = Problem(one.loss, one.params, [one.data(site) for site in settings.deploy.sites])
-    local, momentum = settings.local, settings.local.optimizer
-    if momentum != "sgd":
-        raise InputError(f"--engine simulator takes local.optimizer = 'sgd', got {momentum!r}")
+    local = settings.local
+    if local.optimizer != "sgd":
+        raise InputError(f"--engine simulator takes local.optimizer = 'sgd', got {local.optimizer!r}")
     with _new_folder(out, folder, "simulator"):
         done = run(
             make(**settings.algorithm),
@@ -295,7 +296,9 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
         )
         values = zip(*(column.tolist() for column in done.history.values()), strict=True)
         rows = [plain(dict(zip(done.history, row, strict=True))) for row in values]
-        model = save_simulated(out, learner.schema, done.vector, rows, done.digest)
+        write_private(out / "metrics.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        model, facts = out / "model.safetensors", {"round": str(len(rows)), "run": done.digest}
+        write_model(model, learner.schema.filed(done.vector, {}), facts)
     last = {name: column[-1].item() for name, column in done.history.items()}
     answer = {"rounds": done.rounds, "residual": done.residual, "last": last, "digest": done.digest}
     said = [f"{done.rounds} rounds in the simulator", *(f"  {name} = {value:.6g}" for name, value in last.items())]

@@ -9,7 +9,7 @@ site's records as a tuple of arrays with one row per record, such as scikit-lear
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ __all__ = ["ArraysLearner", "descend", "draw_batches"]
 
 Params = Mapping[str, Array]
 Batch = tuple[Array, ...]
+Gradient = Callable[[Array, Array | None, int | None], Array]
+"""(y, rows, step) -> mean gradient at y over rows of a site's records. Rows of None are all; `step` counts the local
+steps from 0, and is None for the gradient at x over all data."""
 
 
 class ArraysLearner:
@@ -73,15 +76,6 @@ def one_row_each(site: str, arrays: Iterable[Array]) -> int:
     if len(sizes) != 1 or sizes == {0}:
         raise InputError(f"the arrays of {site} must have one row a record each, got lengths {sorted(sizes)}")
     return sizes.pop()
-
-
-class Gradient(Protocol):
-    """(y, rows, step) -> mean gradient at y over rows of a site's records; None for all rows.
-
-    `step` is the index of the local step, from 0; None for the gradient at x over all data.
-    """
-
-    def __call__(self, y: Array, rows: Array | None, step: int | None) -> Array: ...
 
 
 def descend(work: Work, records: int, gradient: Gradient) -> Trained:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedscaffold.deploy.schema import Array, Blob, Packet, Ranges, Schema, pack, unpack
+from fedscaffold.deploy.settings import Settings
 
 __all__ = [
     "Asked", "Refused", "Update", "abbreviate", "admit", "check_finite", "check_fresh", "check_greeting", "read_array",
@@ -137,28 +138,24 @@ def check_fresh(packet: Packet, asked: Asked) -> None:
         raise Refused("stale", f"a reply to another request of round {round_}")
 
 
-def check_greeting(
-    packet: Packet, site: str, schema: Schema, settings: str, most_records: int, agreed: int | None, before: int | None
-) -> int:
+def check_greeting(packet: Packet, site: str, schema: Schema, settings: Settings, before: int | None) -> int:
     """Return the number of records that a greeting registers.
 
     Args:
         packet: The greeting.
         site: The sender.
         schema: The model.
-        settings: Digest of the settings.
-        most_records: The largest number that any site may register.
-        agreed: The site's number of records in the settings, if any.
-        before: The number that it registered earlier, if any.
+        settings: The deployment's settings.
+        before: The number of records that the site registered earlier, if any.
 
     Raises:
         Refused: If the site may not take part.
     """
-    if read_text(packet.facts, "site") != site:
+    if site not in settings.deploy.sites or read_text(packet.facts, "site") != site:
         raise Refused("stranger", f"{site!r} is not one of the sites of this federation")
     if read_text(packet.facts, "kind", "") == "refusal":
         raise Refused("failed", read_printable(packet.facts, "reason"))
-    for what, mine in (("schema", schema.digest), ("settings", settings)):
+    for what, mine in (("schema", schema.digest), ("settings", settings.digest)):
         if read_text(packet.facts, what) != mine:
             other = _frozen_mismatches(packet, schema) if what == "schema" else []
             if other:
@@ -166,9 +163,9 @@ def check_greeting(
                 said = f"frozen parameters of {site} are not the server's: {', '.join(other[:3])}{more}"
                 raise Refused("config", f"{said}; load them from the same file everywhere")
             raise Refused("config", f"its {what} differ from the server's; give it the same app and TOML")
-    records = read_int(packet.facts, "records")
-    if not 1 <= records <= most_records:
-        raise Refused("implausible", f"{records} records; 1 to {most_records} are allowed")
+    records, agreed = read_int(packet.facts, "records"), settings.deploy.records.get(site)
+    if not 1 <= records <= settings.deploy.max_records:
+        raise Refused("implausible", f"{records} records; 1 to {settings.deploy.max_records} are allowed")
     if agreed is not None and records != agreed:
         raise Refused("implausible", f"{records} records where {agreed} stand under [deploy.records]")
     if agreed is None and before is not None and records != before:

@@ -76,7 +76,11 @@ class JaxLearner:
 
             return descend(work, number, gradient)
 
-        return Site(number, train, lambda x, buffers: self._evaluate(x, self.test(name)))
+        def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
+            held_out = self.test(name)
+            return {metric: float(measure(x, held_out)) for metric, measure in self._measures.items()}
+
+        return Site(number, train, evaluate)
 
     def _loss(self, params: Tree, batch: Tree, key: Any = None) -> Any:
         value = self._bound_loss(params, batch, key)
@@ -96,9 +100,6 @@ class JaxLearner:
                 return compiled(y, batch, key)
 
         return call
-
-    def _evaluate(self, x: Array, records: Tree) -> dict[str, float]:
-        return {name: float(measure(x, records)) for name, measure in self._measures.items()}
 
 
 def step_key(seed: int, step: int | None) -> Any:

@@ -18,7 +18,8 @@ from fedscaffold.state.files import make_folder, write_private
 
 __all__ = ["days_left", "make_authority", "make_secret", "make_server", "make_site_key"]
 
-PEM = serialization.Encoding.PEM
+PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+UNENCRYPTED = serialization.NoEncryption()
 
 
 def make_authority(folder: Path, days: int) -> None:
@@ -32,7 +33,7 @@ def make_authority(folder: Path, days: int) -> None:
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
     )
-    _write(folder / "ca.key", _private(key), secret=True)
+    _write(folder / "ca.key", key.private_bytes(PEM, PKCS8, UNENCRYPTED), secret=True)
     _write(folder / "ca.crt", certificate.public_bytes(PEM))
 
 
@@ -48,15 +49,14 @@ def make_server(authority: Path, folder: Path, hosts: Sequence[str], days: int) 
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(signer, hashes.SHA256())  # type: ignore[arg-type]
     )
-    _write(folder / "server.key", _private(key), secret=True)
+    _write(folder / "server.key", key.private_bytes(PEM, PKCS8, UNENCRYPTED), secret=True)
     _write(folder / "server.crt", certificate.public_bytes(PEM))
 
 
 def make_site_key(private: Path, public: Path) -> None:
     """Write a site's key pair on the curve P-384 in OpenSSH format, as Flower's SuperNodes require."""
     key = ec.generate_private_key(ec.SECP384R1())
-    openssh, plain = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-    _write(private, key.private_bytes(PEM, openssh, plain), secret=True)
+    _write(private, key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, UNENCRYPTED), secret=True)
     form = serialization.PublicFormat.OpenSSH
     _write(public, key.public_key().public_bytes(serialization.Encoding.OpenSSH, form) + b"\n")
 
@@ -94,12 +94,6 @@ def _host(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         return x509.DNSName(host)
-
-
-def _private(key: Any) -> bytes:
-    form = serialization.PrivateFormat.PKCS8
-    out: bytes = key.private_bytes(PEM, form, serialization.NoEncryption())
-    return out
 
 
 def _write(path: Path, data: bytes, secret: bool = False) -> None:

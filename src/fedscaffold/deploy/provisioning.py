@@ -117,7 +117,8 @@ def make_kit(path: Path, out: Path) -> list[Path]:
 def check(folder: Path) -> list[Finding]:
     """Check a site's folder: versions, certificate, server, clock, model, settings, data and key."""
     facts = record(folder / "site.json", site=str, server=str, port=int)
-    findings = [_versions(), _certificate(folder / "ca.crt")]
+    left = keys.days_left(folder / "ca.crt")
+    findings = [_versions(), Finding("certificate", left > 7, f"ca.crt is good for {left:.0f} more days")]
     findings += _server(folder, facts["server"], facts["port"])
     try:
         settings, learner = open_app(folder / "app")
@@ -139,11 +140,6 @@ def _versions() -> Finding:
         engine = "none"
     said = f"fedscaffold {metadata.version('fedscaffold')}, flwr {engine}, Python {platform.python_version()}"
     return Finding("versions", engine == ENGINE, said if engine == ENGINE else f"{said}; flwr {ENGINE} is needed")
-
-
-def _certificate(path: Path) -> Finding:
-    left = keys.days_left(path)
-    return Finding("certificate", left > 7, f"ca.crt is good for {left:.0f} more days")
 
 
 def _server(folder: Path, server: str, port: int) -> list[Finding]:
@@ -198,20 +194,21 @@ def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) ->
         f'root-certificates = "%s"\\n\' {port} "$here/ca.crt" > engine/config.toml\n'
     )
     register = "".join(f"flwr supernode register keys/{site}.pub hub --name {site}\n" for site in sites)
-    run = 'flwr run app hub --run-config "home=\\"$here/run\\"" --format json\n'
+    run = (
+        "# starts the run, or goes on with the one in run/ after a crash\n"
+        'flwr run app hub --run-config "home=\\"$here/run\\"" --format json\n'
+    )
     _script(hub / "start-link.sh", link)
     _script(hub / "start-executor.sh", executor)
     _script(hub / "register-sites.sh", f"{HEAD}{config}{register}")
-    _script(
-        hub / "run.sh", f"# starts the run, or goes on with the one in run/ after a crash\n{run}", head=HEAD + config
-    )
+    _script(hub / "run.sh", f"{HEAD}{config}{run}")
     for name, what in (("link", "link"), ("executor", "executor")):
         unit = UNIT.format(what=what, folder="/opt/fedscaffold/server", script=f"start-{name}.sh", pause=5)
         write_private(hub / f"fedscaffold-{name}.service", unit)
 
 
-def _script(path: Path, text: str, head: str = "") -> None:
-    write_private(path, head + text)
+def _script(path: Path, text: str) -> None:
+    write_private(path, text)
     path.chmod(0o700)
 
 

@@ -50,8 +50,8 @@ class Schema(NamedTuple):
     """The arrays of a model: trained ones, all of one dtype, buffers, and frozen ones.
 
     >>> schema = Schema(("w", "b"), ((2, 3), (2,)), "float32")
-    >>> schema.size, schema.nbytes
-    (8, 32)
+    >>> schema.size
+    8
     """
 
     names: tuple[str, ...]
@@ -88,11 +88,6 @@ class Schema(NamedTuple):
     def size(self) -> int:
         """Number of coordinates, d."""
         return sum(prod(shape) for shape in self.shapes)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of one serialised vector in bytes."""
-        return self.size * np.dtype(self.dtype).itemsize
 
     @property
     def digest(self) -> str:

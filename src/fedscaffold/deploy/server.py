@@ -171,15 +171,12 @@ class Server:
             Refused: If the site may not take part.
         """
         self._require_idle()
-        deploy, old = self.settings.deploy, self.roster.get(site)
+        old = self.roster.get(site)
         try:
-            if site not in deploy.sites:
-                raise Refused("stranger", f"{site!r} is not one of the sites of this federation")
-            agreed, before = deploy.records.get(site), None if old is None else old.records
-            digest, most = self.settings.digest, deploy.max_records
-            records = gate.check_greeting(packet, site, self.schema, digest, most, agreed, before)
+            before = None if old is None else old.records
+            records = gate.check_greeting(packet, site, self.schema, self.settings, before)
         except Refused as refusal:
-            if site in deploy.sites:
+            if site in self.settings.deploy.sites:
                 cause = self.declined[site] = str(refusal).removeprefix("failed: ")  # the site's own report
                 self.audit.write("refused", site=site, code=refusal.code, reason=cause, round=self.state.round + 1)
             else:
@@ -457,26 +454,20 @@ class Server:
                 current.updates[site] = Update({}, 0.0, {})
                 return Verdict(True, reason)
             if site not in current.failed:
-                self._count_loss(site)
+                lost = self.roster[site].lost + 1
+                self.roster[site] = self.roster[site]._replace(lost=lost)
+                if lost > FREE:
+                    until = self.state.round + 1 + REST * 2 ** min(lost - FREE - 1, MOST_DOUBLINGS)
+                    self.roster[site] = self.roster[site]._replace(rests=until)
+                    self.audit.write("resting", site=site, lost=lost, until=until)
             self.resync = True
         self.failed(site, reason)
         return Verdict(False, reason)
 
-    def _count_loss(self, site: str) -> None:
-        """Count a reported loss of c_i; exclude the member from training after too many."""
-        member = self.roster[site]
-        lost = member.lost + 1
-        rests = member.rests
-        if lost > FREE:
-            rests = self.state.round + 1 + REST * 2 ** min(lost - FREE - 1, MOST_DOUBLINGS)
-        self.roster[site] = member._replace(lost=lost, rests=rests)
-        if lost > FREE:
-            self.audit.write("resting", site=site, lost=lost, until=rests)
-
     def _check_update(self, site: str, update: Update, current: Open) -> Update:
         """Check the digests of an admitted reply; measure and clip its update."""
         if current.kind == "resync":
-            memory, digest = flatten(self._reported_memory(update)), self.roster[site].digest
+            memory, digest = flatten(update.vectors.values()), self.roster[site].digest
             if (fingerprint(memory) != digest) if digest else np.any(memory):
                 raise Refused("implausible", "the c_i it reports is not the one that counted last")
             return update._replace(length=aggregation.norm(memory))
@@ -496,10 +487,6 @@ class Server:
             self.audit.write("clipped", site=site, round=self.state.round + 1, norm=measured.clipped, cap=clip)
         return measured
 
-    def _reported_memory(self, update: Update) -> Record:
-        """Return the memory that a client reported in a resync."""
-        return type(blank_memory(self.algorithm, self.state.x))(**update.vectors)
-
     def _next_state(self, current: Open) -> tuple[State | None, float | None]:
         """Return the state after the round and its residual; None below the quorum.
 
@@ -518,7 +505,8 @@ class Server:
         while len(updates) >= current.need:
             with np.errstate(over="ignore", invalid="ignore"):
                 if current.kind == "resync":
-                    reports = {site: self._reported_memory(u) for site, u in updates.items() if u.vectors}
+                    kind = type(blank_memory(self.algorithm, self.state.x))
+                    reports = {site: kind(**update.vectors) for site, update in updates.items() if update.vectors}
                     state = aggregation.resync_means(self.algorithm, self.state, reports)
                 else:
                     state = aggregation.aggregate(self.algorithm, self.state, updates, self.server_keeps)

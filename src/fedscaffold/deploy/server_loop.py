@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fedscaffold.deploy.aggregation import rounding_bound, shares
 from fedscaffold.deploy.client import Learner, answer
 from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.schema import Array, Packet, Schema
+from fedscaffold.deploy.schema import Array, Packet
 from fedscaffold.deploy.server import Outcome, Server
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.state import safetensors_io
 from fedscaffold.state.files import write_private
 
-__all__ = ["InProcess", "Stopped", "Summary", "Transport", "drive"]
+__all__ = ["InProcess", "Stopped", "Summary", "Transport", "drive", "write_model"]
 
 POLL = 0.1  # seconds between polls for replies
 LONGEST_PAUSE = 30.0
@@ -176,14 +176,6 @@ def _reason_to_stop(server: Server, outcome: Outcome | None) -> str | None:
     causes = [*causes[:MOST_CAUSES], *([f"and {more} more causes"] if more > 0 else [])]
     committed = f"rounds 1 to {server.state.round} are" if server.state.round else "nothing is"
     return f"{why} ({'; '.join(causes)}); {committed} committed in {server.folder}"
-
-
-def save_simulated(folder: Path, schema: Schema, x: Array, rows: Sequence[Mapping[str, Any]], run: str) -> Path:
-    """Write the metrics and the model of a simulated run; return the model's path."""
-    write_private(folder / "metrics.jsonl", "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows))
-    model = folder / "model.safetensors"
-    write_model(model, schema.filed(x, {}), {"round": str(len(rows)), "run": run})
-    return model
 
 
 def write_model(path: Path, arrays: Mapping[str, Array], facts: Mapping[str, str]) -> None:

@@ -92,7 +92,7 @@ class TorchLearner:
         frozen = self._frozen_parameters()
         self.buffers = {**self._read_buffers(), **frozen}
         arrays = {name: p.detach().cpu().numpy() for name, p in self.trained.items()}
-        stored = _state_dict_rows(self.module, kinds, self.dtype)
+        stored = _state_dict_rows(self.module, kinds)
         buffers = {name: self.buffers[name] for name in self.kept}
         self.schema = Schema.of(arrays, precision, buffers, frozen, stored)
         self.start = self.schema.flatten(arrays)
@@ -331,7 +331,7 @@ def _check_module(module: Module) -> None:
             raise InputError(f"{name!r} shares the memory of {other!r}; tie them by assigning the Parameter itself")
 
 
-def _state_dict_rows(module: Module, kinds: dict[str, Any], precision: Any) -> tuple[tuple[str, str, str], ...]:
+def _state_dict_rows(module: Module, kinds: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
     """Return (name, array, dtype) of each entry of `state_dict()`, for `Schema.stored`."""
     known = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
     rows = []
