@@ -91,7 +91,7 @@ def deployed_server(config, folder):
         if number in RESTARTS:
             server = server_of(config, folder)
         for site, request in server.open(present).items():
-            reply = answer(request, learner(), config, site, folder / "sites")
+            reply = answer(request, learner(config.precision), config, site, folder / "sites")
             if site in lost:
                 server.failed(site, "lost on the way")
             else:
@@ -116,6 +116,17 @@ def test_deployed_is_the_reference(case, keeper, tmp_path):
             for field, value in right.memory[i]._asdict().items():
                 mine = getattr(server.state.memory[site], field)
                 np.testing.assert_allclose(mine, value, rtol=0, atol=1e-12, err_msg=f"{field} of {site}")
+    assert server.fault is None
+
+
+@pytest.mark.parametrize("keeper", ["server", "client"])
+@pytest.mark.parametrize("case", CASES)
+def test_single_precision_is_the_reference_up_to_rounding(case, keeper, tmp_path):
+    config = settings(deploy=f"state = '{keeper}'\nquorum = 1", algorithm=CASES[case], top="weights = 'records'")
+    server = deployed_server(config._replace(precision="float32"), tmp_path)
+    assert server.state.x.dtype == np.float32
+    right = reference_state(server.algorithm, config).server
+    np.testing.assert_allclose(server.state.x, right.x, rtol=0, atol=1e3 * np.finfo(np.float32).eps)
     assert server.fault is None
 
 

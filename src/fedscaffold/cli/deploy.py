@@ -175,6 +175,7 @@ def status(
 
 
 def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of `deploy status`."""
     age = time.time() - now["at"]
     gauge = "kept by the clients" if now["residual"] is None else f"residual {now['residual']:.2g}"
     lines = [f"{now['phase']}, round {now['round']} of {now['rounds']}, {gauge}, {age:.0f} s ago"]
@@ -215,6 +216,7 @@ def _new_folder(out: Path, folder: Path, engine: str) -> Iterator[None]:
 
 
 def _in_process(folder: Path, out: Path, rounds: int | None, allow_missing: bool, as_json: bool) -> int:
+    """Run or resume an app in this process; return the exit code."""
     from fedscaffold.deploy import InProcess, Server, Stopped, drive
     from fedscaffold.deploy.apps import open_app
 
@@ -237,6 +239,7 @@ def _in_process(folder: Path, out: Path, rounds: int | None, allow_missing: bool
 
 
 def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json: bool) -> int:
+    """Run or resume a federation of local processes; return the exit code."""
     from fedscaffold.deploy import Stopped
     from fedscaffold.deploy.local_cluster import Federation
 
@@ -307,6 +310,7 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
 
 
 def _print_round(outcome: Outcome, as_json: bool) -> None:
+    """Print one line for a round, on terminals only."""
     if not as_json and sys.stderr.isatty():
         word = "committed" if outcome.committed else "abandoned"
         means = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
@@ -344,6 +348,7 @@ def _unmeasured_line(name: str, sites: list[str]) -> str:
 
 
 def _print_stopped(stopped: Stopped, out: Path, as_json: bool) -> int:
+    """Print why a run stopped, and which sites did not count; return the exit code."""
     typer.echo(f"fedscaffold: {stopped}", err=True)
     if as_json:
         print_answer({"stopped": str(stopped), "missed": stopped.missed, "folder": str(out)}, [], as_json)

@@ -30,7 +30,15 @@ steps from 0, and is None for the gradient at x over all data."""
 
 
 class ArraysLearner:
-    """Local training with NumPy functions; see the module's documentation.
+    """Local training with NumPy functions.
+
+    Args:
+        gradient: (params, batch) -> mean gradient over the batch, by the names of `start`.
+        start: The initial model, by name.
+        data: site -> the site's records, a tuple of arrays with one row per record.
+        loss: (params, batch) -> mean loss, measured at the sites.
+        accuracy: (params, batch) -> mean accuracy, measured at the sites.
+        precision: float32 or float64.
 
     >>> def gradient(params, batch):
     ...     return {"w": params["w"] - batch[0].mean(axis=0)}

@@ -226,7 +226,7 @@ def _read_shift(
     if like is None:
         return None, None
     if not isinstance(like, tuple):
-        return None, gate.read_vector(request, "shift", like, algorithm.private)
+        return None, gate.read_vector(request, "shift", np.asarray(like, x.dtype), algorithm.private)
     like = cast(like, x.dtype)
     fields = like._asdict().items()
     return None, type(like)(

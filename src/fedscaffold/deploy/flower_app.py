@@ -143,6 +143,7 @@ class FlowerTransport:
         return [(site, reply) for _, site, reply in self._take_replies() if site]
 
     def _push(self, packets: list[tuple[int, Packet]], kind: str) -> list[str | None]:
+        """Push packets to nodes; return the message ids, None for those that could not be pushed."""
         if not packets:
             return []
         messages = [Message(to_record(p), node, kind, ttl=self.deadline + 60.0) for node, p in packets]
@@ -176,6 +177,7 @@ class FlowerTransport:
 
 
 def _read_reply(reply: Message) -> Packet | str:
+    """Return the packet of a reply, or why there is none."""
     if reply.has_error():
         return BROKEN.get(reply.error.code, f"the engine reports error {int(reply.error.code)}")
     return from_record(reply.content)

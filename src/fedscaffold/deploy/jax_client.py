@@ -28,7 +28,15 @@ STEPS, AT_X = 2, 3  # streams of a site's key, as in simulation: local steps, gr
 
 
 class JaxLearner:
-    """Local training with a JAX loss; see the module's documentation.
+    """Local training with a JAX loss.
+
+    Args:
+        loss: (params, batch) -> mean loss over a batch; may take `weights` and `key` as well.
+        params: The initial model, a pytree of arrays.
+        data: site -> the site's records, a pytree of arrays with one row per record.
+        metrics: By name: (params, batch) -> a further metric.
+        test: site -> the records to evaluate on; `data` by default.
+        precision: float32 or float64.
 
     >>> loss = lambda params, batch: ((batch[0] @ params["w"] - batch[1]) ** 2).mean()
     >>> learner = JaxLearner(loss, {"w": np.zeros(3)}, lambda site: (np.ones((4, 3)), np.ones(4)))

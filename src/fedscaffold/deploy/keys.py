@@ -73,6 +73,7 @@ def days_left(certificate: Path) -> float:
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, public: Any, days: int) -> x509.CertificateBuilder:
+    """Return a certificate builder with names, key, serial number and validity set."""
     now = dt.datetime.now(dt.UTC)
     return (
         x509.CertificateBuilder()
@@ -97,6 +98,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _write(path: Path, data: bytes, secret: bool = False) -> None:
+    """Write a file that only its owner can read, or everybody unless `secret`."""
     make_folder(path.parent, private=True)
     write_private(path, data)
     if not secret:

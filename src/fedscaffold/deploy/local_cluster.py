@@ -253,6 +253,7 @@ class Federation:
         end_processes(kin)  # descendants that started sessions of their own
 
     def _make_keys(self) -> None:
+        """Create the keys that do not exist yet, and a new server certificate."""
         secrets = self.secrets
         if not (secrets / "ca.crt").exists():
             keys.make_authority(secrets, days=365)
@@ -281,6 +282,7 @@ class Federation:
                 process.wait()
 
     def _start(self, name: str, command: list[Any]) -> None:
+        """Start a process in a session of its own, with its output in a log file."""
         log = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self.processes[name] = subprocess.Popen(
             [str(word) for word in command],

@@ -134,6 +134,7 @@ def check(folder: Path) -> list[Finding]:
 
 
 def _versions() -> Finding:
+    """Check the version of Flower."""
     try:
         engine = metadata.version("flwr")
     except metadata.PackageNotFoundError:
@@ -160,6 +161,7 @@ def _server(folder: Path, server: str, port: int) -> list[Finding]:
 def _site_folder(
     folder: Path, site: str, app: Path, server: str, port: int, authority: Path, hub: Path, data: str
 ) -> None:
+    """Write the folder of a site: certificate, key, app, start script, systemd unit."""
     _copy(authority / "ca.crt", folder / "ca.crt")
     keys.make_site_key(folder / "site.key", folder / "site.pub")
     _copy(folder / "site.pub", hub / "keys" / f"{site}.pub")
@@ -179,6 +181,7 @@ def _site_folder(
 
 
 def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) -> None:
+    """Write the server's start scripts and systemd units."""
     link = (
         f"{HEAD}exec flower-superlink --host 0.0.0.0 --port {port} --database link.db \\\n"
         "  --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key --enable-supernode-auth \\\n"

@@ -406,7 +406,9 @@ class Server:
             "told": member.told,
             "evaluate": kind == "train" and state.round % self.settings.evaluate_every == 0,
         }
-        blobs = {name: blob(pack(np.asarray(array), algorithm.private)) for name, array in down.items()}
+        blobs = {
+            name: blob(pack(np.asarray(array, self.schema.dtype), algorithm.private)) for name, array in down.items()
+        }
         arrays = {name: (pack(like, algorithm.private).shape, self.schema.dtype) for name, like in up.items()}
         if kind != "resync":
             blobs |= {f"buffer.{name}": blob(value) for name, value in state.buffers.items()}
@@ -435,6 +437,7 @@ class Server:
         self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
 
     def _set_told(self, site: str, told: str, state: State | None = None) -> None:
+        """Set what a member is told with its next request."""
         roster = (state or self.state).roster
         if site in roster:
             roster[site] = roster[site]._replace(told=told)

@@ -198,6 +198,7 @@ def _await_sites(server: Server, transport: Transport, sleep: Callable[[float], 
 
 
 def _register_new_sites(server: Server, transport: Transport) -> None:
+    """Register the sites that have greeted since the last call."""
     for site, packet in sorted(transport.greetings().items()):
         try:
             server.hello(site, packet)
@@ -206,6 +207,7 @@ def _register_new_sites(server: Server, transport: Transport) -> None:
 
 
 def _run_round(server: Server, transport: Transport, sleep: Callable[[float], None], evaluate: bool) -> Outcome | None:
+    """Run one round; return its outcome, None if too few sites are present."""
     requests = server.open(transport.present(), evaluate)
     if not requests:
         return None

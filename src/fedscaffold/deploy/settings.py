@@ -166,6 +166,7 @@ def _why_not_deployed(algorithm: Algorithm) -> str | None:
 
 
 def _build_settings(table: dict[str, Any]) -> Settings:
+    """Build the settings from the tables of a file; raise `InputError` on the first mistake."""
     _check_keys(table, (*Settings._fields,), "")
     local = _table(table, "local", Local._fields)
     deploy = _table(table, "deploy", Deploy._fields)
@@ -196,6 +197,7 @@ def _read(table: dict[str, Any], key: str) -> Any:
 
 
 def _local(table: dict[str, Any]) -> Local:
+    """Read the table `[local]`."""
     shared = ("steps", "epochs", "batch_size", "lr", "draw", "momentum")
     given = {name: _read(table, f"local.{name}") for name in shared}
     if given["steps"] is not None and given["epochs"] is not None:
@@ -215,6 +217,7 @@ def _local(table: dict[str, Any]) -> Local:
 
 
 def _deploy(table: dict[str, Any]) -> Deploy:
+    """Read the table `[deploy]`."""
     sites = table.get("sites", [])
     if not isinstance(sites, list) or not all(isinstance(s, str) and NAME.fullmatch(s) for s in sites):
         allowed = "names of at most 64 letters (a to z), digits, - and _, which begin with a letter or digit"
@@ -243,6 +246,7 @@ def _deploy(table: dict[str, Any]) -> Deploy:
 
 
 def _table(table: dict[str, Any], name: str, known: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return a table of the file, whose keys must be `known`; None allows any."""
     part = table.get(name, {})
     if not isinstance(part, dict):
         raise InputError(f"{name} must be a table, written [{name}], got {checks.shown(part)}")
@@ -252,6 +256,7 @@ def _table(table: dict[str, Any], name: str, known: tuple[str, ...] | None) -> d
 
 
 def _check_keys(table: dict[str, Any], known: tuple[str, ...], prefix: str) -> None:
+    """Raise `InputError` at an unknown key, or one that only simulations take."""
     for key in table:
         if prefix + key in KEYS and key not in known:
             raise InputError(f"a deployment does not take {prefix + key}: it is for simulations; leave it out")

@@ -227,6 +227,7 @@ class TorchLearner:
                 )
 
     def _loss(self, batch: Batch) -> Tensor | None:
+        """Return the loss of a batch, None if it is skipped; raise unless it is one number."""
         value = self.loss(self.module, batch)
         if value is None:
             return None
@@ -279,7 +280,7 @@ class TorchLearner:
     def _full_gradient(self, records: Any) -> Tensor:
         """Return the mean gradient over all records, accumulated by batch."""
         total, number = torch.zeros_like(self.g), 0
-        for batch in _iterate_once(records):
+        for batch in [records] if isinstance(records, tuple) else _loader(records, 256):
             if self._gradient(batch):
                 size = _batch_rows(batch)
                 total.add_(self.g, alpha=size)
@@ -307,7 +308,7 @@ class TorchLearner:
         counts: dict[str, int] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)  # fixes the order of a shuffling loader, and so the rounding
-            for batch in _iterate_once(records):
+            for batch in [records] if isinstance(records, tuple) else _loader(records, 256):
                 moved, size = _to_device(batch, self.device), _batch_rows(batch)
                 value = self._loss(moved)
                 means = {} if self.metrics is None else dict(self.metrics(self.module, moved))
@@ -374,7 +375,9 @@ def _batches(records: Any, work: Work) -> Iterator[Batch]:
         for _ in range(work_of(algorithm, local.steps or local.epochs or 1).steps):
             yield None
     else:
-        loader = _loader(records, local)
+        if local.batch_size is not None and isinstance(records, torch.utils.data.DataLoader):
+            raise InputError("local.batch_size and a DataLoader's own batch size are both given; leave one out")
+        loader = _loader(records, local.rows(len(records)) or len(records), shuffle=True)
         asked = local.steps if local.steps is not None else (local.epochs or 1) * len(loader)
         left = work_of(algorithm, asked, local.batch_size).steps
         while left > 0:
@@ -385,27 +388,15 @@ def _batches(records: Any, work: Work) -> Iterator[Batch]:
                     return
 
 
-def _loader(records: Any, local: Local) -> Any:
-    """Return a shuffling loader of a data set; a loader as it is."""
+def _loader(records: Any, batch_size: int, shuffle: bool = False) -> Any:
+    """Return a loader of a data set; a loader as it is."""
     if isinstance(records, torch.utils.data.DataLoader):
-        if local.batch_size is not None:
-            raise InputError("local.batch_size and a DataLoader's own batch size are both given; leave one out")
         return records
-    batch = local.rows(len(records)) or len(records)
-    return torch.utils.data.DataLoader(records, batch_size=batch, shuffle=True)
-
-
-def _iterate_once(records: Any) -> Iterator[Batch]:
-    """Yield all records once, in batches."""
-    if isinstance(records, tuple):
-        yield records
-    elif isinstance(records, torch.utils.data.DataLoader):
-        yield from records
-    else:
-        yield from torch.utils.data.DataLoader(records, batch_size=256)
+    return torch.utils.data.DataLoader(records, batch_size, shuffle)
 
 
 def _count_records(records: Any) -> int:
+    """Return the number of records of a tuple of tensors, a data set or a loader."""
     if isinstance(records, tuple):
         return len(records[0])
     return len(records.dataset if isinstance(records, torch.utils.data.DataLoader) else records)
