@@ -1,4 +1,4 @@
-"""Federated optimisation that does not drift: SCAFFOLD and its family, written once, right everywhere.
+"""Federated optimisation with SCAFFOLD and related methods.
 
 >>> import fedscaffold as fs
 >>> problem = fs.problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, seed=0)
@@ -6,7 +6,7 @@
 >>> run.vector.shape, run.rounds
 ((20,), 20)
 
-Nothing heavy is imported until it is used: JAX loads with the first problem.
+Submodules are imported on first use; JAX is imported with the first problem.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results in one line: arrays by their type and shape, long lists by their length."""
+"""Short representations of results: arrays by type and shape, long lists by length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_FIELDS = 2
 
 
 def brief(held: Any) -> str:
-    """The `__repr__` of a NamedTuple that holds arrays.
+    """Return a short `repr` of a NamedTuple that holds arrays.
 
     >>> from typing import NamedTuple
     >>> class Found(NamedTuple):
@@ -28,7 +28,7 @@ def brief(held: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A value in a few characters.
+    """Return a value in a few characters.
 
     >>> import numpy as np
     >>> short(np.zeros((3, 4))), short(0.1 + 0.2), short({"loss": np.zeros(5)})

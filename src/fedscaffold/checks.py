@@ -1,7 +1,7 @@
-"""Argument checks and their sentences: what is wrong, what is allowed, what was received.
+"""Argument checks. Error messages state what is wrong, what is allowed, and what was received.
 
-A number is an int, a float, or a NumPy or JAX scalar of these; a bool is none, nor is text. A whole number is written
-as one: 1e9 and 5.0 are floats, and refused where a whole number is asked for.
+Numbers are ints, floats, and NumPy or JAX scalars; bools and strings are not. Floats such as 1e9 and 5.0 are refused if
+a whole number is required.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 LARGEST = 2**63 - 1
-"""Whole numbers go into 64 bits."""
+"""Largest whole number: 64 bits."""
 MOST_SHOWN = 120
 BY_NAME = ("weights", "key", "state", "train")  # what a function of (params, batch) may take besides
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 class InputError(ValueError):
-    """The user's mistake, said in one line; the command line prints it and exits with 2."""
+    """Invalid input, with a message of one line; the command line prints it and exits with code 2."""
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: on one line, cut where it is long, whatever it is.
+    """Return a value as shown in messages: on one line, truncated if it is long.
 
     >>> len(shown([1] * 1000)), shown(10**5000)
     (63, 'an int of over 4300 digits')
@@ -132,7 +132,7 @@ def share(name: str, value: Any, of: str, *, at_most: int = LARGEST) -> float | 
 
 
 def written(word: str) -> int | float | str:
-    """The number that a word such as "20" or "0.5" stands for; the word itself where it stands for none.
+    """Return the number that a word such as "20" or "0.5" represents; the word itself if it is not a number.
 
     >>> written("20"), written("0.5"), written("many")
     (20, 0.5, 'many')
@@ -146,7 +146,7 @@ def written(word: str) -> int | float | str:
 
 
 def text(name: str, value: Any) -> str:
-    """Return text that can be written to a file: not empty, without zero bytes, in UTF-8.
+    """Return `value` if it is text that can be written to a file: not empty, without zero bytes, valid in UTF-8.
 
     >>> text("output.dir", "")
     Traceback (most recent call last):
@@ -171,7 +171,7 @@ def path(name: str, value: Any) -> Path:
 
 
 def fits(what: str, needed: int) -> None:
-    """Refuse what is larger than this machine's memory, before it is made.
+    """Raise an InputError if something needs more memory than this machine has.
 
     >>> fits("dim 99999999999", 99999999999**2 * 8)
     Traceback (most recent call last):
@@ -183,7 +183,7 @@ def fits(what: str, needed: int) -> None:
 
 
 def memory() -> float:
-    """Bytes of memory that this machine or container has.
+    """Return the memory of this machine or container, in bytes.
 
     >>> memory() > 2**20
     True
@@ -199,7 +199,7 @@ def memory() -> float:
 
 
 def one_number(loss: str, shape: Iterable[int]) -> None:
-    """Refuse a loss that is not one number.
+    """Raise an InputError if a loss is not one number.
 
     >>> one_number("loss(params, batch)", (4,))
     Traceback (most recent call last):
@@ -232,7 +232,7 @@ def memoised(make: Callable[P, R]) -> Callable[P, R]:
 
 
 def _scalar(value: Any) -> Any:
-    """A NumPy or JAX scalar as the Python number it is; anything else as it is."""
+    """Return the Python number of a NumPy or JAX scalar; other values unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
@@ -245,7 +245,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def takes_weights(name: str, function: Callable[..., Any]) -> bool:
-    """Whether a function takes `weights` by name; refuses one that cannot be called with (params, batch).
+    """Return whether a function takes `weights` by name; refuse one that cannot be called with (params, batch).
 
     >>> takes_weights("loss", lambda params, batch, weights: 0.0)
     True
@@ -258,7 +258,7 @@ def takes_weights(name: str, function: Callable[..., Any]) -> bool:
 
 
 def takes_key(function: Callable[..., Any]) -> bool:
-    """Whether a function of (params, batch) takes `key` by name, a random key.
+    """Return whether a function of (params, batch) takes a random `key` by name.
 
     >>> takes_key(lambda params, batch, key=None: 0.0), takes_key(lambda params, batch: 0.0)
     (True, False)

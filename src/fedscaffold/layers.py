@@ -1,4 +1,4 @@
-"""Layers of a model by name: which part of its vector some of them are."""
+"""Select layers of a model by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Split(NamedTuple):
     """Some layers of a model, and the others."""
 
     ranges: tuple[tuple[int, int], ...]
-    """Where the chosen layers begin and end in the vector."""
+    """Start and end of each chosen layer in the vector."""
     chosen: NDArray[np.bool_]
     others: NDArray[np.bool_]
 
@@ -30,12 +30,12 @@ def split(names: Sequence[str], shapes: Sequence[tuple[int, ...]], chosen: Colle
     """Find layers by name.
 
     Args:
-        names: Of all arrays of the model, in the order of its vector: `conv.bn.weight`, or `['conv']['bn']['scale']`.
+        names: Names of all arrays, in the order of the vector: `conv.bn.weight` or `['conv']['bn']['scale']`.
         shapes: Their shapes.
-        chosen: Names or patterns (`bn*`), each of one part of an array's name or of the whole of it, with dots.
+        chosen: Names or patterns (`bn*`) of one part of an array's name, or of the whole name with dots.
 
     Raises:
-        InputError: A name that no layer has; the layers are listed.
+        InputError: A name matches no layer.
 
     >>> split(["fc.weight", "bn1.weight", "bn1.bias"], [(2,), (1,), (1,)], ["bn*"]).ranges
     ((2, 3), (3, 4))

@@ -1,17 +1,17 @@
-"""Metrics by round: their names, what they mean, and which way is better.
+"""Metrics of a run, and targets.
 
 loss            f(x) = sum p_i f_i(x), over all clients' records
-accuracy        share of records predicted right, on the test data where there is some, else on all records
+accuracy        fraction of records classified correctly, on the test data if there are any, else on all records
 grad_norm       |sum p_i grad f_i(x)|
-gap             f(x) - f(x*), where the optimum x* is known
+gap             f(x) - f(x*), if the optimum x* is known
 distance        |x - x*|
-drift           root mean square distance of the cohort's local models from their mean, at the round's end
-control_error   root mean square distance of the c_i from the ideal grad f_i(x*)
-age             mean over clients of the rounds since they were last heard
-residual        |c - sum p_i c_i|, the health gauge: always on; anything above rounding is a permanent bias
-bytes_up, bytes_down    what the cohort sent and received in the round: always on
+drift           root mean square distance of the cohort's local models from their mean, at the end of the round
+control_error   root mean square distance of the c_i from grad f_i(x*)
+age             rounds since a client was last heard, averaged over clients
+residual        |c - sum p_i c_i|; always recorded. A value above rounding means a permanent bias
+bytes_up, bytes_down    bytes that the cohort sent and received in the round; always recorded
 
-`metric` makes one of the user's own from a function of the model and a data set.
+`metric` makes a metric from a user's function of parameters and data.
 """
 
 from __future__ import annotations
@@ -46,12 +46,17 @@ DIRECTIONS = {">=": True, "<=": False}
 
 
 def explained(rounds: int, clients: int, scale: float) -> float:
-    """The residual that rounding explains: ten times what right runs show that hear all clients in every round.
+    """Return the largest residual that rounding explains, ten times that of correct runs with full participation.
 
-    c and the mean of the c_i are kept in double precision whatever the precision of the run, so it is rounding of sums
-    over up to so many `clients` that adds up over the `rounds`; `scale` is the size of the c_i. More is a fault.
+    c and the mean of the c_i are stored in double precision for any precision of the run, so rounding errors come from
+    sums over clients and accumulate over rounds.
 
-    >>> explained(10**6, 10**6, 1.0) < 1e-6  # one c_i of size 1 lost among a million is seen after a million rounds
+    Args:
+        rounds: Number of rounds.
+        clients: Number of clients.
+        scale: Size of the c_i.
+
+    >>> explained(10**6, 10**6, 1.0) < 1e-6  # detects one lost c_i of size 1 among a million, after a million rounds
     True
     """
     eps = float(np.finfo(np.float64).eps)
@@ -59,7 +64,7 @@ def explained(rounds: int, clients: int, scale: float) -> float:
 
 
 def complaint(round: int, residual: float, explained: float) -> str | None:
-    """The sentence about a residual that rounding does not explain.
+    """Return a message about a residual that rounding does not explain; None if it does.
 
     >>> complaint(10, 1e-15, 7e-13) is None
     True
@@ -76,17 +81,17 @@ def complaint(round: int, residual: float, explained: float) -> str | None:
 
 
 def rises(metric: str) -> bool:
-    """Whether more of the metric is better."""
+    """Return whether larger values of the metric are better."""
     return metric == "accuracy"
 
 
 def met(metric: str, value: Any, target: Any) -> Any:
-    """Whether a value of the metric meets the target; NaN does not."""
+    """Return whether a value of the metric meets the target; NaN does not."""
     return value >= target if rises(metric) else value <= target
 
 
 def target_of(text: str | tuple[str, float] | Mapping[str, float], own: Collection[str] = ()) -> tuple[str, float]:
-    """A metric and the value to reach, from "accuracy:0.9", ("accuracy", 0.9) or {"accuracy": 0.9}.
+    """Return the metric and value of a target: "accuracy:0.9", ("accuracy", 0.9) or {"accuracy": 0.9}.
 
     >>> target_of("accuracy:0.9")
     ('accuracy', 0.9)
@@ -104,22 +109,22 @@ def target_of(text: str | tuple[str, float] | Mapping[str, float], own: Collecti
 
 
 class Stop(NamedTuple):
-    """The metric that ends a run, and which way it goes."""
+    """The metric that stops a run, and its direction."""
 
     metric: str
     rises: bool
 
     def met(self, value: Any, target: Any) -> Any:
-        """Whether a value meets the target; NaN does not."""
+        """Return whether a value meets the target; NaN does not."""
         return value >= target if self.rises else value <= target
 
 
 def stop_of(stop_at: Any, own: Mapping[str, bool | None]) -> tuple[Stop, float]:
-    """What ends a run and the value to reach: as for `target_of`, or with a direction, ("f1", ">=", 0.9).
+    """Return the stopping criterion and its target value.
 
     Args:
-        stop_at: what the user gave.
-        own: the columns of the user's own metrics, with whether more is better; None where that was not said.
+        stop_at: A target as for `target_of`, or one with a direction: ("f1", ">=", 0.9).
+        own: Columns of the user's metrics, with whether larger values are better; None if unknown.
 
     >>> stop_of(("accuracy", 0.9), {}), stop_of(("f1", ">=", 0.5), {"f1": None})
     ((Stop(metric='accuracy', rises=True), 0.9), (Stop(metric='f1', rises=True), 0.5))
@@ -140,7 +145,7 @@ def stop_of(stop_at: Any, own: Mapping[str, bool | None]) -> tuple[Stop, float]:
 
 
 class Metric(NamedTuple):
-    """A metric of the user's own; made by `metric`."""
+    """A user's metric; made by `metric`."""
 
     function: Callable[[Any, Any], Any]
     name: str
@@ -153,7 +158,7 @@ class Metric(NamedTuple):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of its columns in a run's history."""
+        """Names of its columns in the history of a run."""
         return tuple(f"{self.name}_{one}" for one in self.summary) if self.by_client else (self.name,)
 
 
@@ -168,29 +173,29 @@ def metric(
     compiled: bool | None = None,
     name: str | None = None,
 ) -> Metric:
-    """Make a metric from a function of the model and a data set.
+    """Make a metric from a function of parameters and data.
 
-    The function sees real data sets only: all records at once, never padded. It is part of the compiled program where
-    JAX can trace it; otherwise it is called with NumPy arrays, at the rounds that are measured only.
+    The function receives all records of a data set at once, without padding. It is compiled with the rounds if JAX can
+    trace it; otherwise it is called with NumPy arrays, only in rounds that are evaluated.
 
     Args:
-        function: `function(params, data)`, one number, with the model in the user's own structure.
-        on: the data set: "train" (the clients' records), "test" (the problem's test data), or data of the user's own in
-            any structure. With `by_client`, a list with one data set for each client.
-        by_client: measure on each client's data; the columns are summaries over clients.
-        summary: what is kept of the clients' values: "mean" (weighted by the p_i of the objective), "min", "max",
-            "worst", or numbers between 0 and 1 for quantiles. A column is called `name_summary`.
-        model: "common" for x, or "own" for each client's own model, by an algorithm that gives it one (Ditto, FedBN);
-            that is a metric by client.
-        maximize: whether more is better, which "worst" and a target need to know.
-        compiled: None to find out; False for a function that JAX must not trace, True for one that it must.
-        name: of the column; by default the function's.
+        function: `function(params, data) -> number`.
+        on: The data: "train" (the clients' records), "test" (the problem's test data), or the user's own data in any
+            structure. With `by_client`, a list with one data set per client.
+        by_client: Compute one value per client; the columns are summaries over clients.
+        summary: Summaries over clients: "mean" (weighted by the p_i of the objective), "min", "max", "worst", or
+            numbers between 0 and 1 for quantiles. The columns are named `name_summary`.
+        model: "common" for x, or "own" for the personal models of an algorithm that has them (Ditto, FedBN), which
+            implies `by_client`.
+        maximize: Whether larger values are better; required for "worst", and for a target without a direction.
+        compiled: True if JAX must trace the function, False if it must not, None to try.
+        name: Name of the column; default: the name of the function.
 
     Returns:
-        What the argument `metrics` of `simulate` takes.
+        A metric for the argument `metrics` of `simulate`.
 
     Raises:
-        InputError: for arguments that do not go together.
+        InputError: The arguments are invalid or incompatible.
 
     >>> def error(params, data):
     ...     return abs(params - data).max()

@@ -1,4 +1,4 @@
-"""TOML and JSON from files and command lines: whatever cannot be read is refused in one line."""
+"""Read TOML and JSON from files and command lines; invalid input raises an InputError of one line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["NotToml", "format_of", "json", "plain", "record", "text_of", "toml"]
 
 
 class NotToml(InputError):
-    """Text that breaks the rules of TOML."""
+    """Text that is not valid TOML."""
 
 
 def toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a TOML text; `source` is what the text is called where it is refused.
+    """Parse TOML; `source` names the text in error messages.
 
     >>> toml(chr(0xFEFF) + "rounds = 3", "config.toml")
     {'rounds': 3}
@@ -38,7 +38,7 @@ def toml(text: str, source: str) -> dict[str, Any]:
 
 
 def json(text: str | bytes, source: str) -> Any:
-    """The value of a JSON text.
+    """Parse JSON; `source` names the text in error messages.
 
     >>> json('{"round": 1', "status.json")
     Traceback (most recent call last):
@@ -51,15 +51,15 @@ def json(text: str | bytes, source: str) -> Any:
 
 
 def format_of(value: Any, newest: int, source: str) -> int:
-    """Return the format version that a file says it has; one that does not say is of version 0.1.0 and has format 1.
+    """Return the format version of a file; a file of version 0.1.0 states none and has format 1.
 
     Args:
-        value: What the file says, or None.
+        value: The format that the file states, or None.
         newest: The newest format that this version reads.
-        source: What the file is called where it is refused.
+        source: Name of the file in error messages.
 
     Raises:
-        InputError: The format is not a whole number, or newer than this version.
+        InputError: The format is not a whole number, or newer than this version supports.
 
     >>> format_of(None, 2, "config.toml")
     1
@@ -78,7 +78,7 @@ def format_of(value: Any, newest: int, source: str) -> int:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: NumPy's numbers become Python's, NaN and the infinities become null.
+    """Convert a value for JSON: NumPy numbers to Python numbers, NaN and infinities to null.
 
     >>> plain({"loss": float("nan"), "rounds": (1, 2)})
     {'loss': None, 'rounds': [1, 2]}
@@ -92,7 +92,7 @@ def plain(value: Any) -> Any:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file, which must be UTF-8."""
+    """Return the text of a UTF-8 file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -100,7 +100,7 @@ def text_of(path: Path) -> str:
 
 
 def record(path: Path, **kinds: type) -> dict[str, Any]:
-    """The JSON object in a file, if it has all the keys that are named, with values of these types.
+    """Read a JSON object from a file, and check that it has the given keys with values of the given types.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "site.json"

@@ -1,7 +1,7 @@
-"""The description of a run: every argument once, with its default, its check, its key in files and its sentence.
+"""`RunConfig`: the arguments of a run, each with its default, check, key in configuration files and description.
 
-`simulate`, `Simulator` and `sweep` take these arguments by name; configuration files, the command line, the estimators
-and the settings of a deployment are made from the same table, `RunConfig` and `FILE_ARGUMENTS`.
+`simulate`, `Simulator` and `sweep` take these arguments by name. Configuration files, the command line, the estimators
+and the settings of a deployment are derived from the same tables, `RunConfig` and `FILE_ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class Argument:
 
     default: Any
     sentence: str
-    """What it means: one line of every reference."""
+    """Description, used in docstrings and in the reference of arguments."""
     check: Check | None = None
-    """For values given in Python, where they can be checked without the problem."""
+    """Check of values given in Python, if they can be checked without the problem."""
     key: str | None = None
-    """Its dotted key in configuration files; None where files have none."""
+    """Dotted key in configuration files; None if it cannot be set there."""
     written: Check | None = None
-    """The check of a value in a file, where that is another one."""
+    """Check of values in files, if different."""
     file_sentence: str | None = None
-    """What it means in a file, where that is another thing."""
+    """Description of the key in files, if different."""
     bits: bool = True
-    """Whether the run's bits depend on it: resuming with another value is refused."""
+    """Whether the results depend on it; if so, resuming with another value is refused."""
 
     def read(self, name: str, value: Any) -> Any:
-        """Check a value that stands in a file."""
+        """Check a value read from a file."""
         check = self.written or self.check
         if check is None or (value is None and self.default is None):
             return value
@@ -123,7 +123,7 @@ def _callbacks(name: str, value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that makes a run. Frozen; `dataclasses.replace` makes another one.
+    """Arguments of a run. Frozen; use `dataclasses.replace` to change one.
 
     >>> from fedscaffold.algorithms import scaffold
     >>> RunConfig(scaffold(), None, rounds=0)
@@ -135,25 +135,25 @@ class RunConfig:
     problem: Problem = field(kw_only=False)
     rounds: int = _argument(
         None,
-        "communication rounds at most; by default as many as `cohorts` has, or 100",
+        "maximum number of communication rounds; default: the length of `cohorts`, or 100",
         partial(checks.whole, at_most=MOST),
         key="rounds",
-        file_sentence="communication rounds at most",
+        file_sentence="maximum number of communication rounds",
         bits=False,
     )
     local_steps: int | Sequence[int] | NDArray[Any] | None = _argument(
-        None, "steps a client takes in a round: one number, or one for each client", key="local.steps", written=_steps
+        None, "local steps per round: one number, or one per client", key="local.steps", written=_steps
     )
     local_epochs: int | None = _argument(
         None,
-        "instead of steps, passes over the client's own records, in a fresh order each",
+        "local epochs per round, instead of `local_steps`; each is a pass over the client's records in a new order",
         partial(checks.whole, at_most=MOST),
         key="local.epochs",
     )
     lr: float | Callable[..., float] | None = _argument(
         None,
-        "local step size, or a schedule: a function of `round` (from 1), of `step` (the local steps of a round, from "
-        "0), or of both, by these names; a function of one argument of any other name is one of the step",
+        "local step size, or a schedule: a function of `round` (from 1), of `step` (the local step within a round, "
+        "from 0), or of both, matched by name; a single argument with another name is taken as `step`",
         _step_size,
         key="local.lr",
         written=_step_size_or_tuned,
@@ -162,101 +162,118 @@ class RunConfig:
     )
     cohort: float | int = _argument(
         1.0,
-        "how many clients take part in a round: a share (float) or a number (int)",
+        "clients per round: a fraction (float) or a number (int)",
         partial(checks.share, of="clients"),
         key="cohort.size",
     )
     sampling: str | ArrayLike | Callable[[int, np.random.Generator], ArrayLike] = _argument(
         "uniform",
-        'how they are drawn, without replacement: "uniform"; by one weight for each client; or by a function '
-        "(round, rng) -> client indices, at most `cohort` of them, with rounds from 1 and a NumPy Generator that has a "
-        "stream of its own for each round",
+        'how clients are drawn, without replacement: "uniform"; one weight per client; or a function (round, rng) '
+        "that returns at most `cohort` client indices, where rounds count from 1 and rng is a NumPy Generator with a "
+        "separate stream for each round",
     )
     cohorts: Sequence[Sequence[int]] | None = _argument(
-        None, "instead, the user's own list of client indices for each round; sizes may differ"
+        None, "explicit client indices for each round, instead of sampling; sizes may differ"
     )
     batch_size: float | int | None = _argument(
         None,
-        "records in a batch: a number (int), a share of the client's own (float), or None for all",
+        "records per batch: a number (int), a fraction of the client's records (float), or None for all of them",
         partial(checks.share, of="records", at_most=MOST),
         key="local.batch_size",
     )
     draw: str = _argument(
         "auto",
-        '"replacement", "shuffle" (epoch by epoch), or "auto": shuffled for epochs, replaced for steps',
+        'how batches are drawn: "replacement", "shuffle" (reshuffled every epoch), or "auto": "shuffle" with '
+        '`local_epochs`, "replacement" with `local_steps`',
         _choice("auto", "replacement", "shuffle"),
         key="local.draw",
     )
     weights: str | ArrayLike = _argument(
         "equal",
-        'the p_i of the objective sum p_i f_i: "equal", "records", or one number for each client',
+        'weights p_i of the objective sum p_i f_i: "equal", "records" (proportional to the number of records), or one '
+        "number per client",
         key="weights",
         written=_choice("equal", "records"),
-        file_sentence='the p_i of the objective sum p_i f_i: "equal" or "records"',
+        file_sentence='weights p_i of the objective sum p_i f_i: "equal" or "records"',
     )
     local_optimizer: Any = _argument(
+<<<<<<< HEAD
         None, "an optax transformation with its own step size, given instead of `lr`; fresh every round", _optimizer
+=======
+        None, "an optax optimiser for the local steps, instead of `lr`; its state is reset every round"
     )
-    x0: Any = _argument(None, "starting model, in the problem's structure or flat; the problem's own unless given")
+    x0: Any = _argument(
+        None, "initial model, as a pytree like the problem's params or a flat vector; default: the problem's params"
+>>>>>>> c0d1a21 (Docs: resume, how-to pages and the reference of arguments in plain English; docstrings of the root modules)
+    )
     seed: int = _argument(
         0,
-        "of cohorts, batches and gradient noise; same seed and settings, same bits",
+        "seed of cohorts, batches and gradient noise; the same seed and settings give the same bits",
         partial(checks.whole, at_least=0, at_most=2**63 - 1),
         key="seed",
     )
     stop_at: str | tuple[str, float] | tuple[str, str, float] | Mapping[str, float] | None = _argument(
         None,
-        'end the run once a metric reaches a target: ("accuracy", 0.9), or with a direction ("f1", ">=", 0.9)',
+        'stop when a metric reaches a target: ("accuracy", 0.9), or with a direction ("f1", ">=", 0.9)',
         key="stop_at",
         written=checks.text,
-        file_sentence='end the run once a metric reaches a target: "accuracy:0.9"',
+        file_sentence='stop when a metric reaches a target: "accuracy:0.9"',
     )
     metrics: Sequence[str | Metric | Callable[[Any, Any], Any]] | None = _argument(
         None,
-        "columns to measure, see `fedscaffold.metrics`: names, and functions of (params, data) as they are or as made "
-        "by `fs.metric`; measured every `evaluate_every` rounds",
+        "metrics to record every `evaluate_every` rounds: names (see `fedscaffold.metrics`), functions of (params, "
+        "data), or results of `fs.metric`",
         key="metrics",
         written=_names,
     )
     evaluate_every: int = _argument(
+<<<<<<< HEAD
         1,
         "rounds between two measurements; rounds between hold NaN",
         partial(checks.whole, at_most=MOST),
         key="evaluate_every",
+=======
+        1, "rounds between two evaluations of the metrics; other rounds are NaN", checks.whole, key="evaluate_every"
     )
-    precision: str = _argument("float32", '"float32" or "float64"', _choice("float32", "float64"), key="precision")
+    precision: str = _argument(
+        "float32", 'precision of the run: "float32" or "float64"', _choice("float32", "float64"), key="precision"
+>>>>>>> c0d1a21 (Docs: resume, how-to pages and the reference of arguments in plain English; docstrings of the root modules)
+    )
     block: int | None = _argument(
-        None, "clients run at once; by default as many as fit the cache", checks.whole, key="block", bits=False
+        None,
+        "clients that run at the same time; default: as many as fit the cache",
+        checks.whole,
+        key="block",
+        bits=False,
     )
     availability: ArrayLike | Callable[[int], ArrayLike] | None = _argument(
         None,
-        "who can be reached: rows of zeros and ones, one for each round, over and over, or a function (round) -> N "
-        "zeros and ones; cohorts are drawn among those who can",
+        "clients that can be drawn: rows of N zeros and ones, one per round, repeated; or a function (round) that "
+        "returns N zeros and ones",
         key="cohort.availability",
         written=checks.text,
-        file_sentence="who can be reached: a CSV file of zeros and ones, a line for each round, over and over, a "
-        "column for each client",
+        file_sentence="clients that can be drawn: a CSV file of zeros and ones with one line per round, repeated, and "
+        "one column per client",
     )
     server_optimizer: Any = _argument(
         None, "an optax transformation of the server's step, such as `optax.sgd(1.0, momentum=0.9)`", _optimizer
     )
     stale: str | Policy = _argument(
         "keep",
-        'what becomes of old control variates: "keep", "decay:0.9", "drop:20", "refresh:5" (see `fs.stale`)',
+        'policy for stale control variates: "keep", "decay:0.9", "drop:20", "refresh:5" (see `fs.stale`)',
         key="stale",
         written=checks.text,
     )
     compression: str | Compressor | None = _argument(
         "none",
-        'of what clients send: "none", "top_k:0.1", "random_k:0.1", "quantise:4" (see `fs.compression`)',
+        'compression of messages: "none", "top_k:0.1", "random_k:0.1", "quantise:4" (see `fs.compression`)',
         key="compression",
         written=checks.text,
     )
     client_state: str = _argument(
         "array",
-        'where the clients\' control variates are: "array" (in memory, all N), "sparse" (in memory, those of clients '
-        'ever heard), "file" (in the checkpoint folder), or "auto" by size; all but the first see only the cohort of a '
-        "round, records included",
+        'where control variates are stored: "array" (in memory, all N), "sparse" (in memory, only of clients heard so '
+        'far), "file" (in the checkpoint folder), or "auto" (by size); all but "array" load only the cohort of a round',
         _choice(*STORES),
         key="client_state",
     )
@@ -268,32 +285,35 @@ class RunConfig:
     )
     checkpoint: Path | str | None = _argument(
         None,
-        "a folder to keep the whole state in. A run that was ended, however, goes on there when it is asked for again, "
-        "with the same bits; SIGINT and SIGTERM end it with a checkpoint",
+        "folder for checkpoints. Repeating the call resumes an interrupted run, with the same bits; SIGINT and SIGTERM "
+        "write a checkpoint before the run ends",
         checks.path,
         bits=False,
     )
     every: int | None = _argument(
         None,
-        "rounds between two checkpoints; by default time-based, with at most 2 % overhead",
+        "rounds between two checkpoints; default: time-based, with at most 2 % overhead",
         checks.whole,
         key="output.checkpoint_every",
         bits=False,
     )
+<<<<<<< HEAD
     progress: bool | None = _argument(
         None, "show a line with the time left; by default on a terminal only", _flag, bits=False
     )
+=======
+    progress: bool | None = _argument(None, "show a progress line; default: on a terminal only", bits=False)
+>>>>>>> c0d1a21 (Docs: resume, how-to pages and the reference of arguments in plain English; docstrings of the root modules)
     callbacks: Sequence[Callback | Callable[[Look], bool | None]] = _argument(
         (),
-        "look at the run while it goes on (see `fs.Callback`): record, log, stop early; a function is called with "
-        "every `Look`",
+        "`fs.Callback` objects that observe the run and may stop it, or functions of a `Look`",
         _callbacks,
         bits=False,
     )
     devices: int | None = _argument(
         None,
-        "how many of JAX's devices share the clients out among them, those of all processes together; the result "
-        "agrees with the run on one device to rounding",
+        "number of JAX devices among which clients are distributed, over all processes; results agree with those of "
+        "one device up to rounding",
         checks.whole,
         bits=False,
     )
@@ -325,7 +345,7 @@ FILE_ARGUMENTS: dict[str, Argument] = {
         default="sgd", sentence="the local optimiser by name", check=_choice("sgd", "momentum", "adam")
     ),
     "local.momentum": Argument(
-        default=0.9, sentence="of the local optimiser momentum", check=partial(checks.number, at_least=0)
+        default=0.9, sentence="momentum of the local optimiser", check=partial(checks.number, at_least=0)
     ),
     "server.optimizer": Argument(
         default="none",
@@ -336,11 +356,11 @@ FILE_ARGUMENTS: dict[str, Argument] = {
         default=1.0, sentence="step size of the server's optimiser", check=partial(checks.number, above=0)
     ),
     "server.momentum": Argument(
-        default=0.9, sentence="of the server's optimiser", check=partial(checks.number, at_least=0)
+        default=0.9, sentence="momentum of the server's optimiser", check=partial(checks.number, at_least=0)
     ),
     "output.dir": Argument(default="runs/latest", sentence="the run's folder", check=checks.text),
 }
-"""What only configuration files say: `local_optimizer` and `server_optimizer` are objects in Python."""
+"""Keys of configuration files without an argument of the same name in Python."""
 
 _count = checks.whole
 _size = partial(checks.number, at_least=0)
@@ -356,20 +376,20 @@ PROBLEM_ARGUMENTS: dict[str, Argument] = {
     "problem.model": Argument(default="softmax", sentence="softmax, mlp:WIDTH, logistic or linear", check=checks.text),
     "problem.l2": Argument(default=0.0, sentence="the penalty l2/2 |params|^2", check=_size),
     "problem.dim": Argument(default=20, sentence="dimension of a quadratic or synthetic problem", check=_count),
-    "problem.mu": Argument(default=0.01, sentence="least curvature of the quadratics", check=_positive),
+    "problem.mu": Argument(default=0.01, sentence="smallest curvature of the quadratics", check=_positive),
     "problem.smoothness": Argument(default=1.0, sentence="largest curvature of the quadratics", check=_positive),
-    "problem.noise": Argument(default=0.0, sentence="size of the quadratics' gradient noise", check=_size),
+    "problem.noise": Argument(default=0.0, sentence="variance of the gradient noise of quadratics", check=_size),
     "problem.seed": Argument(
-        default=0, sentence="seed of the split, or of the problem that is made", check=partial(_count, at_least=0)
+        default=0, sentence="seed of the split, or of the generated problem", check=partial(_count, at_least=0)
     ),
     "problem.data": Argument(
         default=None, sentence="folder with the data files (or FEDSCAFFOLD_DATA)", check=checks.text
     ),
 }
-"""What is minimised, where a configuration file says it: a data set split among clients and a model, or quadratics."""
+"""Keys of configuration files that describe the problem."""
 
 FILE_DEFAULTS = {"rounds": ROUNDS, "local.lr": 0.1}
-"""Defaults of files, where Python has none."""
+"""Defaults in files of arguments without a default in Python."""
 
 
 def _keyed() -> dict[str, Argument]:
@@ -384,20 +404,20 @@ def _keyed() -> dict[str, Argument]:
 
 
 KEYS: dict[str, Argument] = _keyed()
-"""All keys of configuration files that describe a run, dotted."""
+"""All dotted keys of configuration files that describe a run."""
 
 
 def argument_of(key: str) -> Argument:
-    """The argument that stands under a key of configuration files.
+    """Return the argument with a given key in configuration files.
 
     >>> argument_of("local.steps").sentence
-    'steps a client takes in a round: one number, or one for each client'
+    'local steps per round: one number, or one per client'
     """
     return KEYS[key]
 
 
 def arguments(*, without: Iterable[str] = ()) -> list[inspect.Parameter]:
-    """The arguments as keyword-only parameters of a signature.
+    """Return the arguments as keyword-only parameters of a signature.
 
     >>> [one.name for one in arguments()][:3]
     ['rounds', 'local_steps', 'local_epochs']
@@ -410,12 +430,12 @@ def arguments(*, without: Iterable[str] = ()) -> list[inspect.Parameter]:
 
 
 def document(*, without: Sequence[str] = ()) -> Callable[[F], F]:
-    """Decorate a function that takes the arguments of a run as `**arguments`: it gets their signature and sentences.
+    """Decorate a function that takes `**arguments` of a run: set its signature, and add them to its docstring.
 
-    The line ARGUMENTS of its docstring is replaced by a line for each.
+    The line ARGUMENTS of the docstring is replaced by one line per argument.
 
     Args:
-        without: arguments that the function does not take.
+        without: Arguments that the function does not take.
     """
 
     def decorate(function: F) -> F:
@@ -432,12 +452,12 @@ def document(*, without: Sequence[str] = ()) -> Callable[[F], F]:
 
 
 def takes(stated: Callable[P, RunConfig]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """`document` for a function that takes all arguments, and nothing else: type checkers see them too."""
+    """`document` for a function that takes exactly the arguments of a run; type checkers see the signature too."""
     return document()
 
 
 def refuse_arguments(driver: str, given: Iterable[str], refused: Mapping[str, str] | Iterable[str] = ()) -> None:
-    """Refuse arguments that there are not, and those that a driver does not support, by name.
+    """Raise an InputError for unknown arguments, and for arguments that a function does not support.
 
     >>> refuse_arguments("sweep", ["roundz"])
     Traceback (most recent call last):
