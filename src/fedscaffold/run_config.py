@@ -197,14 +197,12 @@ class RunConfig:
         file_sentence='weights p_i of the objective sum p_i f_i: "equal" or "records"',
     )
     local_optimizer: Any = _argument(
-<<<<<<< HEAD
-        None, "an optax transformation with its own step size, given instead of `lr`; fresh every round", _optimizer
-=======
-        None, "an optax optimiser for the local steps, instead of `lr`; its state is reset every round"
+        None,
+        "an optax optimiser for the local steps, instead of `lr`; its state is reset every round",
+        _optimizer,
     )
     x0: Any = _argument(
         None, "initial model, as a pytree like the problem's params or a flat vector; default: the problem's params"
->>>>>>> c0d1a21 (Docs: resume, how-to pages and the reference of arguments in plain English; docstrings of the root modules)
     )
     seed: int = _argument(
         0,
@@ -227,17 +225,13 @@ class RunConfig:
         written=_names,
     )
     evaluate_every: int = _argument(
-<<<<<<< HEAD
         1,
-        "rounds between two measurements; rounds between hold NaN",
+        "rounds between two evaluations of the metrics; other rounds are NaN",
         partial(checks.whole, at_most=MOST),
         key="evaluate_every",
-=======
-        1, "rounds between two evaluations of the metrics; other rounds are NaN", checks.whole, key="evaluate_every"
     )
     precision: str = _argument(
         "float32", 'precision of the run: "float32" or "float64"', _choice("float32", "float64"), key="precision"
->>>>>>> c0d1a21 (Docs: resume, how-to pages and the reference of arguments in plain English; docstrings of the root modules)
     )
     block: int | None = _argument(
         None,
@@ -297,13 +291,7 @@ class RunConfig:
         key="output.checkpoint_every",
         bits=False,
     )
-<<<<<<< HEAD
-    progress: bool | None = _argument(
-        None, "show a line with the time left; by default on a terminal only", _flag, bits=False
-    )
-=======
-    progress: bool | None = _argument(None, "show a progress line; default: on a terminal only", bits=False)
->>>>>>> c0d1a21 (Docs: resume, how-to pages and the reference of arguments in plain English; docstrings of the root modules)
+    progress: bool | None = _argument(None, "show a progress line; default: on a terminal only", _flag, bits=False)
     callbacks: Sequence[Callback | Callable[[Look], bool | None]] = _argument(
         (),
         "`fs.Callback` objects that observe the run and may stop it, or functions of a `Look`",
