@@ -1,9 +1,9 @@
-"""One CSV file for each client: a linear model, a weight for each column, equal to the fit of the pooled files.
+"""Linear regression on one CSV file per client; the result equals the fit of the pooled files.
 
     python examples/csv_clients.py [FOLDER]
 
-FOLDER holds one file a client, each with a header. The columns may stand in any order; one that a file lacks is named.
-Without FOLDER three clinics are made of scikit-learn's diabetes data.
+FOLDER contains one file per client, each with a header. Columns may be in any order; missing columns are reported.
+Without FOLDER, the script writes files for three clinics from scikit-learn's diabetes data.
 """
 
 import sys
@@ -20,7 +20,7 @@ RESPONSE = "progression"
 
 
 def sample():
-    """Three clinics by age, the columns of the last in another order: yours are there already."""
+    """Write files for three clinics, split by age; the columns of the last are in another order."""
     folder, (x, y) = Path(tempfile.mkdtemp()), load_diabetes(return_X_y=True)
     names, table = ["age", "sex", "bmi", "bp", RESPONSE], np.column_stack([x[:, :4] * len(x) ** 0.5, y])
     for site, rows in zip(("east", "north", "west"), np.array_split(np.argsort(x[:, 0]), [100, 250]), strict=True):

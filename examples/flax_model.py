@@ -1,8 +1,8 @@
-"""A Flax model, with plain SGD at the clients: the module is split into its graph and its parameters.
+"""Train a Flax model with plain SGD at the clients; the module is split into its graph and its parameters.
 
     python examples/flax_model.py
 
-Handwritten digits, ten clients with about one digit each.
+Handwritten digits on ten clients with about one digit each.
 """
 
 import jax.numpy as jnp

@@ -1,9 +1,9 @@
-"""Partitions of Flower Datasets: any of its partitioners, on a data set in memory or from the hub.
+"""Use a partitioner of Flower Datasets, on a data set in memory or from the Hugging Face hub.
 
     python examples/flower_datasets.py
 
-Nothing is downloaded here. Its `FederatedDataset(dataset=NAME, partitioners={"train": partitioner})` fetches a data set
-from the hub and gives it to the partitioner; the rest is the same.
+This script downloads nothing. `FederatedDataset(dataset=NAME, partitioners={"train": partitioner})` downloads a
+data set from the hub and passes it to the partitioner.
 """
 
 import numpy as np

@@ -1,10 +1,10 @@
-"""An algorithm of your own in one file, and what the conformance suite says of it.
+"""Your own algorithm in one file, tested by the conformance suite.
 
     python examples/own_algorithm.py
     cd examples; fedscaffold conform --target own_algorithm:damped
 
-`damped` is SCAFFOLD whose control variates go only part of the way to the gradients just seen: c_i is a running mean of
-them. `slipped` is what becomes of it when a few letters are lost.
+`damped` is SCAFFOLD with control variates that are running means: c_i moves only part of the way to the latest mean
+gradient. `slipped` is a wrong version of it.
 """
 
 from collections import Counter

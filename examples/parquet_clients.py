@@ -1,8 +1,8 @@
-"""One Parquet file for each client, labels in words: softmax regression where the files are.
+"""Softmax regression on one Parquet file per client, with labels as strings.
 
     python examples/parquet_clients.py [FOLDER]
 
-FOLDER holds one file a client. Without it three cellars are made of scikit-learn's wine data.
+FOLDER contains one file per client. Without it, the script writes three files from scikit-learn's wine data.
 """
 
 import sys

@@ -66,7 +66,7 @@ def describe(federated: FederatedData) -> dict[str, Any]:
 
     `labels_per_client` is the mean number of labels a client has. `heterogeneity` is the mean over clients of
     the total variation distance between the client's label distribution and that of all records together: 0
-    where all are alike, near 1 where nobody shares a label. Both are None for a regression.
+    if all are equal, near 1 if no label is shared. Both are None for regression.
 
     >>> from fedscaffold.data import load
     >>> facts = describe(federate(load("digits"), "similarity:0", 10))

@@ -18,8 +18,8 @@ VARIABLE = "FEDSCAFFOLD_DATA"
 def read(name: str, folder: Path | None, within: str, original: str, also: Sequence[Path] = ()) -> tuple[bytes, str]:
     """Return the content of the file `name`, unpacked if kept as `name.gz`, and the path it was found at.
 
-    It is looked for in the folder `within` of `folder`, in `folder` itself, then in the folders `also`; None
-    stands for the folder that FEDSCAFFOLD_DATA names. `original` says where the public file is to be had.
+    Searches the subfolder `within` of `folder`, then `folder` itself, then the folders `also`. The default `folder`,
+    None, is that of the environment variable FEDSCAFFOLD_DATA. `original` names the public source, for messages.
 
     >>> read("a9a", Path("nowhere"), "libsvm", "LIBSVM data sets page")
     Traceback (most recent call last):

@@ -1,7 +1,7 @@
-"""Readers of the four formats the data sets come in: npz, idx, libsvm text and comma-separated text.
+"""Readers of npz, idx, libsvm and CSV files.
 
-Each takes the bytes of one file and its name for the error sentence, and either returns arrays or raises
-InputError: what lies on a disk may be cut short, edited or something else altogether.
+Each takes the bytes of a file, and its name for messages. It returns arrays, or raises InputError if the file is
+damaged or has another format.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The data sets by name. Only `digits` is at hand everywhere; the others are read from the user's own copies.
+"""Data sets by name. `digits` comes with scikit-learn; the others are read from local copies of public files.
 
-A new data set is one function here and one row in `DATASETS`. Test records that no file sets apart are drawn
-with a fixed seed, so a data set is the same for everybody.
+To add a data set, write a function and add it to `DATASETS`. If the files have no separate test records, these are
+drawn with a fixed seed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ FASHION_PAGE = "the Debian package dataset-fashion-mnist or github.com/zalandore
 
 
 def load(name: str, folder: str | Path | None = None) -> Dataset:
-    """Return the data set called `name`, from `folder` or else the folder that FEDSCAFFOLD_DATA names.
+    """Load a data set.
 
-    Raises FileNotFoundError, with the public address of the original, where a file is missing, and InputError
-    where one is damaged. `digits` needs no folder.
+    Args:
+        name: A key of `DATASETS`.
+        folder: Folder of the files; default: that of the environment variable FEDSCAFFOLD_DATA. `digits` needs none.
+
+    Raises:
+        FileNotFoundError: A file is missing; the message has the address of the original.
+        InputError: The name is unknown, or a file is damaged.
 
     >>> digits = load("digits")
     >>> digits.x.shape, digits.x_test.shape, digits.classes

@@ -1,12 +1,12 @@
-"""Ways to divide the records of one data set among clients, and to set test records apart.
+"""Splits of a data set among clients, and into training and test records.
 
-A split gives every record one owner, so no record is lost or used twice.
+A split assigns each record to exactly one client.
 
-    similarity:S      S % of the records go out evenly at random, the rest sorted by label in consecutive
+    similarity:S      S % of the records are assigned evenly at random, the rest sorted by label in consecutive
                       equal shares (Karimireddy et al. 2020, section 7)
     iid               similarity:100
-    dirichlet:ALPHA   every label is divided among the clients in proportions drawn from a Dirichlet law with
-                      all parameters ALPHA (Yurochkin et al. 2019); the smaller, the more unlike the clients
+    dirichlet:ALPHA   each label is divided among the clients in proportions drawn from a symmetric Dirichlet
+                      distribution with parameter ALPHA (Yurochkin et al. 2019); smaller is more heterogeneous
     shards:K          sorted by label, cut into N K shards, K of them to each of the N clients at random
                       (McMahan et al. 2017)
     natural           the data's own clients, such as hospitals
@@ -42,11 +42,10 @@ def split(
     seed: int,
     groups: npt.ArrayLike | None = None,
 ) -> list[Indices]:
-    """Return the record numbers of every client; each record is in exactly one, no client is empty.
+    """Return the record indices of each client, in ascending order; no client is empty.
 
-    A client's records come in ascending order. `natural` takes its clients, ascending too, from `groups`, the
-    client of every record; `num_clients` may then be None. Where `dirichlet` leaves a client without records,
-    it is given one, at random, from the others.
+    `natural` takes the clients from `groups`, which has the client of each record; `num_clients` may then be None.
+    A client that `dirichlet` leaves without records receives a random record of another client.
 
     >>> [client.tolist() for client in split("similarity:0", [0, 1, 0, 1, 1, 0], 2, seed=0)]
     [[0, 2, 5], [1, 3, 4]]

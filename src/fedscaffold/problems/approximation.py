@@ -1,10 +1,10 @@
-"""Linear stochastic approximation: clients follow oracles A_i x - b_i that need not be gradients of anything.
+"""Linear stochastic approximation: clients have oracles A_i x - b_i that need not be gradients.
 
 linear_system         given matrices, symmetric or not
-policy_evaluation     TD(0): the values of given processes by linear features, from records of their transitions
-temporal_difference   the same on random Garnets, with heterogeneity dialled
+policy_evaluation     TD(0): values of given processes with linear features, from records of their transitions
+temporal_difference   the same on random Garnets with a given heterogeneity
 
-FedAvg on these is FedLSA and SCAFFOLD is SCAFFLSA, as they stand. The solution solves A x = b for the weighted means
+On these problems FedAvg is FedLSA, and SCAFFOLD is SCAFFLSA. The solution solves A x = b for the weighted means
 A = sum p_i A_i and b = sum p_i b_i, and x <- x - lr (A x - b) contracts to it for small lr exactly if all eigenvalues
 of A have positive real parts (-A is Hurwitz). That is asked of the mean alone: a client's own A_i may be singular.
 

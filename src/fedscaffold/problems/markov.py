@@ -1,4 +1,4 @@
-"""Markov decision processes with a policy, and the random ones called Garnets: the worlds of TD learning.
+"""Markov decision processes with a policy, and random ones (Garnets), for TD learning.
 
 A Garnet is given by its numbers of states, actions and branches: every action leads from every state to a few states
 drawn at random, with random probabilities.
@@ -82,9 +82,9 @@ def garnet(num_states: int = 30, num_actions: int = 2, branching: int = 2, *, se
 
 
 def perturbed(world: DecisionProcess, heterogeneity: float, *, seed: int = 0) -> DecisionProcess:
-    """Draw a relative of `world`: probabilities and rewards (1 - h) times its own plus h times fresh ones.
+    """Perturb a process: probabilities and rewards are (1 - h) times those of `world` plus h times new random ones.
 
-    Links and policy stay; h = `heterogeneity` 0 is the world itself, 1 shares nothing else with it.
+    h is `heterogeneity`; 0 returns the process itself. The transition graph and the policy do not change.
 
     >>> world = garnet(5, 2, 3, seed=1)
     >>> other = perturbed(world, 1.0, seed=2)
@@ -131,7 +131,7 @@ def _drawn(rng: np.random.Generator, rows: Floats) -> NDArray[np.int64]:
 
 
 def checked(name: str, world: DecisionProcess, states: int) -> DecisionProcess:
-    """Return a process as double precision arrays, seen to be one on so many states."""
+    """Return a process as float64 arrays, after checking it and its number of states."""
     kernel, rewards, policy = (np.asarray(part, np.float64) for part in world)
     pairs = (states, policy.shape[-1] if policy.ndim else 0)
     if (policy.shape, rewards.shape, kernel.shape) != (pairs, pairs, (*pairs, states)):

@@ -1,8 +1,7 @@
-"""Models on arrays: softmax regression and a two-layer network, for any number of classes.
+"""Softmax regression and a two-layer network, for any number of classes.
 
-Weights are stored (out, in), and the loss picks the right class by a one-hot product: both are what matrix-product
-kernels like best. A model's functions are values, equal when their parameters are, so problems built twice share one
-compiled program.
+Weights are stored as (out, in), and the loss selects the true class with a one-hot product; both are fast on CPU
+kernels. Loss objects with equal parameters are equal, so problems that are built twice share one compiled program.
 """
 
 from __future__ import annotations

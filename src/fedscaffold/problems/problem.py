@@ -59,29 +59,29 @@ class Problem:
     functions are detected before the first run and are never called with padded batches.
 
     Args:
-        loss: `loss(params, batch)`, one number, for any JAX pytree `params`. It may take `weights` by name: one number
-            for each record, summing to 1, zero for records that only fill the batch up. None for an oracle that is
-            the gradient of nothing.
-        params: the model to start from.
-        clients: one tree of arrays per client (an array, a tuple `(x, y)`, a dict ...), all leaves of one client having
+        loss: `loss(params, batch)`, one number, for any JAX pytree `params`. It may take `weights` by name (one number
+            per record, summing to 1, zero for padding) and `key` (a random key in training, None in evaluation).
+            None if the problem has only a `gradient`.
+        params: Initial model.
+        clients: One pytree of arrays per client (an array, a tuple `(x, y)`, a dict ...). All leaves of a client have
             the same number of rows.
-        test: a batch kept apart, for `accuracy`.
-        accuracy: `accuracy(params, batch)`, the share of records predicted right or any other score; may take
+        test: Test batch, for `accuracy`.
+        accuracy: `accuracy(params, batch)`, the fraction of records predicted correctly or another score; may take
             `weights`.
-        gradient: `gradient(params, batch)`, what clients descend along instead of the gradient of the loss.
-        noise: covariance of Gaussian noise that is added to gradients: a variance, or matrices.
-        facts: what is known in closed form.
-        name: how the problem is called in messages.
-        coupled: whether the functions couple the records of a batch. None: found by a check; False: they are means
-            over records; True: they are always evaluated on real batches.
-        evaluation_batch: how many records a function that is no mean over records is measured on at a time. None: all
-            records of a client, or all test data, at once. A mean over records is the same either way.
-        state: arrays that the loss updates itself and gradients do not train, such as running statistics. A loss that
-            takes `state` by name returns a pair, its value and the new state; `accuracy` may take it too. A function
-            that takes `train` by name is told True in training and False where it is measured.
+        gradient: `gradient(params, batch)`, used instead of the gradient of the loss.
+        noise: Covariance of Gaussian noise added to gradients: a variance, one matrix, or one matrix per client.
+        facts: Facts known in closed form.
+        name: Name of the problem in messages.
+        coupled: Whether the functions couple the records of a batch. None: detect it; False: they are means over
+            records; True: always evaluate them on unpadded batches.
+        evaluation_batch: Number of records on which a coupled function is evaluated at a time. None: all records of
+            a client, or all test data. Means over records do not depend on it.
+        state: Arrays that the loss updates and gradients do not train, such as running statistics. A loss that takes
+            `state` by name returns a pair, its value and the new state; `accuracy` may take it too. A function that
+            takes `train` by name is called with True in training and False in evaluation.
 
     Raises:
-        InputError: for what cannot be used, by name.
+        InputError: An argument is invalid; the message names it.
 
     >>> import numpy as np
     >>> import fedscaffold as fs

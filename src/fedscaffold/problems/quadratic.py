@@ -1,7 +1,7 @@
-"""Quadratics f_i(x) = x'A_i x / 2 - b_i'x with dialled heterogeneity: every fact is known in closed form.
+"""Quadratics f_i(x) = x'A_i x / 2 - b_i'x with given heterogeneity; all facts are known in closed form.
 
 quadratic         given matrices, or the random family of the quadratics paper (A_i = U_i D_i U_i', mu <= D_i <= L)
-dialled           gradient dissimilarity and Hessian dissimilarity set apart, the mean problem unchanged
+dialled           given gradient and Hessian dissimilarity, with a mean problem that depends on neither
 lower_bound_pair  the two clients of the SCAFFOLD paper's Theorem II: f_1 = mu x^2 + G x, f_2 = -G x
 """
 
@@ -76,7 +76,7 @@ def dialled(
     x0: ArrayLike | None = None,
     seed: int = 0,
 ) -> Problem:
-    """Quadratics whose mean has eigenvalues from `mu` to `smoothness` and whose clients differ by as much as asked.
+    """Make quadratics whose mean has eigenvalues from `mu` to `smoothness`, with a given dissimilarity of clients.
 
     At the optimum the root mean square of the clients' gradients is G = `gradient_dissimilarity`; the largest
     ||A_i - A|| is delta = `hessian_dissimilarity`. The mean problem does not depend on either. delta above mu would

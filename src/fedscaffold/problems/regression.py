@@ -1,4 +1,4 @@
-"""Linear and logistic regression with l2: d weights, no intercept, every fact known or found to machine precision.
+"""Linear and logistic regression with l2: d weights, no intercept, optimum known to machine precision.
 
     linear      f_i(w) = |X_i w - y_i|^2 / (2 n_i) + l2 |w|^2 / 2
     logistic    f_i(w) = mean log(1 + exp(-s_j x_j'w)) + l2 |w|^2 / 2,   s_j = 2 y_j - 1, labels y_j in {0, 1}
