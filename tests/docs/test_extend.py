@@ -25,6 +25,10 @@ class Memory(NamedTuple):
     m: Any
 
 
+class Visits(NamedTuple):
+    count: Any
+
+
 class Own(NamedTuple):
     z: Any
 
@@ -109,6 +113,31 @@ def test_clients_remember_a_momentum_between_their_rounds(problem):
         x = x - sum(moves.values()) / p[cohort].sum()
     np.testing.assert_allclose(run.x, x, **EXACT)
     np.testing.assert_allclose(run.clients.memory.m, m, **EXACT)
+
+
+def test_a_memory_and_a_shift_may_be_numbers(problem):
+    """FedProx whose pull fades with the number of rounds in which the client took part."""
+    method = fs.Algorithm(
+        "fading-pull",
+        direction=lambda gradient, y, x, shift: gradient(y) + shift * (y - x),
+        message=move,
+        update=step,
+        memory=lambda x: Visits(0.0),
+        shift=lambda server, memory: 0.3 / (1 + memory.count),
+        remember=lambda memory, shift, message: Visits(memory.count + 1),
+    )
+    turns = [[0, 1], [2, 3], [0, 3, 1], [2]] * 3
+    run = fs.simulate(method, problem, cohorts=turns, weights="records", **ASK)
+    p = np.array([len(b) for _, b in CLIENTS]) / 140
+    x, count = np.ones(3), np.zeros(4)
+    for cohort in turns:
+        ends = [
+            walk(x, lambda y, i=i, x=x: gradient(y, CLIENTS[i]) + 0.3 / (1 + count[i]) * (y - x))[0] for i in cohort
+        ]
+        x = p[cohort] @ np.array(ends) / p[cohort].sum()
+        count[cohort] += 1
+    np.testing.assert_allclose(run.x, x, **EXACT)
+    np.testing.assert_array_equal(run.clients.memory.count, count)
 
 
 def test_clients_keep_models_for_themselves(problem):
