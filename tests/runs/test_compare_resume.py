@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from forked import codes_of
 
-from fedscaffold.cli import compare as folders
+from fedscaffold.cli import comparison_folder as folders
 from fedscaffold.experiments import compare
 from fedscaffold.experiments.build_problem import build
 from fedscaffold.experiments.config_file import parse
@@ -100,7 +100,7 @@ KILLS = """
 import glob, json, os, random, signal, time
 import jax, optax, pydantic, scipy.linalg
 import fedscaffold as fs
-from fedscaffold.cli import compare, deploy, main, resume, theory
+from fedscaffold.cli import comparison_folder, deploy, main, resume, theory
 from fedscaffold.experiments import compare, build_problem
 from fedscaffold.runs import page
 from forked import command, ended

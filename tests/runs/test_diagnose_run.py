@@ -14,10 +14,10 @@ import fedscaffold as fs
 from fedscaffold import cli
 from fedscaffold.checks import InputError
 from fedscaffold.cli.diagnose import print_diagnosis
-from fedscaffold.diagnose.diagnosis import diagnose
-from fedscaffold.diagnose.examination import examine_run
-from fedscaffold.diagnose.findings import longest_absence, worst
-from fedscaffold.diagnose.inspection import open_checkpoint
+from fedscaffold.diagnose.control_checks import Diagnosis, longest_absence
+from fedscaffold.diagnose.diagnose_run import diagnose
+from fedscaffold.diagnose.read_checkpoint import open_checkpoint
+from fedscaffold.diagnose.state_checks import examine_run
 from fedscaffold.experiments import compare
 from fedscaffold.experiments.build_problem import build
 from fedscaffold.experiments.config_file import load, parse, to_toml
@@ -77,7 +77,7 @@ def copy(healthy, tmp_path):
 def test_a_healthy_run_has_no_finding_above_ok_and_its_numbers_are_right(healthy):
     found = found_in(healthy)
     assert {"residual", "ages", "norms", "alignment", "drift", "step size", "progress"} == set(found)
-    assert worst(found.values()) == "ok", found
+    assert Diagnosis("", 0, list(found.values())).severity == "ok", found
     problem = build(load(healthy / "config.toml").problem).problem
     a, b = client_quadratics(problem)
     state = latest(healthy / "checkpoint").arrays
@@ -288,7 +288,7 @@ def test_clients_who_are_away_are_diagnosed_all_the_same(tmp_path, kind):
     digests = [read(one).runs[0].digest for one in (folder, plain)]
     assert digests[0] == digests[1]
     here, there = found_in(folder), found_in(plain)
-    assert worst(here.values()) == "ok"
+    assert Diagnosis("", 0, list(here.values())).severity == "ok"
     for name in ("norms", "alignment", "drift", "ages"):
         assert here[name].number == pytest.approx(there[name].number, rel=1e-9)
     one = found_in(damaged(folder, lambda arrays: arrays["state.server.c"].__setitem__(slice(None), 0.0)))["residual"]

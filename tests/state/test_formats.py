@@ -8,7 +8,7 @@ import pytest
 
 import fedscaffold as fs
 from fedscaffold.checks import InputError
-from fedscaffold.cli.compare import ASKED, _read_request
+from fedscaffold.cli.comparison_folder import ASKED, _read_request
 from fedscaffold.deploy import server_state
 from fedscaffold.deploy.settings import parse as parse_settings
 from fedscaffold.experiments.config_file import Config, load, parse, to_toml

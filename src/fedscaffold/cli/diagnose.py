@@ -14,7 +14,7 @@ from fedscaffold.cli.verbs import prepare_problem, print_answer
 if TYPE_CHECKING:
     from fedscaffold.deploy.audit import Head
     from fedscaffold.deploy.server_state import SavedState
-    from fedscaffold.diagnose.findings import Finding
+    from fedscaffold.diagnose.control_checks import Diagnosis, Finding
 
 __all__ = ["print_diagnosis"]
 
@@ -26,48 +26,53 @@ COMPARE = "compare the log with a copy; the state itself is checked apart"
 def print_diagnosis(folder: Path, data: str | None, as_json: bool) -> int:
     """Diagnose a folder and print the findings; return 1 if something is wrong."""
     if (folder / "config.toml").is_file() or (folder / "index.json").is_file():
-        title, round, found = _diagnose_run(folder, data)
+        done = _diagnose_run(folder, data)
     elif (folder / "state").is_dir():
-        title, round, found = _diagnose_server(folder)
+        done = _diagnose_server(folder)
     else:
         raise InputError(
             f"{folder} holds no run: neither config.toml (a run) nor state/ (a deployed server) is there; give the "
             "folder that `fedscaffold run` or `fedscaffold deploy` wrote"
         )
-    from fedscaffold.diagnose.findings import NUMBERS, worst
+    from fedscaffold.diagnose.control_checks import NUMBERS
 
-    severity = worst(found)
+    found, severity = done.findings, done.severity
     counts = Counter(one.severity for one in found)
     verdict = {"ok": "nothing is wrong", "watch": "nothing is wrong; some things are worth a look"}.get(severity, "")
     verdict = verdict or f"{counts['wrong']} thing{'s are' if counts['wrong'] > 1 else ' is'} wrong"
-    lines = [f"{title}: {verdict}"]
+    lines = [f"{done.title}: {verdict}"]
     for one in found:
         lines += [f"{MARKS[one.severity]}  {one.about}: {one.sentence}"]
         lines += [f"         -> {one.do}"] if one.do else []
     numbers = [(one.number, NUMBERS.get(one.about, one.about)) for one in found if one.number is not None]
     lines += ["numbers:"] if numbers else []
     lines += [f"  {number:>9.3g}  {name}" for number, name in numbers]
-    answer = {"folder": str(folder), "title": title, "round": round, "severity": severity}
+    answer = {"folder": str(folder), "title": done.title, "round": done.round, "severity": severity}
     listed = [one._asdict() | {"number_name": NUMBERS.get(one.about)} for one in found]
     print_answer(answer | {"findings": listed}, lines, as_json)
     return 1 if severity == "wrong" else 0
 
 
-def _diagnose_run(folder: Path, data: str | None) -> tuple[str, int, list[Finding]]:
-    from fedscaffold.diagnose import diagnosis
+def _diagnose_run(folder: Path, data: str | None) -> Diagnosis:
+    from fedscaffold.diagnose.diagnose_run import diagnose, load_config
 
-    config = diagnosis.load_config(folder)
+    config = load_config(folder)
     if data is not None:
         config = config.model_copy(update={"problem": config.problem.model_copy(update={"data": data})})
-    built = prepare_problem(config)
-    done = diagnosis.diagnose(folder, config, built)
-    return done.title, done.round, done.findings
+    return diagnose(folder, config, prepare_problem(config))
 
 
-def _diagnose_server(folder: Path) -> tuple[str, int, list[Finding]]:
+def _diagnose_server(folder: Path) -> Diagnosis:
     """Examine a deployed server's folder: c, the c_i if it keeps them, its sites, and the audit log."""
     from fedscaffold.deploy.server_state import peek_state
-    from fedscaffold.diagnose.findings import Finding, check_ages, check_finite, check_norms, check_residual
+    from fedscaffold.diagnose.control_checks import (
+        Diagnosis,
+        Finding,
+        check_ages,
+        check_finite,
+        check_norms,
+        check_residual,
+    )
 
     kept = peek_state(folder / "state")
     if kept is None:
@@ -81,18 +86,18 @@ def _diagnose_server(folder: Path) -> tuple[str, int, list[Finding]]:
         do = "it happens with the next round; let all sites take part in it"
         found.append(Finding("resync", "watch", "A client lost its c_i: c is to be made anew from all.", do))
     if spoilt or memory is None:
-        return title, state.round, [*found, *spoilt]
+        return Diagnosis(title, state.round, [*found, *spoilt])
     if state.memory or not any(member.digest for member in state.roster.values()):
         found += [*check_residual(memory), check_ages(memory), check_norms(memory)]
     else:
         said = "The sites keep the c_i themselves, so only a resync can tell whether c is their mean."
         found += [Finding("residual", "ok", said), check_ages(memory)]
-    return title, state.round, found
+    return Diagnosis(title, state.round, found)
 
 
 def _load_memory(kept: SavedState, events: list[dict[str, Any]]) -> Any:
     from fedscaffold.deploy.aggregation import shares
-    from fedscaffold.diagnose.findings import Memory, mean_and_norms
+    from fedscaffold.diagnose.control_checks import Memory, mean_and_norms
 
     state = kept.state
     sites = sorted(state.roster)
@@ -121,7 +126,7 @@ def _load_memory(kept: SavedState, events: list[dict[str, Any]]) -> Any:
 def _examine_audit_log(path: Path, head: Head | None) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Return the events of the audit log, and findings: broken chain, failed rounds, refused replies."""
     from fedscaffold.deploy.audit import read_verified
-    from fedscaffold.diagnose.findings import Finding, join_names
+    from fedscaffold.diagnose.control_checks import Finding, join_names
 
     try:
         events = read_verified(path, head)

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 import fedscaffold
 from fedscaffold.cli.verbs import Json, app, print_answer
-from fedscaffold.data.files import VARIABLE, exists
+from fedscaffold.data.find_files import VARIABLE, exists
 from fedscaffold.data.loaders import DEBIAN, HOSPITALS
 
 __all__ = ["FILES", "Finding", "doctor", "examine", "usable", "welcome"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.compare import ASKED, CELLS, is_unfinished, remove_cells, resume_comparison
+from fedscaffold.cli.comparison_folder import ASKED, CELLS, is_unfinished, remove_cells, resume_comparison
 from fedscaffold.cli.interrupts import exit_with_line
 from fedscaffold.cli.multi_process import (
     SINGLE_PROCESS,

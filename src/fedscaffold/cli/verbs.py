@@ -64,7 +64,7 @@ Log = Annotated[list[str] | None, typer.Option("--log", help="Also tell tensorbo
 @app.command(epilog="Example: fedscaffold demo --out runs/demo")
 def demo(out: Out = Path("runs/demo"), fresh: Fresh = False, as_json: Json = False) -> None:
     """Compare SGD, FedAvg, FedProx and SCAFFOLD on digits split by label among 20 clients."""
-    from fedscaffold.cli.compare import run_comparison
+    from fedscaffold.cli.comparison_folder import run_comparison
     from fedscaffold.experiments.config_file import parse
 
     config = parse(
@@ -134,7 +134,7 @@ def compare(
 
     Runs are kept as they end: after Ctrl-C or a crash the same command goes on with those that are missing.
     """
-    from fedscaffold.cli.compare import run_comparison
+    from fedscaffold.cli.comparison_folder import run_comparison
     from fedscaffold.experiments.build_problem import refuse_unused_keys
     from fedscaffold.experiments.config_file import parse
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.data.dataset import Array, Dataset, Floats, Indices, Labels, checked
-from fedscaffold.data.files import read
+from fedscaffold.data.find_files import read
 from fedscaffold.data.formats import csv_table, idx_array, libsvm_table, npz_arrays
 from fedscaffold.data.splits import holdout
 

@@ -1,14 +1,13 @@
 """The table of a comparison: one row for each algorithm, aggregated over seeds, and its output formats.
 
-A row holds plain numbers, or None where a value is unknown. `COLUMNS` defines headings and formats for Markdown,
-LaTeX and the terminal; the page has the same columns (`run_page/numbers.js`). CSV has raw keys and full precision.
+A row holds plain numbers, or None where a value is unknown. `COLUMNS` defines headings and formats for LaTeX and
+the terminal; the page has the same columns (`run_page/numbers.js`). CSV has raw keys and full precision.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import re
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from fedscaffold.metrics import met, rises
 if TYPE_CHECKING:
     from fedscaffold.runs.run_folder import RunRecord
 
-__all__ = ["COLUMNS", "Row", "cells", "csv", "display_name", "first_reached", "latex", "markdown", "rows", "terminal"]
+__all__ = ["COLUMNS", "Row", "cells", "csv", "display_name", "first_reached", "latex", "rows", "terminal"]
 
 Row = dict[str, Any]
 Target = tuple[str, float]
@@ -218,17 +217,6 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     goal = f"{metric} {first['target']:g}" if isinstance(first["target"], float | int) else "target"
     headings = [c.heading.format(metric=metric, goal=goal) for c in columns]
     return [headings, *([c.show(row) for c in columns] for row in rows)]
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """Return the table in Markdown.
-
-    >>> print(markdown([]).splitlines()[0])
-    | algorithm | lr | best metric | final loss | residual | diverged |
-    """
-    escaped = [[re.sub(r"([\\|<*`])", r"\\\1", cell) for cell in line] for line in cells(rows)]
-    rule = ["---", *["---:"] * (len(escaped[0]) - 1)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [escaped[0], rule, *escaped[1:]])
 
 
 def csv(rows: Sequence[Row]) -> str:

@@ -1,6 +1,6 @@
 """Findings about the course of a run: step size, drift, alignment of the control variates, and progress.
 
-The measurements come from `examination.py` and `diagnosis.py`.
+The measurements come from `state_checks.py` and `diagnose_run.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.diagnose.findings import Finding, join_names
-from fedscaffold.theory.alignment import Alignment
+from fedscaffold.diagnose.alignment import Alignment
+from fedscaffold.diagnose.control_checks import Finding, join_names
 from fedscaffold.theory.stable_step import StableStep
 
 __all__ = ["Slope", "check_alignment", "check_drift", "check_progress", "check_step_size", "first_excess_round"]

@@ -9,15 +9,14 @@ progress.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from fedscaffold import algorithms
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
-from fedscaffold.diagnose import symptoms
-from fedscaffold.diagnose.examination import examine_run
-from fedscaffold.diagnose.findings import Finding, check_recorded_residual, worst
-from fedscaffold.diagnose.inspection import StateError, is_current, open_checkpoint
+from fedscaffold.diagnose import progress_checks
+from fedscaffold.diagnose.control_checks import Diagnosis, Finding, check_recorded_residual
+from fedscaffold.diagnose.read_checkpoint import StateError, is_current, open_checkpoint
+from fedscaffold.diagnose.state_checks import examine_run
 from fedscaffold.experiments.build_problem import Built
 from fedscaffold.experiments.config_file import Config, load, parse, run_arguments
 from fedscaffold.problems import Problem
@@ -26,20 +25,7 @@ from fedscaffold.runs import RunRecord, read
 from fedscaffold.simulation.out_of_core import resolve_client_state
 from fedscaffold.theory.stable_step import stable_step
 
-__all__ = ["Diagnosis", "diagnose", "load_config"]
-
-
-class Diagnosis(NamedTuple):
-    """Result of diagnosing a folder."""
-
-    title: str
-    round: int
-    findings: list[Finding]
-
-    @property
-    def severity(self) -> str:
-        """The highest severity among the findings."""
-        return worst(self.findings)
+__all__ = ["diagnose", "load_config"]
 
 
 def load_config(folder: Path) -> Config:
@@ -100,14 +86,16 @@ def _examine_record(config: Config, problem: Problem, run: RunRecord, several: b
     whose = f"{run.algorithm}, seed {run.seed}: " if several else ""
     found = []
     if run.explained > 0:
-        since = symptoms.first_excess_round(run.columns, run.explained)
+        since = progress_checks.first_excess_round(run.columns, run.explained)
         found.append(check_recorded_residual(run.residual, run.explained, since))
     own = config.algorithm.parameters if run.algorithm == config.algorithm.name else {}
     algorithm = algorithms.make(run.algorithm, **own)
-    gets_on = symptoms.check_progress(run.columns, run.diverged_at, None, dtype, True, algorithm.memory is not None)
+    gets_on = progress_checks.check_progress(
+        run.columns, run.diverged_at, None, dtype, True, algorithm.memory is not None
+    )
     found += [] if gets_on is None else [gets_on]
     if run.lr is not None and isinstance(config.local.steps, int) and problem.functions.has_loss:
         steps = work_of(algorithm, config.local.steps).steps
         limit = stable_step(problem, lr=run.lr, local_steps=steps, algorithm=algorithm, exact=config.weights == "equal")
-        found.append(symptoms.check_step_size(run.lr, steps, limit, run.diverged_at is not None))
+        found.append(progress_checks.check_step_size(run.lr, steps, limit, run.diverged_at is not None))
     return [one._replace(sentence=f"{whose}{one.sentence}") for one in found]

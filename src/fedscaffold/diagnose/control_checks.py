@@ -18,6 +18,7 @@ from fedscaffold.metrics import explained
 
 __all__ = [
     "NUMBERS",
+    "Diagnosis",
     "Finding",
     "Memory",
     "check_ages",
@@ -29,7 +30,6 @@ __all__ = [
     "longest_absence",
     "mean_and_norms",
     "overdue",
-    "worst",
 ]
 
 NUMBERS = {
@@ -67,6 +67,19 @@ class Finding(NamedTuple):
     clients: tuple[str, ...] = ()
 
 
+class Diagnosis(NamedTuple):
+    """Result of diagnosing a folder."""
+
+    title: str
+    round: int
+    findings: list[Finding]
+
+    @property
+    def severity(self) -> str:
+        """The highest severity among the findings."""
+        return max((one.severity for one in self.findings), key=SEVERITIES.index, default="ok")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """The control variates of a federation after a round, as its server has them."""
@@ -93,15 +106,6 @@ class Memory:
     def explained(self) -> float:
         """The residual that rounding explains."""
         return explained(self.round, len(self.p), self.scale)
-
-
-def worst(findings: Iterable[Finding]) -> str:
-    """Return the highest severity.
-
-    >>> worst([Finding("a", "ok", "All is well."), Finding("b", "watch", "Look.")])
-    'watch'
-    """
-    return max((one.severity for one in findings), key=SEVERITIES.index, default="ok")
 
 
 def mean_and_norms(

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.diagnose import symptoms
-from fedscaffold.diagnose.findings import (
+from fedscaffold.diagnose import progress_checks
+from fedscaffold.diagnose.alignment import alignment, cosines, pull
+from fedscaffold.diagnose.control_checks import (
     Finding,
     Memory,
     check_ages,
@@ -23,11 +24,10 @@ from fedscaffold.diagnose.findings import (
     mean_and_norms,
     overdue,
 )
-from fedscaffold.diagnose.inspection import CheckpointedRun, local_moves
-from fedscaffold.diagnose.symptoms import Slope
+from fedscaffold.diagnose.progress_checks import Slope
+from fedscaffold.diagnose.read_checkpoint import CheckpointedRun, local_moves
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
-from fedscaffold.theory.alignment import alignment, cosines, pull
 from fedscaffold.theory.derivatives import client_gradients, noise_level
 from fedscaffold.theory.stable_step import StableStep, stable_step
 
@@ -65,7 +65,7 @@ def examine_run(request: RunConfig, run: CheckpointedRun) -> list[Finding]:
         spoilt = check_finite(memory, np.asarray(state.x), None if memory is None else memory.c)
         found = [*_checkpoint_findings(run), *spoilt]
         if spoilt or run.diverged_at is not None:
-            ended = symptoms.check_progress(run.columns, run.diverged_at, None, state.x.dtype, False, spec.keeps)
+            ended = progress_checks.check_progress(run.columns, run.diverged_at, None, state.x.dtype, False, spec.keeps)
             rest = [ended, _step_size_finding(_largest_stable_step(request, run, None), run, True)]
         else:
             view = _select_clients(request, run, memory)
@@ -85,10 +85,10 @@ def _examine_progress(
     lengths = local_moves(request, run, view.clients, view.c_i)
     seen = float(recorded[-1]) if len(recorded) else None
     noisy = spec.compressor is not None or not spec.full_batch or request.problem.noise is not None
-    gets_on = symptoms.check_progress(run.columns, run.diverged_at, slope, state.x.dtype, noisy, spec.keeps)
+    gets_on = progress_checks.check_progress(run.columns, run.diverged_at, slope, state.x.dtype, noisy, spec.keeps)
     ailing = gets_on is not None and gets_on.severity == "wrong"
     return [
-        symptoms.check_drift(lengths, seen, client_name, view.clients, _reach(run, view)),
+        progress_checks.check_drift(lengths, seen, client_name, view.clients, _reach(run, view)),
         _step_size_finding(stable, run, ailing),
         gets_on,
     ]
@@ -179,7 +179,7 @@ def _examine_memory(
     """Check residual, ages, norms and alignment of the control variates."""
     policy = run.ready.spec.policy
     gradients = request.algorithm.renew is not None  # a c_i that is renewed by a gradient estimates one
-    since = symptoms.first_excess_round(run.columns, memory.explained)
+    since = progress_checks.first_excess_round(run.columns, memory.explained)
     suspects = _find_suspects(memory, view) if gradients else []
     late = overdue(memory)[view.clients]
     ends = pull(memory.p[view.clients], view.c_i, view.gradients, late) if gradients else None
@@ -200,7 +200,9 @@ def _examine_memory(
     of = f"{len(members)} of {len(memory.p)} clients"
     return [
         *found,
-        symptoms.check_alignment(one, cosines(view.c_i, memory.c)[heard], age, lambda i: client_name(members[i]), of),
+        progress_checks.check_alignment(
+            one, cosines(view.c_i, memory.c)[heard], age, lambda i: client_name(members[i]), of
+        ),
     ]
 
 
@@ -246,7 +248,7 @@ def _largest_stable_step(request: RunConfig, run: CheckpointedRun, x: NDArray[An
 def _step_size_finding(stable: StableStep | None, run: CheckpointedRun, ailing: bool) -> Finding | None:
     if stable is None:
         return None
-    return symptoms.check_step_size(_largest_lr(run), int(run.ready.drawer.steps.max()), stable, ailing)
+    return progress_checks.check_step_size(_largest_lr(run), int(run.ready.drawer.steps.max()), stable, ailing)
 
 
 def _largest_lr(run: CheckpointedRun) -> float:
