@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from papers import plotting
-from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table, at_most, holds
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
 from papers.conjecture_search import conjectures
+from papers.criteria import at_most, holds
 
 __all__ = ["CLAIM"]
 

@@ -12,18 +12,8 @@ from fedscaffold.problems import quadratic
 from fedscaffold.theory import bias
 from papers import plotting
 from papers.by_hand import play, quadratic_gradients
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_least,
-    at_most,
-    holds,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_least, at_most, holds
 from papers.film import film
 
 __all__ = ["CLAIM"]

@@ -13,18 +13,8 @@ from fedscaffold.algorithms import Algorithm, fedavg, scaffold
 from fedscaffold.problems import Problem, quadratic
 from fedscaffold.simulation import simulate
 from papers import plotting
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_least,
-    at_most,
-    holds,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_least, at_most, holds
 
 __all__ = ["CLAIM"]
 

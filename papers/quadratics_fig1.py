@@ -13,18 +13,8 @@ from fedscaffold.simulation import simulate
 from fedscaffold.theory import bias, contraction_curve
 from papers import plotting
 from papers.bounds.sample_rounds import sample_rounds
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_most,
-    between,
-    holds,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_most, between, holds
 
 __all__ = ["CLAIM"]
 

@@ -6,18 +6,8 @@ import numpy as np
 
 from fedscaffold.theory.quadratics import lag, power
 from papers import plotting
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_least,
-    between,
-    holds,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_least, between, holds
 
 __all__ = ["CLAIM"]
 

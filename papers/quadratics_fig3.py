@@ -14,19 +14,8 @@ from fedscaffold.simulation import simulate
 from fedscaffold.theory import contraction_curve, mean_squared_error, stationary
 from papers import plotting
 from papers.bounds.sample_rounds import sample_rounds
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_most,
-    between,
-    holds,
-    undecided,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_most, between, holds, undecided
 
 __all__ = ["CLAIM"]
 

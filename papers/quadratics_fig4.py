@@ -15,18 +15,8 @@ from fedscaffold.theory.round_map import form_of
 from papers import plotting
 from papers.bounds.lambda_norm import lambda_norm
 from papers.bounds.quadratic import published_local_steps, rho
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_most,
-    between,
-    holds,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_most, between, holds
 
 __all__ = ["CLAIM"]
 

@@ -11,7 +11,8 @@ from fedscaffold.problems import Problem, quadratic
 from fedscaffold.theory import contraction_curve, stationary
 from papers import plotting
 from papers.bounds.sample_rounds import sample_rounds
-from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table, at_most, between
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_most, between
 
 __all__ = ["CLAIM"]
 

@@ -14,18 +14,8 @@ from fedscaffold.problems import lower_bound_pair
 from fedscaffold.theory import contraction_rate
 from papers import plotting
 from papers.by_hand import play, quadratic_gradients
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_most,
-    between,
-    holds,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_most, between, holds
 
 __all__ = ["CLAIM"]
 

@@ -8,16 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from papers import plotting
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Settings,
-    Table,
-    at_most,
-    holds,
-)
+from papers.claim import Check, Claim, Data, Drawing, Settings, Table
+from papers.criteria import at_most, holds
 from papers.emnist import adapted, fingerprint, measure, median
 from papers.rounds import EMNIST, FULL, QUICK, TIED, edges, no_slower, over, spread, told
 

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from papers import plotting
-from papers.claim import Check, Claim, Data, Drawing, Settings, Table, holds
+from papers.claim import Check, Claim, Data, Drawing, Settings, Table
+from papers.criteria import holds
 from papers.emnist import adapted, fingerprint, measure, median
 from papers.rounds import EMNIST, FULL, QUICK, TIED, edges, no_slower, over, spread, told
 

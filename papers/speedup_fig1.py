@@ -14,20 +14,8 @@ from fedscaffold.algorithms import fedavg, scaffold
 from fedscaffold.problems import Problem, linear, logistic, two_datasets
 from fedscaffold.simulation import sweep
 from papers import plotting
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_least,
-    at_most,
-    between,
-    holds,
-    undecided,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_least, at_most, between, holds, undecided
 
 __all__ = ["CLAIM"]
 

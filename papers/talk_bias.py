@@ -14,18 +14,8 @@ from fedscaffold.theory import bias, stationary
 from papers import plotting
 from papers.bounds.expansion import expand
 from papers.bounds.sample_rounds import sample_rounds
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_least,
-    at_most,
-    between,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_least, at_most, between
 from papers.quadratics_fig1 import two_clients
 
 __all__ = ["CLAIM", "converged", "slope", "two_hospitals"]

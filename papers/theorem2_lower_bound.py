@@ -8,7 +8,8 @@ from fedscaffold.algorithms import fedavg
 from papers import plotting
 from papers.bounds.original import fedavg_lower_bound, lower_bound_constant, pair_best_lr, pair_round
 from papers.by_hand import play, quadratic_gradients
-from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table, at_most, between
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_most, between
 
 __all__ = ["CLAIM"]
 

@@ -15,19 +15,8 @@ from fedscaffold.algorithms import Algorithm, Walk, fedavg, fedprox, reference, 
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.models import logits
 from papers import plotting
-from papers.claim import (
-    Check,
-    Claim,
-    Data,
-    Drawing,
-    Memo,
-    Settings,
-    Table,
-    at_least,
-    at_most,
-    between,
-    holds,
-)
+from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.criteria import at_least, at_most, between, holds
 
 __all__ = ["CLAIM"]
 

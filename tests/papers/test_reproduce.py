@@ -15,8 +15,9 @@ from fedscaffold.simulation import simulate
 from papers import cache, emnist, plotting, speedup_fig1
 from papers.__main__ import main
 from papers.by_hand import play, quadratic_gradients
-from papers.claim import Check, Claim, Table, at_least, at_most, verdict
+from papers.claim import Check, Claim, Table, verdict
 from papers.claims import ALIASES, CLAIMS, find, judged, reproduce
+from papers.criteria import at_least, at_most
 from papers.page import page, terminal
 
 NAMES = (
