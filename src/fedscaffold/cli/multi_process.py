@@ -6,6 +6,7 @@ run is therefore a child process, whose parent only reports what happened.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -20,31 +21,12 @@ import typer
 
 from fedscaffold.checks import InputError
 from fedscaffold.cli.interrupts import disable_second_signal, exit_with_line
+from fedscaffold.cli.options import replace_parameter
 
-__all__ = [
-    "SINGLE_PROCESS",
-    "Coordinator",
-    "Deadline",
-    "Devices",
-    "ProcessId",
-    "Processes",
-    "Team",
-    "run_supervised",
-    "team_of",
-]
+__all__ = ["SINGLE_PROCESS", "Team", "process_options", "run_supervised", "team_of"]
 
 LOST = 3  # exit code if another process of the run is gone
 REPORTED = "."  # the child has printed how it ended
-
-Devices = Annotated[int, typer.Option("--devices", help="Devices of this process that share the clients.")]
-Coordinator = Annotated[
-    str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="Several processes: where process 0 listens.")
-]
-Processes = Annotated[int, typer.Option("--processes", help="Several processes: how many.")]
-ProcessId = Annotated[int | None, typer.Option("--process-id", help="Several processes: which one this is, from 0.")]
-Deadline = Annotated[
-    int, typer.Option("--deadline", help="Several processes: seconds until a silent one counts as gone.")
-]
 
 
 class Team(NamedTuple):
@@ -85,7 +67,20 @@ class Team(NamedTuple):
 SINGLE_PROCESS = Team()
 
 
-def team_of(devices: int, coordinator: str | None, processes: int, process_id: int | None, deadline: int) -> Team:
+def team_of(
+    devices: Annotated[int, typer.Option("--devices", help="Devices of this process that share the clients.")] = 1,
+    coordinator: Annotated[
+        str | None,
+        typer.Option("--coordinator", metavar="HOST:PORT", help="Several processes: where process 0 listens."),
+    ] = None,
+    processes: Annotated[int, typer.Option("--processes", help="Several processes: how many.")] = 1,
+    process_id: Annotated[
+        int | None, typer.Option("--process-id", help="Several processes: which one this is, from 0.")
+    ] = None,
+    deadline: Annotated[
+        int, typer.Option("--deadline", help="Several processes: seconds until a silent one counts as gone.")
+    ] = 60,
+) -> Team:
     """Return the team described by the flags.
 
     >>> team_of(1, "localhost:1234", 2, None, 60)
@@ -106,6 +101,11 @@ def team_of(devices: int, coordinator: str | None, processes: int, process_id: i
     if process_id is not None:
         checks.whole("--process-id", process_id, at_least=0, at_most=processes - 1)
     return Team(devices, coordinator, processes, process_id or 0, deadline)
+
+
+def process_options(verb: Callable[..., int]) -> Callable[..., int]:
+    """Decorate a verb that takes `team` to take the flags of `team_of` instead."""
+    return replace_parameter(verb, "team", inspect.signature(team_of, eval_str=True).parameters, team_of)
 
 
 def run_supervised(team: Team, folder: Path, work: Callable[[], int]) -> int:

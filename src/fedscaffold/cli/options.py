@@ -12,10 +12,9 @@ import typer
 
 from fedscaffold.run_config import ARGUMENTS, KEYS
 
-__all__ = ["LOCAL", "PROBLEM", "config_options"]
+__all__ = ["PROBLEM", "config_options", "replace_parameter"]
 
 PROBLEM = ("problem.dataset", "problem.split", "problem.model", "problem.clients", "problem.data")
-LOCAL = ("local.epochs", "local.steps", "local.batch_size", "local.lr")
 FLAGS = {stated.key: name for name, stated in ARGUMENTS.items() if stated.key is not None}
 
 
@@ -29,30 +28,40 @@ def config_options(
         defaults: Defaults of this verb, by key, where they differ from the configuration's.
     """
     usual = dict(defaults or {})
+    flags = {_flag_of(key): key for key in keys}
 
-    def decorate(verb: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(verb, eval_str=True)
-        flags = {_flag_of(key): key for key in keys}
-        options = [_make_option(key, usual.get(key)) for key in keys]
-        own = [one for one in signature.parameters.values() if one.name != "overrides"]
-        first = [one for one in own if one.default is one.empty]
-        rest = [one for one in own if one.default is not one.empty]
+    def overrides(**given: str | None) -> list[str]:
+        typed = {flags[flag]: value for flag, value in given.items() if value is not None}
+        return [f"{key}={_to_toml_value(value)}" for key, value in (usual | typed).items()]
 
-        @wraps(verb)
-        def with_options(**given: Any) -> Any:
-            typed = {key: given.pop(flag) for flag, key in flags.items()}
-            asked = [f"{key}={_to_toml_value(value)}" for key, value in (usual | _drop_none(typed)).items()]
-            return verb(overrides=asked, **given)
-
-        with_options.__signature__ = signature.replace(parameters=[*first, *options, *rest])  # type: ignore[attr-defined]
-        with_options.__annotations__ = {one.name: one.annotation for one in (*first, *options, *rest)}
-        return with_options
-
-    return decorate
+    options = {flag: _make_option(key, usual.get(key)) for flag, key in flags.items()}
+    return lambda verb: replace_parameter(verb, "overrides", options, overrides)
 
 
-def _drop_none(typed: Mapping[str, str | None]) -> dict[str, str]:
-    return {key: value for key, value in typed.items() if value is not None}
+def replace_parameter(
+    verb: Callable[..., Any], name: str, options: Mapping[str, inspect.Parameter], make: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the verb with options in the place of one of its parameters.
+
+    Args:
+        verb: The function of a command.
+        name: The parameter to replace.
+        options: The options that take its place, by name.
+        make: Called with the values of the options; returns the value of the parameter.
+    """
+    signature = inspect.signature(verb, eval_str=True)
+    every = [
+        option for own in signature.parameters.values() for option in (options.values() if own.name == name else (own,))
+    ]
+
+    @wraps(verb)
+    def with_options(**given: Any) -> Any:
+        typed = {option: given.pop(option) for option in options}
+        return verb(**given, **{name: make(**typed)})
+
+    with_options.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {one.name: one.annotation for one in every}
+    return with_options
 
 
 def _flag_of(key: str) -> str:

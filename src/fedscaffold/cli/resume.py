@@ -14,17 +14,7 @@ import typer
 from fedscaffold.checks import InputError
 from fedscaffold.cli.comparison_folder import ASKED, CELLS, is_unfinished, remove_cells, resume_comparison
 from fedscaffold.cli.interrupts import exit_with_line
-from fedscaffold.cli.multi_process import (
-    SINGLE_PROCESS,
-    Coordinator,
-    Deadline,
-    Devices,
-    Processes,
-    ProcessId,
-    Team,
-    run_supervised,
-    team_of,
-)
+from fedscaffold.cli.multi_process import SINGLE_PROCESS, Team, process_options, run_supervised
 from fedscaffold.cli.verbs import (
     Json,
     Log,
@@ -49,17 +39,14 @@ NEW = ".new"  # temporary folder of results
 
 
 @app.command(epilog="Example: fedscaffold resume runs/first")
+@process_options
 def resume(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")],
     rounds: Annotated[int | None, typer.Option(help="Rounds in all, instead of the config's.")] = None,
     watch: Watch = False,
     log: Log = None,
-    devices: Devices = 1,
-    coordinator: Coordinator = None,
-    processes: Processes = 1,
-    process_id: ProcessId = None,
-    deadline: Deadline = 60,
+    team: Team = SINGLE_PROCESS,
     as_json: Json = False,
 ) -> int:
     """Go on with a run or a comparison after a crash, or with a run for more rounds; same bits as without a break."""
@@ -73,7 +60,6 @@ def resume(
         raise InputError(f"{folder} holds no run: config.toml is missing; `fedscaffold run CONFIG.toml` starts one")
     seen_by = check_viewers(watch, log)
     config = load(folder / "config.toml", [] if rounds is None else [f"rounds={rounds}"])
-    team = team_of(devices, coordinator, processes, process_id, deadline)
     return run_supervised(team, folder, lambda: run_in_folder(config, folder, as_json, None, team, seen_by))
 
 

@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.multi_process import (
-    SINGLE_PROCESS,
-    Coordinator,
-    Deadline,
-    Devices,
-    Processes,
-    ProcessId,
-    Team,
-    run_supervised,
-    team_of,
-)
+from fedscaffold.cli.multi_process import SINGLE_PROCESS, Team, process_options, run_supervised
 from fedscaffold.cli.options import PROBLEM, config_options
 from fedscaffold.parsing import plain
 
@@ -75,17 +65,14 @@ def demo(out: Out = Path("runs/demo"), fresh: Fresh = False, as_json: Json = Fal
 
 
 @app.command(epilog="Example: fedscaffold run config.toml --set local.lr=0.2 --set algorithm.name=fedavg")
+@process_options
 def run(
     path: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")],
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override a key: a.b=c.")] = None,
     fresh: Fresh = False,
     watch: Watch = False,
     log: Log = None,
-    devices: Devices = 1,
-    coordinator: Coordinator = None,
-    processes: Processes = 1,
-    process_id: ProcessId = None,
-    deadline: Deadline = 60,
+    team: Team = SINGLE_PROCESS,
     data: DataDir = None,
     as_json: Json = False,
 ) -> int:
@@ -98,7 +85,7 @@ def run(
     seen_by = check_viewers(watch, log)
     config = load(path, [*(sets or []), *_data_override(data)])
     refuse_unused_keys(config, sets or [])
-    team, folder = team_of(devices, coordinator, processes, process_id, deadline), Path(config.output.dir)
+    folder = Path(config.output.dir)
     return run_supervised(team, folder, lambda: run_in_folder(config, folder, as_json, fresh, team, seen_by))
 
 
