@@ -22,7 +22,7 @@ ARROWS = {
     "state": set(),
     "problems": {"algorithms", "data"},
     "simulation": {"state", "problems", "data", "algorithms"},
-    "conformance": {"simulation", "problems", "algorithms"},
+    "conformance": {"algorithms"},
     "estimators": {"simulation", "problems", "algorithms"},
     "theory": {"simulation", "problems", "data", "algorithms"},
     "deploy": {"state", "algorithms"},

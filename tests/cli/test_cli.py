@@ -179,10 +179,6 @@ MISTAKES = [
     (["data", "show", "--split", "dirichlet:-1"], "dirichlet"),
     (["data", "show", "--out", "split.doc"], ".png"),
     (["conform", "--target", "nothing:here"], "nothing"),
-    (["bench", "--only", "W1"], "run 'python -m benchmarks --only W1' in a checkout"),
-    (["exercise", "momentum", "--json"], "run 'python -m papers.exercises momentum --json' in a checkout"),
-    (["reproduce", "table3", "--full"], "run 'python -m papers table3 --full' in a checkout"),
-    (["conform", "--faults", "--json"], "run 'python -m tests.faults --json' in a checkout"),
     (["fly"], "No such command"),
 ]
 # all in one process: starting one for each takes longer than everything else here

@@ -3,11 +3,12 @@
 import numpy as np
 import optax
 import pytest
+import simulator_target
 
 import fedscaffold as fs
 from fedscaffold.algorithms import ALGORITHMS
 from fedscaffold.algorithms.round import needs
-from fedscaffold.conformance import IDENTITIES, conform, federation, select, simulator_target
+from fedscaffold.conformance import IDENTITIES, conform, federation, select
 from fedscaffold.conformance import run as plain
 
 MISSING = {"buffers", "loss scaling", "private optimiser", "clipping"}  # of families; the correction comes before optax

@@ -95,7 +95,7 @@ def _exit_code(name: str, load: Callable[[], typer.Typer]) -> int:
 
 
 def _verbs() -> typer.Typer:
-    from fedscaffold.cli import deploy, doctor, moved, resume, theatre, watch  # noqa: F401 (their verbs)
+    from fedscaffold.cli import deploy, doctor, resume, theatre, watch  # noqa: F401 (their verbs)
     from fedscaffold.cli.theory import app
 
     return app

@@ -169,16 +169,11 @@ def conform(
         list[str] | None, typer.Option(metavar="ROW", help="A row, or a family of rows; may be repeated.")
     ] = None,
     precision: Annotated[str, typer.Option(help="The target's arithmetic: float64 or float32.")] = "float64",
-    faults: Annotated[bool, typer.Option("--faults", hidden=True)] = False,
     as_json: Json = False,
 ) -> int:
     """Run the identities every SCAFFOLD must satisfy, on ours or on anybody's."""
     from fedscaffold.conformance.__main__ import judged
 
-    if faults:
-        from fedscaffold.cli.moved import refuse_moved
-
-        refuse_moved("conform --faults", *["--json"] * as_json)
     answer, lines, code = judged(target, only or (), precision)
     print_answer(answer, lines, as_json)
     return code

@@ -1,1 +1,1 @@
-"""Experiments from configuration files: problems, runs, comparisons, and checks of the installation."""
+"""Experiments from configuration files: problems, runs and comparisons."""
