@@ -9,7 +9,7 @@ from fedscaffold.cli import comparison_folder as folders
 from fedscaffold.experiments import compare
 from fedscaffold.experiments.build_problem import build
 from fedscaffold.experiments.config_file import parse
-from fedscaffold.runs import read
+from fedscaffold.runs import page, read, sources
 from fedscaffold.simulation import engine
 
 CONFIG = "rounds = 30\n[local]\nsteps = 2\nlr = 'tuned'\n[problem]\ndataset = 'quadratic'\nnoise = 0.01\ndim = 4"
@@ -205,3 +205,9 @@ def test_a_damaged_question_is_named(text, tmp_path):
     (tmp_path / folders.ASKED).write_text(text)
     with pytest.raises(folders.InputError, match=r"comparison.json is damaged: give --fresh to start anew"):
         folders.resume_comparison(tmp_path, False)
+
+
+def test_the_page_of_a_comparison_is_the_one_that_its_folder_gives(asked, tmp_path):
+    study = compare.compare(*asked, NAMES, 2, "distance:0.5", "fedscaffold compare")
+    report = compare.write_results(study, tmp_path)
+    assert report.read_text(encoding="utf-8") == page(sources([tmp_path]))
