@@ -164,8 +164,7 @@ def write(study: Study, folder: Path, log: Path | None = None) -> None:
         (folder / MEMBERS / name).mkdir(parents=True, exist_ok=True)
         took = {} if run.seconds is None else {"wall": run.seconds}
         _write_run(replace(study, label_counts=None, seconds=took), run, folder / MEMBERS / name)
-    rows = [{key: _to_json(value) for key, value in row.items()} for row in study.rows]
-    _write_json(folder / INDEX, {"runs": names} | _shared_fields(study) | {"rows": rows})
+    _write_json(folder / INDEX, {"runs": names} | _shared_fields(study) | {"rows": parsing.plain(study.rows)})
 
 
 def replace_study(study: Study, folder: Path, texts: Mapping[str, str] | None = None) -> None:
@@ -225,7 +224,7 @@ def _write_run(study: Study, run: RunRecord, folder: Path, log: Path | None = No
         write_log(folder, facts, run.columns, how)
     about = {name: getattr(run, name) for name in RUN_KINDS if name not in ("columns", "rounds")}
     about |= {"columns": {name: column.dtype.name for name, column in run.columns.items()}, "rounds": done}
-    _write_json(folder / RUN, {key: _to_json(value) for key, value in about.items()} | _shared_fields(study))
+    _write_json(folder / RUN, parsing.plain(about) | _shared_fields(study))
 
 
 def _is_log_of(path: Path, run: RunRecord) -> bool:
@@ -239,7 +238,7 @@ def _shared_fields(study: Study) -> dict[str, Any]:
 
 
 def _write_json(path: Path, about: dict[str, Any]) -> None:
-    text = json.dumps({"format": FORMAT, **about}, indent=1, default=_to_json, allow_nan=False)
+    text = json.dumps({"format": FORMAT, **about}, indent=1, default=parsing.plain, allow_nan=False)
     path.write_text(text, encoding="utf-8")
 
 
@@ -430,10 +429,3 @@ RUN_KINDS: dict[str, Callable[[Any], bool]] = {
     "explained": _optional(is_number),
     "digest": _is_text,
 }
-
-
-def _to_json(value: Any) -> Any:
-    """Convert NumPy scalars to Python numbers, and NaN and infinities, which JSON lacks, to None."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
