@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from fedscaffold.theory.expansion import drift
 from oracles import net
 
 import fedscaffold as fs
@@ -11,7 +12,6 @@ from fedscaffold.data import federate, load
 from fedscaffold.problems import Facts, Problem
 from fedscaffold.theory.advice import advise
 from fedscaffold.theory.derivatives import client_gradients, client_hessians, client_products
-from fedscaffold.theory.expansion import drift
 from fedscaffold.theory.heterogeneity import heterogeneity
 from fedscaffold.theory.subsampling import mean_error
 

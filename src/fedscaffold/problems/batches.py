@@ -26,9 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from fedscaffold.checks import InputError, one_number, shown, taken_by_name, takes_key, takes_state
+from fedscaffold.problems.rewriting import as_products, patch_bytes
 
 __all__ = [
     "Functions", "Kind", "Kinds", "bound", "call", "gradient", "measured", "no_loss", "record_values", "value",
+    "work_bytes",
 ]  # fmt: skip
 
 Tree: TypeAlias = Any
@@ -126,7 +128,7 @@ def value(
 
     `weights` is None for a batch without padding, as it must be for a coupled function.
     """
-    function = measured(function, state)
+    function = as_products(measured(function, state))
     if weights is None:
         return call(function, kind, params, batch)
     if kind == "mean":
@@ -160,8 +162,8 @@ def gradient(
     Returns:
         A pytree like `params`; for functions with a state, a pair of it and the new state.
     """
-    given = None if functions.gradient is None else bound(functions.gradient, key, state, train=True)
-    of_batch = bound(functions.loss, key, state, train=True)
+    given = None if functions.gradient is None else as_products(bound(functions.gradient, key, state, train=True))
+    of_batch = as_products(bound(functions.loss, key, state, train=True))
 
     def loss(params: Tree, batch: Tree, **by_name: Array) -> Any:
         result = of_batch(params, batch, **by_name)
@@ -196,6 +198,15 @@ def _pair(name: str, result: Any, state: Tree) -> tuple[Any, Tree]:
     if not same or was != now:
         raise InputError(f"{wanted}; it had arrays of shapes {was}, got {now}")
     return number, jax.tree.map(lambda a, b: jnp.asarray(a, jnp.asarray(b).dtype), new, state)
+
+
+def work_bytes(functions: Functions, kinds: Kinds, params: Tree, batch: Tree, state: Tree = None) -> int:
+    """Return the bytes that the patches of convolutions take in a gradient on a batch; 0 without convolutions.
+
+    `params` and `batch` may be arrays or their shapes.
+    """
+    function = bound(functions.gradient or functions.loss, state=state, train=True)
+    return patch_bytes(partial(call, function, kinds.gradient), params, batch)
 
 
 def _on_real_records(evaluate: Callable[[Tree], Tree], batch: Tree, weights: Array, sizes: Sequence[int]) -> Tree:

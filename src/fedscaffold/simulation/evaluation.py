@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fedscaffold.problems.batches import Kind, value
 from fedscaffold.problems.problem import Problem
+from fedscaffold.problems.rewriting import patch_bytes
 from fedscaffold.simulation.double_precision import in_float64
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES, sum_over
 from fedscaffold.simulation.local import gradient
@@ -111,7 +112,8 @@ def _sum_over_records(records: Any, weights: Array, measure: Callable[[Any, Arra
     """Sum `measure(batch, weights)` over all records in chunks; the last chunk may overlap, with weight 0."""
     total = len(weights)
     row_bytes = sum(a.dtype.itemsize * a.size // total for a in jax.tree.leaves(records))
-    stretch = max(1, min(total, EVALUATION_BYTES // max(1, row_bytes)))
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), (records, weights))
+    stretch = max(1, min(total, EVALUATION_BYTES // max(1, row_bytes + patch_bytes(measure, *one))))
 
     def part(start: Array | int, fresh: Array | int) -> Any:
         def cut(a: Array) -> Array:

@@ -24,6 +24,7 @@ from fedscaffold.problems.batches import bound
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.problems.records import counted, is_float, joined
+from fedscaffold.problems.rewriting import as_products
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES
 from fedscaffold.simulation.sharding import sum_over_devices as over_devices
@@ -325,7 +326,8 @@ def evaluate_compiled(spec: Spec, federation: Federation, state: State) -> dict[
     for measure, data in zip(compiled, federation.measured, strict=True):
         records = federation.records if data.records is None else data.records
         if not measure.summary:
-            values = [_bind_buffers(measure.function, buffers)(spec.layout.unflatten(state.x), records)]
+            function = as_products(_bind_buffers(measure.function, buffers))
+            values = [function(spec.layout.unflatten(state.x), records)]
         else:
             each = _evaluate_clients(spec, federation, state, measure, records, data, buffers)
             values = [summarise(jnp, one, each, data.weights) for one in measure.summary]
@@ -350,7 +352,8 @@ def _evaluate_clients(
         own = records
         if place is not None:
             own = jax.tree.map(lambda a: a.at[first + place].get(mode="promise_in_bounds"), records)
-        return jnp.asarray(_bind_buffers(measure.function, used)(spec.layout.unflatten(x), own), x.dtype)
+        function = as_products(_bind_buffers(measure.function, used))
+        return jnp.asarray(function(spec.layout.unflatten(x), own), x.dtype)
 
     values = jnp.zeros(len(data.weights), state.x.dtype)
     for group in data.groups or ():

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
+from fedscaffold.problems.batches import work_bytes
+from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import MOST, RunConfig
 from fedscaffold.simulation.participation import Availability, Sampling, check_availability, check_sampling
 from fedscaffold.simulation.step_sizes import schedule_of
@@ -162,7 +164,7 @@ def block(config: RunConfig, size: int, footprint: int) -> int:
 
 
 def footprint(config: RunConfig, steps: NDArray[np.int64], batch: NDArray[np.int64] | None) -> int:
-    """Return the bytes that a client touches per local step: four model-sized vectors, its batch and its draws."""
+    """Return the bytes that a client touches per local step: four model-sized vectors, batch, draws and patches."""
     problem = config.problem
     records = max(1, int(problem.offsets[-1]))
     itemsize = np.dtype(config.precision).itemsize
@@ -171,7 +173,23 @@ def footprint(config: RunConfig, steps: NDArray[np.int64], batch: NDArray[np.int
     model = 4 * problem.dim * itemsize
     drawn = 0 if batch is None else 4 * int(steps.max()) * rows
     checks.fits(f"{steps.max()} local steps on {rows} records drawn for each", drawn)
-    return int(model + rows * row + drawn)
+    patches = _patches(problem, rows, config.precision)
+    checks.fits(f"the convolutions of a local step on {rows} records", patches)
+    return int(model + rows * row + drawn + patches)
+
+
+def _patches(problem: Problem, rows: int, precision: str) -> int:
+    """Return the bytes that convolutions of a batch take as matrix products; 0 if there are none."""
+    dtype = np.dtype(precision)
+
+    def shaped(array: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        kind = dtype if jax.numpy.issubdtype(array.dtype, np.floating) else array.dtype
+        return jax.ShapeDtypeStruct(shape, kind)
+
+    params = jax.tree.map(lambda a: shaped(a, *a.shape), problem.params)
+    batch = jax.tree.map(lambda a: shaped(a, rows, *a.shape[1:]), problem.records)
+    with jax.enable_x64(dtype.itemsize > 4):
+        return work_bytes(problem.functions, problem.inspected.kinds, params, batch, problem.state)
 
 
 def lr(config: RunConfig, steps: NDArray[np.int64]) -> NDArray[Any]:

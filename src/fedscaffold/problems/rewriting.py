@@ -1,0 +1,218 @@
+"""Rewriting of traced functions: on CPUs, convolutions and pooling become slices and matrix products.
+
+The jaxpr of the user's function is copied with every convolution and every pooling window replaced by a call of the
+rule in `convolutions`, also inside loops, conditionals, `jax.checkpoint` and functions with custom derivatives, which
+keep their derivatives. Functions without any are left alone. On accelerators the original runs: which of the two is
+decided when the program is lowered for its platform.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.linear_util import wrap_init
+
+from fedscaffold.problems.convolutions import convolution, max_pool, min_pool, sum_pool
+
+__all__ = ["as_products", "patch_bytes"]
+
+Tree: TypeAlias = Any
+Array: TypeAlias = Any
+Rule: TypeAlias = Callable[..., Any]
+
+LOG = logging.getLogger("fedscaffold")
+SUFFIX = "_as_products"  # of the names of rewritten operations
+_told: set[str] = set()
+
+
+def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Wrap a function so that, on CPUs, its convolutions and pooling windows are computed as matrix products.
+
+    Args:
+        function: Any function of pytrees of arrays that JAX can trace.
+
+    Returns:
+        A function with the same values, up to the rounding of sums, that can be transformed as any other. Where the
+        function has neither convolutions nor pooling, it is called as it is.
+
+    >>> import jax.numpy as jnp
+    >>> x, kernel = jnp.arange(5.0), jnp.array([1.0, 0.0, -1.0])
+    >>> as_products(jnp.convolve)(x, kernel).tolist()
+    [0.0, 1.0, 2.0, 2.0, 2.0, -3.0, -4.0]
+    """
+
+    def wrapped(*arguments: Tree, **by_name: Tree) -> Tree:
+        leaves, tree = jax.tree.flatten((arguments, by_name))
+
+        def of_leaves(*leaves: Array) -> Tree:
+            positional, named = jax.tree.unflatten(tree, leaves)
+            return function(*positional, **named)
+
+        closed, shape = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
+        if not _contains_windows(closed.jaxpr):
+            return function(*arguments, **by_name)
+        here = {"cpu": jaxpr_as_fun(_rewrite(closed)), "default": jaxpr_as_fun(closed)}
+        return jax.tree.unflatten(jax.tree.structure(shape), jax.lax.platform_dependent(*leaves, **here))
+
+    return wrapped
+
+
+def patch_bytes(function: Callable[..., Any], *arguments: Tree) -> int:
+    """Return the bytes of all patches and products that the rewritten function holds; 0 if nothing is rewritten.
+
+    Args:
+        function: The function.
+        *arguments: Its arguments, or their shapes (`jax.ShapeDtypeStruct`).
+
+    >>> import jax.numpy as jnp
+    >>> patch_bytes(lambda w, x: jnp.convolve(x, w, mode="valid").sum(), jnp.ones(3), jnp.ones(10))
+    128
+    >>> patch_bytes(lambda w, x: jnp.dot(w, x), jnp.ones(3), jnp.ones(3))
+    0
+    """
+    return _bytes_in(_rewrite(jax.make_jaxpr(function)(*arguments)).jaxpr)
+
+
+def _bytes_in(jaxpr: Any, rewritten: bool = False) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if rewritten and equation.primitive.name in ("concatenate", "dot_general"):
+            total += sum(out.aval.size * out.aval.dtype.itemsize for out in equation.outvars)
+        within = rewritten or str(equation.params.get("name", "")).endswith(SUFFIX)
+        total += sum(_bytes_in(inner, within) for inner in _inner(equation))
+    return total
+
+
+def _inner(equation: Any) -> Iterator[Any]:
+    """Yield the jaxprs among an equation's parameters."""
+    for value in equation.params.values():
+        for one in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(one, (Jaxpr, ClosedJaxpr)):
+                yield getattr(one, "jaxpr", one)
+
+
+def _contains_windows(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name in _RULES or any(_contains_windows(inner) for inner in _inner(equation))
+        for equation in jaxpr.eqns
+        if not _by_platform(equation)
+    )
+
+
+def _by_platform(equation: Any) -> bool:
+    """Whether an equation chooses between platforms already, as a function that has been rewritten does."""
+    return equation.params.get("branches_platforms") is not None
+
+
+def _rewrite(program: Any) -> Any:
+    """Return a Jaxpr or ClosedJaxpr with every convolution and pooling window replaced."""
+    if isinstance(program, ClosedJaxpr):
+        return program.replace(jaxpr=_rewrite(program.jaxpr))
+    return program.replace(eqns=[_rewrite_equation(equation) for equation in program.eqns])
+
+
+def _rewrite_equation(equation: Any) -> Any:
+    name = equation.primitive.name
+    if name in _RULES:
+        return _apply_rule(equation)
+    if _by_platform(equation) or not any(_contains_windows(inner) for inner in _inner(equation)):
+        return equation
+    params = {key: _rewrite_parameter(value) for key, value in equation.params.items()}
+    if name == "custom_jvp_call":
+        params["jvp_jaxpr_fun"] = _rewrite_traced(params["jvp_jaxpr_fun"])
+    elif name == "custom_vjp_call":
+        params["fwd_jaxpr_thunk"] = _rewrite_traced(params["fwd_jaxpr_thunk"])
+        params["bwd"] = wrap_init(partial(_backward, params["bwd"]), debug_info=params["bwd"].debug_info)
+    return equation.replace(params=params)
+
+
+def _rewrite_parameter(value: Any) -> Any:
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        return _rewrite(value)
+    if type(value) in (tuple, list):
+        return type(value)(_rewrite_parameter(one) for one in value)
+    return value
+
+
+def _rewrite_traced(thunk: Any) -> Any:
+    """Rewrite a custom rule that is traced when a derivative is taken: its result is (jaxpr, constants, ...)."""
+
+    def traced(*which: bool) -> Any:
+        jaxpr, *others = thunk.call_wrapped(*which)
+        return (_rewrite(jaxpr), *others)
+
+    return wrap_init(traced, debug_info=thunk.debug_info)
+
+
+def _backward(rule: Any, *arguments: Any) -> list[Any]:
+    """Run a custom backward rule with its convolutions rewritten; its results may be symbolic zeros."""
+    if not all(isinstance(one, jax.Array) for one in arguments):
+        return list(rule.call_wrapped(*arguments))
+    zeros: dict[int, Any] = {}
+
+    def arrays(*arguments: Array) -> list[Array]:
+        found = list(rule.call_wrapped(*arguments))
+        zeros.update({j: one for j, one in enumerate(found) if not isinstance(one, jax.Array)})
+        return [one for j, one in enumerate(found) if j not in zeros]
+
+    closed = jax.make_jaxpr(arrays)(*arguments)
+    found = jaxpr_as_fun(_rewrite(closed))(*arguments)
+    for j, zero in sorted(zeros.items()):
+        found.insert(j, zero)
+    return list(found)
+
+
+def _apply_rule(equation: Any) -> Any:
+    """Replace an equation by a call of its rule; keep it, and say so once, if the rule does not apply."""
+    name, params = equation.primitive.name, equation.params
+
+    def products(*arrays: Array) -> Array:
+        return _RULES[name](*arrays, **params)
+
+    products.__name__ = name + SUFFIX
+    avals = [atom.aval for atom in equation.invars]
+    if all(isinstance(size, int) for aval in avals for size in aval.shape):
+        call = jax.make_jaxpr(jax.jit(products))(*avals).eqns
+        if len(call) == 1 and [out.aval for out in call[0].outvars] == [out.aval for out in equation.outvars]:
+            return call[0].replace(invars=equation.invars, outvars=equation.outvars)
+    _say_once(f"{name} of shapes {', '.join(str(aval.shape) for aval in avals)}")
+    return equation
+
+
+def _say_once(what: str) -> None:
+    if what not in _told:
+        _told.add(what)
+        LOG.warning("%s is left to XLA, which is slow inside compiled loops on CPUs: no rule fits", what)
+
+
+def _scatter_add(source: Array, operand: Array, *, select_prim: Any, **params: Any) -> Array:
+    """Gradient of a pooling window, in functions that take derivatives themselves."""
+    return jax.vjp(partial(_pool_of(select_prim), **params, **_undilated(operand)), operand)[1](source)[0]
+
+
+def _gather_add(tangents: Array, operand: Array, *, select_prim: Any, **params: Any) -> Array:
+    """Derivative of a pooling window along a direction."""
+    return jax.jvp(partial(_pool_of(select_prim), **params), (operand,), (tangents,))[1]
+
+
+def _pool_of(select_prim: Any) -> Rule:
+    return max_pool if select_prim.name == "ge" else min_pool
+
+
+def _undilated(operand: Array) -> dict[str, Any]:
+    return dict.fromkeys(("base_dilation", "window_dilation"), (1,) * operand.ndim)
+
+
+_RULES: dict[str, Rule] = {
+    "conv_general_dilated": convolution,
+    "reduce_window_max": max_pool,
+    "reduce_window_min": min_pool,
+    "reduce_window_sum": sum_pool,
+    "select_and_gather_add": _gather_add,
+    "select_and_scatter_add": _scatter_add,
+}

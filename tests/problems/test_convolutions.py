@@ -1,0 +1,325 @@
+"""Convolutions and pooling as matrix products equal `jax.lax`: values, gradients, under vmap, nested, in a run."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fedscaffold as fs
+from fedscaffold.problems import rewriting
+from fedscaffold.problems.rewriting import as_products, patch_bytes
+
+CONVOLUTIONS = {  # lhs shape, rhs shape, and arguments of lax.conv_general_dilated
+    "2-D": ((2, 6, 7, 3), (3, 2, 3, 4), {}),
+    "one entry": ((2, 4, 3, 3), (1, 1, 3, 4), {"window_strides": (2, 1)}),
+    "wide enough for a product by row": ((2, 5, 4, 40), (2, 3, 40, 4), {"padding": "SAME"}),
+    "strides, SAME": ((2, 6, 7, 3), (3, 3, 3, 4), {"window_strides": (2, 3), "padding": "SAME"}),
+    "asymmetric and negative padding": ((1, 6, 7, 2), (3, 2, 2, 3), {"padding": [(2, -1), (-1, 3)]}),
+    "dilated kernel": ((2, 8, 7, 2), (3, 2, 2, 3), {"rhs_dilation": (2, 3)}),
+    "transposed": ((2, 4, 3, 2), (3, 3, 2, 3), {"lhs_dilation": (2, 3), "padding": [(2, 1), (1, 2)]}),
+    "all at once": (
+        (2, 6, 5, 4),
+        (3, 2, 2, 6),
+        {
+            "window_strides": (2, 1),
+            "padding": [(1, 2), (2, -1)],
+            "lhs_dilation": (1, 2),
+            "rhs_dilation": (2, 1),
+            "feature_group_count": 2,
+        },
+    ),
+    "feature groups": ((2, 5, 5, 6), (2, 2, 3, 4), {"feature_group_count": 2}),
+    "depthwise": ((2, 5, 5, 3), (3, 3, 1, 6), {"feature_group_count": 3, "padding": "SAME"}),
+    "batch groups": ((4, 5, 5, 3), (2, 2, 3, 4), {"batch_group_count": 2}),
+    "kernel larger than its results": ((2, 9, 8, 3), (8, 6, 3, 2), {}),
+    "1-D": (
+        (2, 9, 3),
+        (4, 3, 2),
+        {"window_strides": (2,), "padding": "SAME", "dimension_numbers": ("NHC", "HIO", "NHC")},
+    ),
+    "3-D": ((1, 4, 5, 4, 2), (2, 3, 2, 2, 3), {"dimension_numbers": ("NDHWC", "DHWIO", "NDHWC")}),
+    "channels first": ((2, 3, 6, 5), (4, 3, 3, 2), {"dimension_numbers": ("NCHW", "OIHW", "NCHW")}),
+    "mixed layouts": ((6, 2, 5, 3), (4, 3, 2, 3), {"dimension_numbers": ("HNWC", "OHWI", "CWNH")}),
+    "no room": ((2, 2, 5, 3), (3, 2, 3, 4), {}),
+}
+ONES = {"padding": "VALID", "window_strides": (1, 1, 1, 1)}
+WINDOWS = {  # of (2, 7, 6, 3): window, arguments of lax.reduce_window
+    "no overlap": ((1, 2, 2, 1), {"window_strides": (1, 2, 2, 1)}),
+    "no overlap, SAME": ((1, 2, 3, 1), {"window_strides": (1, 2, 3, 1), "padding": "SAME"}),
+    "overlap": ((1, 3, 2, 1), {"window_strides": (1, 2, 1, 1), "padding": [(0, 0), (1, 1), (0, 1), (0, 0)]}),
+    "dilated": ((1, 2, 2, 2), {"base_dilation": (1, 1, 2, 1), "window_dilation": (1, 3, 1, 1)}),
+    "everything": ((1, 7, 6, 1), {}),
+}
+POOLS = {"max": (lax.max, -np.inf), "min": (lax.min, np.inf), "sum": (lax.add, 0.0)}
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def convolve(x, w, **how):
+    settings = {
+        "window_strides": (1,) * (x.ndim - 2),
+        "padding": "VALID",
+        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+    }
+    return lax.conv_general_dilated(x, w, **settings | how)
+
+
+def pool(x, kind="max", window=(1, 2, 2, 1), **how):
+    fold, begin = POOLS[kind]
+    return lax.reduce_window(x, begin, fold, window, **ONES | how)
+
+
+def normal(*shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+
+
+def assert_same(function, *arguments, ours=None):
+    """The function's value, gradient, and gradient under vmap, as it is and rewritten, inside a compiled loop."""
+    ours = as_products(function) if ours is None else ours
+    several = [jnp.stack([a, 0.7 * a, -a]) for a in arguments]
+    places = tuple(range(len(arguments)))
+
+    def measured(function):
+        def summed(*arguments):
+            out = function(*arguments)
+            return jnp.sum(jnp.sin(out) * (1 + jnp.arange(out.size).reshape(out.shape)))
+
+        slope = jax.grad(summed, places)
+        return function(*arguments), slope(*arguments), jax.vmap(slope)(*several)
+
+    text = str(jax.make_jaxpr(ours)(*arguments))
+    assert "as_products" in text
+    found, expected = jax.jit(lambda: (measured(ours), measured(function)))()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * (1 + np.abs(b).max(initial=0)))
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions(case):
+    lhs, rhs, how = CONVOLUTIONS[case]
+    assert_same(partial(convolve, **how), *normal(lhs, rhs))
+
+
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("case", WINDOWS)
+def test_pooling(kind, case):
+    window, how = WINDOWS[case]
+    of, (x,) = partial(pool, kind=kind, window=window, **how), normal((2, 7, 6, 3))
+    if case == "dilated" and kind != "sum":  # which JAX does not differentiate
+        np.testing.assert_array_equal(as_products(of)(x), of(x))
+    else:
+        assert_same(of, x)
+
+
+def test_ties_and_missing_values_of_a_window():
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 6, 6, 3)) * 1.0)
+    for strides in ((1, 2, 2, 1), (1, 1, 1, 1)):
+        of = partial(pool, window_strides=strides)
+        gradients = [
+            jax.grad(lambda x, f=f: jnp.sum(jnp.cos(f(x) + x[:, :1, :1]) * 3))(x) for f in (of, as_products(of))
+        ]
+        np.testing.assert_allclose(*gradients, atol=1e-13)
+        broken = x.at[0, 2, 3, 1].set(jnp.nan)
+        np.testing.assert_array_equal(of(broken), as_products(of)(broken))
+
+
+def test_float32_and_half_precision_keep_their_types():
+    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 5e-2)):
+        x, w = (a.astype(dtype) for a in normal((2, 6, 6, 3), (3, 3, 3, 4)))
+        for how in ({}, {"preferred_element_type": jnp.float32}):
+            found, expected = as_products(partial(convolve, **how))(x, w), convolve(x, w, **how)
+            assert found.dtype == expected.dtype
+            wide = [np.asarray(a, np.float64) for a in (found, expected)]
+            np.testing.assert_allclose(*wide, rtol=tolerance, atol=10 * tolerance)
+
+
+@jax.custom_vjp
+def scaled(x, w):
+    return convolve(x, w, padding="SAME")
+
+
+def scaled_forward(x, w):
+    return 2 * convolve(x, w, padding="SAME"), (x, w)
+
+
+def scaled_backward(saved, slope):
+    x, w = saved
+    return 3 * jax.vjp(partial(convolve, padding="SAME"), x, w)[1](slope)[0], None
+
+
+scaled.defvjp(scaled_forward, scaled_backward)
+
+
+@jax.custom_jvp
+def halved(x, w):
+    return convolve(x, w, padding="SAME")
+
+
+@halved.defjvp
+def halved_tangent(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return halved(x, w), convolve(dx, w, padding="SAME") / 2 + convolve(x, dw, padding="SAME")
+
+
+def in_scan(x, w):
+    def body(x, scale):
+        return jnp.tanh(pool(convolve(x * scale, w, padding="SAME"), padding="SAME")), jnp.sum(x)
+
+    return lax.scan(body, x, jnp.array([1.0, 2.0]))[0]
+
+
+def in_while(x, w):
+    return lax.fori_loop(0, 2, lambda k, x: jnp.tanh(convolve(x, w, padding="SAME")), x)
+
+
+def in_cond(x, w):
+    return lax.cond(x.sum() > 0, lambda: convolve(x, w, padding="SAME"), lambda: pool(x * w.sum(), padding="SAME"))
+
+
+NESTED = {
+    "scan": in_scan,
+    "fori_loop": in_while,
+    "cond": in_cond,
+    "jit": jax.jit(lambda x, w: convolve(x, w, padding="SAME")),
+    "checkpoint": jax.checkpoint(lambda x, w: jnp.sin(convolve(jnp.cos(convolve(x, w, padding="SAME")), w))),
+    "custom_vjp": scaled,
+    "custom_jvp": halved,
+    "vmap over kernels": lambda x, w: jax.vmap(lambda a, b: convolve(a[None], b))(x, jnp.stack([w, 2 * w])),
+    "a derivative inside": lambda x, w: jax.grad(lambda x: jnp.sum(jnp.sin(pool(convolve(x, w)))))(x),
+    "a tangent inside": lambda x, w: jax.jvp(lambda x: pool(convolve(x, w)), (x,), (jnp.cos(x),))[1],
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_nested(case):
+    assert_same(NESTED[case], *normal((2, 5, 5, 2), (2, 3, 2, 2)))
+
+
+@pytest.mark.parametrize("case", ["custom_vjp", "custom_jvp"])
+def test_custom_rules_are_rewritten_too(case):
+    x, w = normal((2, 5, 5, 2), (2, 3, 2, 2))
+    program = jax.jit(jax.grad(lambda x: jnp.sum(as_products(NESTED[case])(x, w) ** 2)))
+    assert "stablehlo.convolution" not in program.lower(x).as_text()
+
+
+def loss(params, batch):
+    x, y = batch
+    x = jax.nn.relu(convolve(x[..., None], params["a"], padding="SAME") + params["b"])
+    x = pool(x, window_strides=(1, 2, 2, 1))
+    scores = x.reshape(len(x), -1) @ params["c"]
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(scores), y[:, None], axis=1))
+
+
+def network(classes=3):
+    a, b, c = normal((3, 3, 1, 4), (4,), (64, classes))
+    return {"a": np.asarray(a), "b": np.asarray(0.1 * b), "c": np.asarray(0.3 * c)}
+
+
+def pictures(*sizes):
+    rng = np.random.default_rng(1)
+    return [(rng.normal(size=(n, 8, 8)), rng.integers(0, 3, n)) for n in sizes]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_accelerators_keep_their_convolutions(platform):
+    given = jax.tree.map(jnp.asarray, (network(), pictures(6)[0]))
+    program = jax.jit(jax.vmap(jax.grad(as_products(loss)), (None, 0)))
+    (x, y), params = given[1], given[0]
+    text = jax.export.export(program, platforms=[platform])(params, (x[:, None], y[:, None])).mlir_module()
+    original = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    plain = jax.export.export(original, platforms=[platform])(params, (x[:, None], y[:, None])).mlir_module()
+    counts = {
+        word: text.count(word) for word in ("stablehlo.convolution", "stablehlo.dot_general", "dilated_as_products")
+    }
+    if platform == "cpu":
+        assert counts["stablehlo.convolution"] == 0
+        assert counts["dilated_as_products"] > 0
+        assert "select_and_scatter" not in text
+    else:
+        assert counts["dilated_as_products"] == 0
+        assert all(counts[word] == plain.count(word) for word in ("stablehlo.convolution", "stablehlo.dot_general"))
+        assert counts["stablehlo.convolution"] > 0
+        assert "select_and_scatter" in text
+
+
+def test_functions_without_windows_are_left_alone():
+    def plain(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params) ** 2)
+
+    given = normal((3, 2), (5, 3))
+    assert str(jax.make_jaxpr(as_products(plain))(*given)) == str(jax.make_jaxpr(plain)(*given))
+    assert patch_bytes(plain, *given) == 0
+
+
+def test_where_no_rule_fits_one_line_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(rewriting, "_told", set())
+    x, w = normal((1, 300, 300, 1), (70, 70, 1, 1))
+    with caplog.at_level(logging.WARNING, logger="fedscaffold"):
+        for _ in range(2):
+            text = str(jax.make_jaxpr(as_products(convolve))(x, w))
+    assert "as_products" not in text
+    assert [record.getMessage() for record in caplog.records] == [
+        "conv_general_dilated of shapes (1, 300, 300, 1), (70, 70, 1, 1) is left to XLA, which is slow inside compiled "
+        "loops on CPUs: no rule fits"
+    ]
+
+
+def test_patches_are_forecast():
+    x, w = normal((2, 6, 7, 3), (3, 2, 3, 4))
+    results = 2 * 4 * 6 * 4
+    patches = 2 * 6 * 6 * (2 * 3) + 2 * 4 * 6 * (3 * 2 * 3)  # along the width, then along both
+    assert patch_bytes(convolve, x, w) == 8 * (patches + results)
+
+
+def test_large_patches_make_small_blocks():
+    def block(width):
+        clients = [(np.zeros((20, width, width, 4)), np.zeros(20)) for _ in range(8)]
+        problem = fs.Problem(
+            lambda w, batch: jnp.mean(convolve(batch[0], w) ** 2), np.ones((3, 3, 4, 4)), clients, coupled=False
+        )
+        simulator = fs.Simulator(fs.scaffold(), problem, rounds=1, local_steps=1, lr=0.1, batch_size=10, metrics=())
+        return simulator.ready.spec.block
+
+    assert block(4) == 8
+    assert block(24) == 1
+
+
+@pytest.mark.parametrize("sizes", [(6, 6, 6), (5, 9, 7)], ids=["equal", "unequal"])
+def test_a_run_equals_the_reference(sizes):
+    clients, start = pictures(*sizes), network()
+    problem = fs.Problem(loss, start, clients)
+    run = fs.simulate(
+        fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.2, precision="float64", metrics=("loss",), progress=False
+    )
+    leaves, tree = jax.tree.flatten(start)
+    slope = jax.jit(jax.grad(loss))
+    x, c, memory = leaves, [np.zeros_like(a) for a in leaves], [[np.zeros_like(a) for a in leaves] for _ in clients]
+    for _ in range(3):
+        ends, kept = [], []
+        for held, batch in zip(memory, clients, strict=True):
+            y = x
+            for _ in range(2):
+                g = jax.tree.leaves(slope(jax.tree.unflatten(tree, y), batch))
+                y = [a - 0.2 * (np.asarray(b) - i + s) for a, b, i, s in zip(y, g, held, c, strict=True)]
+            ends.append(y)
+            kept.append([i - s + (a - b) / 0.4 for i, s, a, b in zip(held, c, x, y, strict=True)])
+        memory = kept
+        x = [np.mean(parts, axis=0) for parts in zip(*ends, strict=True)]
+        c = [np.mean(parts, axis=0) for parts in zip(*memory, strict=True)]
+    for found, expected in zip(jax.tree.leaves(run.x), x, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12)
+    losses = [float(loss(jax.tree.unflatten(tree, x), batch)) for batch in clients]
+    np.testing.assert_allclose(run.history["loss"][-1], np.mean(losses), rtol=1e-11)
