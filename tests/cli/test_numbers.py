@@ -353,7 +353,8 @@ ARRAYS = {
     "x0": (5, "a", [1.0], np.full(3, nan), np.zeros(2), lambda: 0, ["a", "b", "c"], {}),
     "precision": ("float16", 32, None, True),
     "draw": ("other", 5, True),
-    "lr": (lambda k: nan, lambda k: -1, lambda k: "a", lambda k: True, [0.1], None),
+    "lr": (lambda k: nan, lambda k: -1, lambda k: "a", lambda k: True, [0.1], None, 5e-324, 1e-40, 1e39, 1e308, 10**30 * 1e9,
+           lambda k: 1e-40, lambda k: 1e39, lambda round: 1e-50, lambda round: 1e39),
     "client_state": ("other", 5, None),
     "evaluate_every": (2**31, 2**62),
     "server_optimizer": ("adam", {}, set(), 5, lambda: 0),
@@ -361,6 +362,20 @@ ARRAYS = {
     "sampling": (lambda round: [0], lambda: [0], lambda round, rng, more: [0], lambda round, rng: 1, lambda round, rng: None),
     "progress": (5, "", "no", 1.0, np.array([True, False]), []),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["records", "noise"])
+def test_numbers_that_overflow_the_precision_of_a_run_are_refused(where):
+    """As infinities they would be reported as divergence, with advice on the step size."""
+    if where == "noise":
+        problem = fs.problems.quadratic(**QUADRATIC | {"noise": 1e100})
+    else:
+        records = (np.array([[1.0], [-1e39]]), np.array([0.0, 1.0]))
+        problem = fs.problems.linear([records, records])
+    with pytest.raises(InputError) as error:
+        fs.simulate(**{**ASK, "problem": problem, "metrics": []})
+    one_line(error, where, "too large for float32")
+    assert fs.simulate(**{**ASK, "problem": problem, "metrics": [], "lr": 1e-100, "precision": "float64"}).rounds == 2
 
 
 @pytest.mark.parametrize("key", ARRAYS)

@@ -21,7 +21,7 @@ from fedscaffold.checks import InputError, takes_state
 from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss
 from fedscaffold.problems.function_kinds import Inspection, inspect_functions
 from fedscaffold.problems.layout import Layout
-from fedscaffold.problems.records import counted, is_float, joined, model, reals, refuse_non_finite
+from fedscaffold.problems.records import counted, is_float, joined, model, narrowed, reals, refuse_non_finite
 
 __all__ = ["Facts", "Functions", "Problem", "no_loss", "weights_of"]
 
@@ -230,7 +230,11 @@ class Problem:
     def on_device(self, dtype: str) -> tuple[Tree, Tree]:
         """Return records and test data as device arrays of the given float dtype, cached."""
         if dtype not in self._device:
-            held = jax.tree.map(lambda a: a.astype(dtype) if is_float(a) else a, (self.records, self.test))
+
+            def cast(array: Any) -> Any:
+                return narrowed("the records", array, dtype) if is_float(array) else array
+
+            held = jax.tree.map(cast, (self.records, self.test))
             self._device[dtype] = jax.device_put(held)
         device: tuple[Tree, Tree] = self._device[dtype]
         return device

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["counted", "is_float", "joined", "model", "reals", "refuse_non_finite", "tables"]
+__all__ = ["counted", "is_float", "joined", "model", "narrowed", "reals", "refuse_non_finite", "tables"]
 
 Tree: TypeAlias = Any
 Table: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
@@ -103,6 +103,22 @@ def reals(name: str, given: ArrayLike) -> NDArray[Any]:
     except (TypeError, ValueError, OverflowError):  # refused below
         pass
     raise InputError(f"{name} must be numbers, got {checks.shown(given)}")
+
+
+def narrowed(name: str, array: Any, dtype: str) -> NDArray[Any]:
+    """Return an array in a run's precision; raise an InputError if finite numbers overflow there.
+
+    >>> narrowed("the records", np.array([1e39]), "float32")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: the records hold 1e+39, which is too large for float32: take precision='float64'
+    """
+    array, largest = np.asarray(array), float(np.finfo(dtype).max)
+    if array.size and array.dtype.itemsize > np.dtype(dtype).itemsize:
+        extreme = float(max(array.max(), -array.min()))
+        if largest < extreme < np.inf:
+            raise InputError(f"{name} hold {extreme:g}, which is too large for {dtype}: take precision='float64'")
+    cast: NDArray[Any] = array.astype(dtype)
+    return cast
 
 
 def is_float(array: NDArray[Any]) -> bool:

@@ -18,7 +18,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
-from fedscaffold.problems.records import is_float
+from fedscaffold.problems.records import is_float, narrowed
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import compression, resolve, stale
 from fedscaffold.simulation.compatibility import refuse
@@ -211,7 +211,7 @@ def _federation(config: RunConfig, spec: Spec, steps: NDArray[np.int64]) -> Fede
         steps.astype(np.int32),
         cast(p),
         test,
-        cast(problem.noise),
+        None if problem.noise is None else narrowed("the noise levels", problem.noise, dtype),
         cast(optimum),
         cast(controls),
         cast(optimal_loss),

@@ -17,7 +17,7 @@ from fedscaffold.problems.batches import work_bytes
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import MOST, RunConfig
 from fedscaffold.simulation.participation import Availability, Sampling, check_availability, check_sampling
-from fedscaffold.simulation.step_sizes import schedule_of
+from fedscaffold.simulation.step_sizes import in_precision, schedule_of
 
 __all__ = ["availability", "batch", "block", "cohort_size", "footprint", "lr", "lr_by_round", "sampling", "steps"]
 
@@ -203,7 +203,7 @@ def lr(config: RunConfig, steps: NDArray[np.int64]) -> NDArray[Any]:
     schedule = schedule_of(config.lr)
     if schedule is not None:
         return schedule.values(1, int(steps.max()), config.precision)
-    return np.array(config.lr, config.precision)
+    return in_precision(config.lr, config.precision)
 
 
 def lr_by_round(config: RunConfig, steps: NDArray[np.int64]) -> Callable[[int], NDArray[Any]] | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["Schedule", "by_step", "schedule_of"]
+__all__ = ["Schedule", "by_step", "in_precision", "schedule_of"]
 
 WANTED = "lr must be a number above 0, or a function of `round`, of `step`, or of both by these names"
 
@@ -35,9 +35,9 @@ class Schedule(NamedTuple):
         array([1. , 0.5])
         """
         if not self.by_step:
-            return np.array(self._at(round, None), dtype)
+            return in_precision(self._at(round, None), dtype)
         checks.fits(f"a schedule of {steps} step sizes", 32 * steps)
-        values = np.array([self._at(round, k) for k in range(steps)], dtype)
+        values = in_precision([self._at(round, k) for k in range(steps)], dtype)
         if not values.any():
             where = f" of round {round}" if self.by_round else ""
             raise InputError(f"lr must be above 0 at some of the {steps} local steps{where}, got zeros only")
@@ -51,6 +51,20 @@ class Schedule(NamedTuple):
             return checks.number(f"lr(round={round})", self.function(**given), above=0)
         said = f"lr({', '.join(f'{name}={value}' for name, value in (given | {'step': step}).items())})"
         return checks.number(said, self.function(**given, step=step), at_least=0)
+
+
+def in_precision(lr: Any, dtype: str) -> NDArray[Any]:
+    """Return step sizes in the run's precision; raise an InputError if one overflows it, or vanishes in it.
+
+    >>> in_precision(1e-50, "float32")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: lr must be from 1.2e-38 to 3.4e+38 in float32, got 1e-50
+    """
+    wanted, limits = np.array(lr, np.float64), np.finfo(dtype)
+    wrong = wanted[(wanted > limits.max) | ((wanted != 0) & (wanted < limits.tiny))]
+    if wrong.size:
+        raise InputError(f"lr must be from {limits.tiny:.2g} to {limits.max:.2g} in {dtype}, got {wrong[0]:g}")
+    return wanted.astype(dtype)
 
 
 def schedule_of(lr: Any) -> Schedule | None:
