@@ -78,6 +78,12 @@ class Message(NamedTuple):
     gain: Vector
 
 
+PLAIN_SERVER = (
+    "plain server step",
+    "amplifies the server's own steps, which a server_optimizer would replace; leave server_optimizer out",
+)
+
+
 @memoised
 def amplified_scaffold(window: int = 5, gamma: float = 1.5, server_lr: float = 1.0) -> Algorithm:
     """Amplified SCAFFOLD with windows of so many rounds, whose moves are multiplied by `gamma`.
@@ -111,6 +117,7 @@ def amplified_scaffold(window: int = 5, gamma: float = 1.5, server_lr: float = 1
         remember,
         means=(("c", "c_i"),),
         references=(("d", frozen), ("gain", nothing)),
+        needs=(PLAIN_SERVER,),
     )
 
 

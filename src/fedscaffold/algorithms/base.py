@@ -165,7 +165,8 @@ class Algorithm(NamedTuple):
     """(requested work) -> local work that the method does; None for the requested work."""
     needs: tuple[tuple[str, str], ...] = ()
     """Pairs (condition, reason) that a configuration must meet or be refused. Conditions: `everyone`, `plain sgd`,
-    `sgd`, `equal steps`, `exact messages`. The reason completes a sentence that begins with the algorithm's name."""
+    `sgd`, `equal steps`, `exact messages`, `plain server step`. The reason completes a sentence that begins with the
+    algorithm's name."""
     form: Form | None = None
     """Affine structure for the closed forms of `fs.theory`; None if the method has none of that kind."""
 

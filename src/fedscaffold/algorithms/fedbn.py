@@ -106,7 +106,8 @@ def _with_local(algorithm: Algorithm, private: Any, local: Any, shared: Any) -> 
     needs = (*algorithm.needs, *(() if private == () else (("exact messages", why),)))
     form = algorithm.form if private == () else None
     own: Any = {"own": Own, "start": personal, "keep": keep, "personal": personal}
-    return algorithm._replace(message=message, private=private, needs=needs, form=form, **own)
+    renew = algorithm.renew if private == () else None  # it would take the gradient at x, which has no local layers
+    return algorithm._replace(message=message, private=private, needs=needs, form=form, renew=renew, **own)
 
 
 def _unfitted(algorithm: Algorithm) -> Algorithm:

@@ -36,6 +36,8 @@ class Exchange(NamedTuple):
     """Vectors of the server's record that a client needs if it stores its own memory."""
     told: tuple[str, ...]
     """Numbers of the server's record that it needs."""
+    numbers: tuple[str, ...] = ()
+    """Fields of the message that are numbers which the server cannot compute."""
 
     def sent(self, plain: bool) -> tuple[str, ...]:
         """Return the vectors that a client sends when the server receives each message separately.
@@ -82,9 +84,11 @@ def exchange(algorithm: Algorithm) -> Exchange:
         walk.record.own = algorithm.keep(own, walk, shift)  # type: ignore[arg-type]
     message: Any = algorithm.message(walk, shift)  # type: ignore[arg-type]
     at = {role: _fields_holding(message, getattr(walk.record, role)) for role in ("travel", "d", "move")}
-    vectors = tuple(name for name in message._fields if name not in at["travel"])
+    vectors = tuple(name for name, value in message._asdict().items() if isinstance(value, _Vector))
+    numbers = tuple(name for name in message._fields if name not in {*vectors, *at["travel"]})
     first = {role: names[0] if names else None for role, names in at.items()}
-    return Exchange(type(message), frozenset(read), vectors, at["travel"], first["d"], first["move"], down, told)
+    roles = at["travel"], first["d"], first["move"]
+    return Exchange(type(message), frozenset(read), vectors, *roles, down, told, numbers)
 
 
 class _Vector(float):

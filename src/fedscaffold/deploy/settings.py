@@ -153,7 +153,7 @@ def parse(text: str, source: str = "settings") -> Settings:
 def _why_not_deployed(algorithm: Algorithm) -> str | None:
     """Return why an algorithm cannot be deployed; None if it can."""
     for condition, _ in algorithm.needs:  # sites may be absent or skip steps; messages are not compressed
-        if condition not in (*PLAIN, "exact messages"):
+        if condition not in (*PLAIN, "exact messages", "plain server step"):
             return REASONS.get(condition, f"it needs {condition!r}, which no deployment can promise")
     for field, value in algorithm._asdict().items():
         if field not in DEPLOYABLE and value != algorithm._field_defaults.get(field):

@@ -127,7 +127,7 @@ class ProgressLine:
 
     def __init__(self, wanted: bool | None, rounds: int) -> None:
         self.shown = (sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted
-        self.rounds, self.began = rounds, time.perf_counter()
+        self.rounds, self.began, self.before = rounds, time.perf_counter(), 0
 
     def until(self, done: int) -> int:
         """Return the number of rounds to run before `after` must be called."""
@@ -136,7 +136,7 @@ class ProgressLine:
     def after(self, now: Progress, seconds: float) -> bool:
         """Print the progress line; never stops the run."""
         if self.shown:
-            left = (time.perf_counter() - self.began) * (self.rounds - now.done) / now.done
+            left = (time.perf_counter() - self.began) * (self.rounds - now.done) / (now.done - self.before)
             end = "\n" if now.done == self.rounds else ""
             sys.stderr.write(f"\rround {now.done}/{self.rounds}, about {left:.0f} s left \x1b[K{end}")
             sys.stderr.flush()
@@ -180,6 +180,7 @@ class Observers:
     def begin(self, now: Progress, seconds: float) -> None:
         """Call `begin` of all callbacks; `now` is the progress restored from the checkpoint."""
         self.seconds["compile"] += seconds
+        self.line.before = now.done
         rows = np.concatenate(now.table) if now.table else np.zeros((0, len(self.ready.spec.metrics)))
         if self.callbacks:
             columns = self._columns(now, rows)
@@ -213,9 +214,13 @@ class Observers:
         for callback, pending in zip(self.callbacks, self.pending, strict=True):
             pending.append(columns)
             if over or callback.every is None or now.done % callback.every == 0:
-                look = self._look(now, pending)
+                stop |= bool(callback.after(self._look(now, pending)))
                 pending.clear()
-                stop |= bool(callback.after(look))
+        if stop and not over:  # each callback sees every round, also those since it was last called
+            for callback, pending in zip(self.callbacks, self.pending, strict=True):
+                if pending:
+                    callback.after(self._look(now, pending))
+                    pending.clear()
         return stop and not over
 
     def _columns(self, now: Progress, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:

@@ -111,9 +111,9 @@ class Checkpoint:
             found = found._replace(
                 state=found.state._replace(memory=start.memory, own=start.own, heard_at=start.heard_at)
             )
-        if found.done > self.rounds:
+        if (done := int(found.state.round)) > self.rounds:
             raise InputError(
-                f"the checkpoint in {self.folder} is after round {found.done}; "
+                f"the checkpoint in {self.folder} is after round {done}; "
                 f"rounds must be at least as many, got {self.rounds}"
             )
         self.refuse_faults(found.state)

@@ -39,11 +39,14 @@ def count_bytes(
         if after is not None:
             last = np.zeros(drawer.num_clients, np.int64) if heard_at is None else heard_at
             renewed = _count_renewals(cohorts, start, last, after)
-    gradients = vector * (spec.algorithm.prepare is not None)
+    gradients = vector * (spec.algorithm.prepare is not None) + itemsize * len(spec.exchange.numbers)
+    # what clients find from the models they receive, they find only after plain steps of clients and server
+    plain = spec.constant_step and not spec.unequal and spec.server_optimizer is None
+    found = 0 if plain else len(spec.algorithm.finds)
     buffers = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(ready.start.buffers))
     return {
         "bytes_up": (len(spec.sent) * message + gradients + buffers) * heard + vector * renewed,
-        "bytes_down": ((1 + len(spec.exchange.down)) * vector + buffers) * heard,
+        "bytes_down": ((1 + len(spec.exchange.down) + found) * vector + buffers) * heard,
     }
 
 

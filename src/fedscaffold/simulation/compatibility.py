@@ -41,6 +41,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Polic
         "plain sgd": config.local_optimizer is not None or by_step(config.lr),
         "equal steps": bool((steps != steps[0]).any()),
         "exact messages": compressed,
+        "plain server step": config.server_optimizer is not None,
     }
     for condition, reason in algorithm.needs:
         if condition not in unmet:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fedscaffold.problems.batches import Kind, value
 from fedscaffold.problems.problem import Problem
 from fedscaffold.problems.rewriting import patch_bytes
-from fedscaffold.simulation.double_precision import in_float64
+from fedscaffold.simulation.double_precision import enable_float64, in_float64
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES, sum_over
 from fedscaffold.simulation.local import gradient
 from fedscaffold.simulation.own_metrics import evaluate_compiled, mean_buffers
@@ -104,7 +104,9 @@ def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
 def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
     held = jnp.zeros_like(federation.controls)
     if spec.algorithm.means:
-        held = decay_memory(spec, state, getattr(state.memory, spec.algorithm.means[0][1]))
+        rows = getattr(state.memory, spec.algorithm.means[0][1])
+        with enable_float64():
+            held = decay_memory(spec, state, rows).astype(state.x.dtype)
     return jnp.sqrt(sum_over_devices(spec, federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1)))
 
 

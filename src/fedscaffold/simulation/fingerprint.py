@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import CodeType, ModuleType
@@ -106,8 +106,9 @@ def to_json(value: Any, depth: int = 0) -> Any:
         return {str(key): to_json(item, depth + 1) for key, item in value.items()}
     if hasattr(value, "_asdict") and not isinstance(value, type):
         return to_json(value._asdict(), depth + 1)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (Set, Sequence)):
         listed = [to_json(item, depth + 1) for item in value]
+        listed = sorted(listed, key=json.dumps) if isinstance(value, Set) else listed
         return listed if len(listed) <= LONG else f"{len(listed)} entries, {_digest(json.dumps(listed).encode())}"
     return _function(value, depth)
 
@@ -125,23 +126,37 @@ def _function(value: Any, depth: int) -> Any:
         name: cell.cell_contents for name, cell in inside if _filled(cell) and cell.cell_contents is not value
     }
     closed |= dict(enumerate(value.__defaults__ or ())) | (value.__kwdefaults__ or {})
-    used = {name: value.__globals__.get(name) for name in code.co_names}
-    closed |= {name: item for name, item in used.items() if isinstance(item, (int, float, str, np.ndarray))}
+    used = {name: value.__globals__.get(name) for name in _names(code)}
+    closed |= {name: item for name, item in used.items() if item is not value and _is_users(item, value.__module__)}
     owner = getattr(value, "__self__", None)
     if owner is not None and not isinstance(owner, (type, ModuleType)):
         closed["self"] = owner
     return known | {str(name): to_json(item, depth + 1) for name, item in closed.items()}
 
 
+def _names(code: CodeType) -> set[str]:
+    """Return the global names that a function uses, inner functions included."""
+    inner = (_names(one) for one in code.co_consts if isinstance(one, CodeType))
+    return {*code.co_names}.union(*inner)
+
+
+def _is_users(item: Any, module: str) -> bool:
+    """Return whether a global is a constant or a function of the user's own: one of the same package."""
+    if isinstance(item, (int, float, str, np.ndarray, list, tuple, dict, Set)):
+        return True
+    own = getattr(item, "__module__", None)
+    return hasattr(item, "__code__") and own is not None and own.partition(".")[0] == module.partition(".")[0]
+
+
 def _object(value: Any, depth: int) -> Any:
-    """Return an object's type, public fields and code of `__call__`; only a name if it is a type or has no fields."""
+    """Return an object's type, fields and code of `__call__`; only a name if it is a type or has no fields."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return getattr(value, "__qualname__", type(value).__qualname__)
     names = [field.name for field in fields(value)] if is_dataclass(value) else sorted(vars(value))
     known: dict[str, Any] = {"type": type(value).__qualname__}
     if (call := getattr(type(value).__call__, "__code__", None)) is not None:
         known["call"] = _digest(_code(call).encode())
-    held = {name: getattr(value, name, None) for name in names if not name.startswith("_")}
+    held = {name: getattr(value, name, None) for name in names if not name.startswith("__")}
     return known | {name: to_json(item, depth + 1) for name, item in held.items() if item is not value}
 
 

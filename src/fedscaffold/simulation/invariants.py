@@ -70,7 +70,8 @@ def residual_of(spec: Spec, state: State, mean: tuple[NDArray[Any], ...]) -> flo
 
 def _distance(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> float:
     """Return the Euclidean distance between two lists of vectors."""
-    return math.hypot(*(float(np.linalg.norm(np.asarray(a) - b)) for a, b in zip(some, others, strict=True)))
+    with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverged
+        return math.hypot(*(float(np.linalg.norm(np.asarray(a) - b)) for a, b in zip(some, others, strict=True)))
 
 
 def explained_residual(state: State, clients: int) -> float:

@@ -130,7 +130,7 @@ def _run_local_steps(
         def slope(z: Leaves) -> Leaves:
             nonlocal new
             g, seen = gradient(spec, z.parts, *batch, key=key(k), buffers=buffers)
-            new = seen if z is y else new  # a gradient at another point than y leaves no trace
+            new = new if z is at_x else seen  # a gradient at x leaves no trace
             return Leaves(g) if noise is None else Leaves(g) + cut(noise[k])
 
         return spec.algorithm.direction(slope, y, at_x, along), new
@@ -142,7 +142,7 @@ def _run_local_steps(
         after = new, jax.tree.map(jnp.add, total, d) if collect else None, memory, buffers
         return jax.tree.map(lambda a, b: jnp.where(k < work.steps, a, b), after, carry) if spec.unequal else after
 
-    memory = None if spec.optimizer is None else spec.optimizer.init(y)
+    memory = None if spec.optimizer is None else each(spec.optimizer.init, y)
     total = jax.tree.map(jnp.zeros_like, y) if collect else None
     unroll = UNROLL if isinstance(most, int) and not spec.one_by_one else None
     y, total, _, buffers = jax.lax.fori_loop(0, most, step, (y, total, memory, buffers), unroll=unroll)
@@ -166,8 +166,8 @@ def _run_local_steps(
 
 
 def _split_layers(spec: Spec, value: Array) -> Any:
-    """Split a flat vector into layers; a scalar is returned unchanged."""
-    return Leaves(spec.layout.leaves(value)) if value.size == spec.layout.size else value
+    """Split a flat vector into layers; a number is returned unchanged."""
+    return value if jnp.ndim(value) == 0 else Leaves(spec.layout.leaves(value))
 
 
 def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work, buffers: Any = None) -> Array:
@@ -255,6 +255,9 @@ def _optimizer_step(spec: Spec, settings: Settings) -> Callable[[Array, Any, Any
         return jax.tree.map(lambda leaf, along: leaf - lr * along, y, d), memory
 
     def optax(k: Array, y: Any, d: Any, memory: Any) -> tuple[Any, Any]:
+        if isinstance(y, tuple):  # two models, each with an optimizer of its own
+            new = [optax(k, *parts) for parts in zip(y, d, memory, strict=True)]
+            return type(y)(*(one for one, _ in new)), type(y)(*(state for _, state in new))
         updates, memory = spec.optimizer.update(d, memory, y)
         return jax.tree.map(jnp.add, y, updates), memory
 

@@ -3,7 +3,7 @@
 The program is compiled for a federation of the cohort's size. Before a round the cohort's memory is read from a store
 and its records are gathered; after it the new memory is written, while the next cohort's is prefetched. Each of the N
 clients takes about 50 bytes of main memory. Random keys are derived from client numbers among all N, so results are
-bit-identical to those of client_state="array".
+those of client_state="array", to the rounding of sums that the compiler may order differently.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ def refuse_out_of_core(config: RunConfig, spec: Spec) -> None:
         raise InputError(
             f"{config.algorithm.name}'s clients keep models of their own, which {kind} does not; use 'array'"
         )
+    begun: Any = None if spec.algorithm.memory is None else spec.algorithm.memory(np.ones(1))
+    if begun is not None and any(np.any(value) for value in begun):
+        raise InputError(f"what {config.algorithm.name}'s clients remember does not begin at 0, as {kind} takes it to")
     if spec.local_buffers:
         raise InputError(f"buffers='local' keeps a state at every client, which {kind} does not; use 'array'")
     if spec.errors:

@@ -27,7 +27,7 @@ from fedscaffold.simulation.evaluation import default_metrics
 from fedscaffold.simulation.evaluation_batches import Batches, evaluation_batches
 from fedscaffold.simulation.out_of_core import refuse_out_of_core
 from fedscaffold.simulation.own_metrics import OnHost, OwnMetrics, own_metrics
-from fedscaffold.simulation.participation import Availability
+from fedscaffold.simulation.participation import Availability, Sampling
 from fedscaffold.simulation.resolve import CACHE
 from fedscaffold.simulation.sampling import Drawer, most_steps
 from fedscaffold.simulation.sharding import Shards, make_shards
@@ -114,7 +114,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         policy=policy,
         compressor=_resolve_compressor(config),
         ages=policy.name != "keep" or "age" in metrics,
-        silences=_may_be_silent(config, trace),
+        silences=_may_be_silent(config, trace, sampling),
         kinds=kinds,
         batch_sizes=drawer.sizes if branches and drawer.ragged else (),
         client_sizes=tuple(np.unique(problem.counts).tolist()) if branches and ragged and whole else (),
@@ -153,9 +153,13 @@ def _resolve_compressor(config: RunConfig) -> Compressor | None:
     return compression.of(wanted) if isinstance(wanted, str) else wanted
 
 
-def _may_be_silent(config: RunConfig, trace: NDArray[np.bool_] | Availability | None) -> bool:
-    """Return whether a round may have an empty cohort."""
-    if callable(trace) or callable(config.sampling):
+def _may_be_silent(
+    config: RunConfig, trace: NDArray[np.bool_] | Availability | None, sampling: Sampling | None
+) -> bool:
+    """Return whether a round may have no client of positive weight."""
+    if callable(trace) or callable(config.sampling) or not weights_of(config.problem, config.weights).all():
+        return True
+    if trace is not None and sampling is not None:  # those who are available may have weight 0 in the draw
         return True
     if trace is not None:
         return not bool(trace.any(axis=1).all())
@@ -274,6 +278,7 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
     algorithm = config.algorithm
     means = {field for field, _ in algorithm.means}
     begun = algorithm.init(vector)
+    memory: Any = None if algorithm.memory is None else algorithm.memory(vector)
     server = type(begun)(
         *(
             np.asarray(value, np.float64 if field in means else dtype)
@@ -288,8 +293,8 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
 
     return State(
         server,
-        None if algorithm.memory is None else table(algorithm.memory(vector)),
-        (np.zeros(problem.dim),) * len(algorithm.means),
+        None if memory is None else table(memory),
+        tuple(np.broadcast_to(np.asarray(getattr(memory, of), np.float64), problem.dim) for _, of in algorithm.means),
         np.zeros((), dtype),
         np.int32(0),
         np.bool_(False),
@@ -304,10 +309,10 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
 
 def _flat_model(problem: Problem, x: Any, dtype: str) -> NDArray[Any]:
     """Return the initial model as a flat vector, from a flat vector or a pytree like the problem's params."""
-    flat = isinstance(x, np.ndarray) and x.shape == (problem.dim,)
+    flat = isinstance(x, (np.ndarray, jax.Array)) and x.shape == (problem.dim,)
     if not flat and Layout.of(x) != problem.layout:
         raise InputError(f"x0 must be shaped like the problem's params, or a flat vector of {problem.dim} numbers")
-    vector = x.astype(dtype) if flat else problem.layout.flatten(x, dtype)
+    vector = np.asarray(x, dtype) if flat else problem.layout.flatten(x, dtype)
     if not np.isfinite(vector).all():
         raise InputError("x0 must be finite, got NaN or infinite values")
     return vector

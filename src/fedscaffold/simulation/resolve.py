@@ -26,11 +26,24 @@ MOST_CLIENTS = 256  # in a block: sums over clients are sums of block sums, whic
 
 
 def steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Return the (N,) numbers of local steps."""
+    """Return the (N,) numbers of local steps that the algorithm takes."""
+    asked = None
+    if config.local_steps is not None or config.local_epochs is not None:
+        asked = _requested_steps(config, batch)
+    try:
+        taken = work_of(config.algorithm, asked).steps
+    except TypeError:
+        if asked is not None:
+            raise
+        taken = None  # its work is a function of what is asked for
+    if taken is None:
+        raise InputError("give either local_steps or local_epochs, one of the two")
+    return np.broadcast_to(np.asarray(taken, np.int64), config.problem.counts.shape)
+
+
+def _requested_steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
     count = config.problem.counts
-    if work_of(config.algorithm, None).steps is not None:
-        return np.full_like(count, work_of(config.algorithm, None).steps)
-    if (config.local_steps is None) == (config.local_epochs is None):
+    if config.local_steps is not None and config.local_epochs is not None:
         raise InputError("give either local_steps or local_epochs, one of the two")
     if config.local_epochs is not None:
         epochs = config.local_epochs
@@ -77,7 +90,7 @@ def batch(config: RunConfig) -> tuple[NDArray[np.int64] | None, bool]:
     if config.local_epochs is not None and config.draw == "replacement":
         raise InputError("an epoch goes through all records once: give local_steps with draw='replacement'")
     count = config.problem.counts
-    if config.batch_size is None or work_of(config.algorithm, None, config.batch_size).batch_size is None:
+    if config.batch_size is None or work_of(config.algorithm, 1, config.batch_size).batch_size is None:
         return None, shuffle
     size = config.batch_size
     if isinstance(size, int):

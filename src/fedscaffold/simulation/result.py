@@ -225,7 +225,7 @@ def _advice(config: RunConfig, ready: PreparedRun, at: int) -> str:
     if smoothness is None:
         return f"{what} with lr {config.lr:g}: try a tenth of it, or fewer local steps"
     limit = 2 / smoothness
-    if float(ready.lr.max()) >= limit:
+    if config.lr is not None and not callable(config.lr) and config.lr >= limit:
         why = f"lr {config.lr:g} is above 2/L = {limit:.3g}, where even one client alone diverges"
         return f"{what}: {why}; try {1 / smoothness:.3g}"
     return f"{what}: lr {config.lr:g} is below 2/L = {limit:.3g}; take fewer local steps or a smaller server_lr"

@@ -83,12 +83,9 @@ def _rounds(
     every: Array,
     start: Array,
 ) -> tuple[State, Array]:
-    # Vectorised runs without a target all run to the end, even past a divergence, so the loop needs no select.
-    together = spec.side_by_side and spec.stop is None
-
     def more(carry: tuple[Array, State, Array]) -> Array:
         r, state, _ = carry
-        return r < number if together else (r < number) & ~state.done
+        return r < number if _runs_to_the_end(spec) else (r < number) & ~state.done
 
     def one(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
         r, state, table = carry
@@ -122,6 +119,7 @@ def _round(
         was, now = (before.server, before.optimizer), (server, optimizer)
         with enable_float64():
             server, optimizer = jax.tree.map(lambda a, b: jnp.where(sums.heard > 0, b, a), was, now)
+    last = state
     state = State(
         server,
         held.memory,
@@ -136,8 +134,23 @@ def _round(
         _average_buffers(state.buffers, sums),
         held.buffers,
     )
+    if _runs_to_the_end(spec):
+        state = _unless_done(last, state)
     row, done = evaluate(spec, federation, settings, state, drift.astype(x.dtype), due)
     return state._replace(done=state.done | done), row
+
+
+def _runs_to_the_end(spec: Spec) -> bool:
+    """Return whether vectorised runs go on together after one has diverged, so that the loop needs no select."""
+    return spec.side_by_side and spec.stop is None
+
+
+def _unless_done(last: State, new: State) -> State:
+    """Return the new state, or the last one of a run that has ended; tables of clients are kept by `_run_cohort`."""
+    last, kept = (one._replace(memory=None, errors=None, own=None, own_buffers=None) for one in (last, new))
+    with enable_float64():
+        frozen: State = jax.tree.map(lambda a, b: jnp.where(last.done, a, b), last, kept)
+    return frozen._replace(memory=new.memory, errors=new.errors, own=new.own, own_buffers=new.own_buffers)
 
 
 def with_round_lr(settings: Settings, draw: Draws) -> Settings:
@@ -279,6 +292,9 @@ def _run_cohort(
     old = _read_client_state(spec, state, tables, cohort.work.client)
     sums, new = jax.lax.scan(run, _zero_sums(spec, state), _split_into_blocks(spec, (cohort, old)))
     rows = jax.tree.map(lambda a: a.reshape(len(cohort.p), *a.shape[2:]), new)
+    if _runs_to_the_end(spec):
+        stored = jax.tree.map(partial(_rows, spec, cohort.work.client), tables)
+        rows = jax.tree.map(lambda a, b: jnp.where(state.done, a, b), stored, rows)
     return jax.tree.map(partial(store_rows, spec, draw.cohort), tables, rows), sums
 
 
@@ -391,7 +407,7 @@ def _zero_sums(spec: Spec, state: State) -> Sums:
         buffers = jax.tree.map(lambda a: jnp.zeros(a.shape, kind), state.buffers)
     known = spec.exchange
     fields = known.record._fields  # type: ignore[attr-defined]
-    message: dict[str, Any] = {name: zero if name in known.travel else empty for name in fields}
+    message: dict[str, Any] = {name: empty if name in known.vectors else zero for name in fields}
     if spec.rebuilt is not None and not spec.unequal:
         message[spec.rebuilt] = None
     return Sums(

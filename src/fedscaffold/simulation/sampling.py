@@ -143,7 +143,9 @@ class Drawer(NamedTuple):
             cohort[r, : len(chosen)] = chosen
             if rows is not None:
                 streams.start(start + r, ROWS)
-                fill(streams, chosen, rows[r], None if weights is None else weights[r])
+                # only the steps of this round are drawn: draws must not depend on the largest number of any round
+                own = None if steps is None else int(steps[r])
+                fill(streams, chosen, rows[r, :, :own], None if weights is None else weights[r, :, :own])
         return Draws(cohort, rows, weights, steps, lr)
 
     def _step_sizes(self, start: int, number: int, room: int) -> NDArray[Any] | None:
@@ -174,7 +176,8 @@ class Drawer(NamedTuple):
         """Shuffle each client's records per epoch and split them into batches; the last may be smaller."""
         assert self.batch is not None
         for slot, client in enumerate(chosen):
-            count, batch, steps = int(self.counts[client]), int(self.batch[client]), int(self.steps[client])
+            count, batch = int(self.counts[client]), int(self.batch[client])
+            steps = min(int(self.steps[client]), rows.shape[1])
             per_epoch = -(-count // batch)
             epochs = -(-steps // per_epoch)
             order = streams.generator.permuted(np.broadcast_to(np.arange(count), (epochs, count)), axis=1)

@@ -103,13 +103,11 @@ class Simulator:
         Raises:
             InputError: The state is not one of this simulator, or `cohorts` does not cover the rounds asked for.
         """
-        structure: Any = jax.tree.structure(state)
-        if structure != jax.tree.structure(self.ready.start):
-            raise InputError("state must be one of this simulator, from init() or step()")
+        state = self._check_state(state)
         done = int(state.round)
         stop = done + checks.whole("rounds", rounds)
         self._refuse_rounds(done, stop)
-        tables, at = [np.zeros((0, len(self.ready.spec.metrics)))], done
+        tables, at = [np.zeros((0, len(self.ready.spec.metrics)), self.config.precision)], done
         heard_at = None if state.heard_at is None else np.array(state.heard_at, np.int64)
         with self._precision():
             state = self._engine.place(state)
@@ -124,6 +122,17 @@ class Simulator:
         columns |= {name: table[:, j] for j, name in enumerate(self.ready.spec.metrics)}
         return state, columns | count_bytes(self.config, self.ready, done, stop, heard_at)
 
+    def _check_state(self, state: State) -> State:
+        """Return a state with the types of this simulator's; raise an InputError if it has other shapes."""
+        start = self.ready.start
+        structure: Any = jax.tree.structure(state)
+        if structure != jax.tree.structure(start) or any(
+            np.shape(a) != np.shape(b) for a, b in zip(*map(jax.tree.leaves, (state, start)), strict=True)
+        ):
+            raise InputError("state must be one of this simulator, from init() or step()")
+        typed: State = jax.tree.map(lambda a, b: np.asarray(a, np.asarray(b).dtype), state, start)
+        return typed
+
     def params(self, state: State) -> Any:
         """Return the model of a state, with the pytree structure of the problem's params."""
         return self.ready.spec.layout.unflatten(np.asarray(state.x))
@@ -136,7 +145,7 @@ class Simulator:
             rows: Metrics of the last rounds, as returned by `step`; earlier rounds are filled with NaN.
         """
         done = int(state.round)
-        table = np.full((done, len(self.ready.spec.metrics)), np.nan)
+        table = np.full((done, len(self.ready.spec.metrics)), np.nan, self.config.precision)
         for j, name in enumerate(self.ready.spec.metrics):
             table[done - len(rows[name]) :, j] = rows[name]
         return finish(self.config, self.ready, jax.tree.map(np.asarray, state), table, Seconds(0.0, 0.0, 0.0))
@@ -187,6 +196,7 @@ class Simulator:
         began = time.perf_counter()
         now = Progress(ready.start, [], 0) if checkpoint is None else checkpoint.begin(ready.start)
         if now.done >= config.rounds or bool(now.state.done):  # the checkpoint is of a finished run
+            observers.begin(now, time.perf_counter() - began)
             return now, Seconds(time.perf_counter() - began, 0.0, 0.0)
         engine = compile_rounds(ready, [config.seed], config.evaluate_every, away=away)
         now = now._replace(state=engine.place(now.state))
