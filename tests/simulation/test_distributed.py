@@ -4,6 +4,7 @@ JAX's devices and processes are fixed when it starts, so everything here runs in
 there is once and forks a child for every part, which starts JAX by itself; processes meet on loopback.
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -159,14 +160,12 @@ def newest(folder):
     return max((int(name.split("-")[1]) for name in names if name.startswith("state-")), default=0)
 
 def struck(pids, victim):
-    '''Kill one of a team some commits from now; how long the other then takes to end.'''
-    until = newest("runs/killed/checkpoint") + 4
+    '''Kill one of a team some commits from now; how they end.'''
+    until = newest("runs/killed/checkpoint") + 3
     while newest("runs/killed/checkpoint") < until and not os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
         time.sleep(0.004)
-    at = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
-    codes = all_ended(*pids)
-    return [*codes, time.monotonic() - at]
+    return all_ended(*pids)
 
 codes = [all_ended(*team(2, "run", "first.toml"))]
 codes.append(struck(team(2, "run", "first.toml", "--set", "output.dir=runs/killed"), 1))
@@ -184,7 +183,7 @@ codes.append(all_ended(command("run", "first.toml", "--coordinator", address(), 
 
 def forked(script, folder):
     quick = "--xla_backend_optimization_level=0"  # half the time of these tests is LLVM's
-    return codes_of(CASES + script, folder, XLA_FLAGS=quick)
+    return codes_of(CASES + script, folder, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {quick}")
 
 
 def agree(many, one):
@@ -253,9 +252,8 @@ def killed(tmp_path_factory):
 def test_when_a_process_is_killed_the_other_says_so_and_ends(killed):
     (quiet, first, second, *_), said, _ = killed
     assert quiet == [0, 0], said
-    assert first[:2] == [3, -9], said
-    assert second[:2] == [-9, 3], said
-    assert max(first[2], second[2]) < 60  # the deadline and what the last line takes on a busy machine
+    assert first == [3, -9], said
+    assert second == [-9, 3], said
     for survivor, victim in ((0, 1), (1, 0)):
         found = [line for line in said.splitlines() if f"process {survivor} of 2 has lost process {victim};" in line]
         assert len(found) == 1, said
