@@ -71,6 +71,7 @@ class Expansion(NamedTuple):
     control_bias: Floats
     """Of every xi_c (N, d)."""
     fedavg_bias: Floats
+    """FedAvg's, of order lr K."""
     residual_bias: Floats
     """Bias of SCAFFOLD with infinitely many clients, of order lr^2 K."""
     richardson_bias: Floats

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -222,8 +223,7 @@ def resolved(name):
     try:
         target = attrgetter(path)(importlib.import_module(package))
     except AttributeError:
-        module, _, last = path.rpartition(".")
-        target = getattr(importlib.import_module(f"{package}.{module}"), last)
+        target = pkgutil.resolve_name(f"{package}.{path}")
     if parameter:
         assert parameter in inspect.signature(target).parameters, name
     return target
