@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.workloads import Workload, widths
+from benchmarks.networks import NETWORKS, torch_module
+from benchmarks.workloads import Workload, num_steps, widths
 from fedscaffold import checks
 
 __all__ = ["gemm_flops", "num_threads", "sgemm_rate"]
@@ -43,8 +45,19 @@ def gemm_flops(workload: Workload) -> float:
     """Floating point operations of all matrix products of a work load, over all its rounds.
 
     A layer needs three products of 2 x batch x in x out: its output, the gradient of its weights, and that of
-    its input, which the first layer does without.
+    its input, which the first layer does without. Those of the convolutional networks are counted by torch.
     """
+    if workload.model in NETWORKS:
+        return _counted(workload) * num_steps(workload)
     products = sum(i * o * (3 if depth else 2) for depth, (i, o) in enumerate(pairwise(widths(workload))))
     steps = workload.rounds * workload.cohort * workload.local_steps
     return 2.0 * workload.batch_size * products * steps
+
+
+def _counted(workload: Workload) -> float:
+    """Operations of the gradient on one batch, counted by torch."""
+    model = torch_module(workload.model, workload.classes, seed=0)
+    height, width, channels = workload.clients[0][0].shape[1:]
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(workload.batch_size, channels, height, width)).sum().backward()
+    return float(counter.get_total_flops())

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.machine import gemm_flops, sgemm_rate
-from benchmarks.workloads import WORKLOADS
+from benchmarks.networks import NETWORKS
+from benchmarks.workloads import WORKLOADS, num_steps
 from fedscaffold import checks
 
 __all__ = ["everything", "lines"]
@@ -49,7 +50,7 @@ def everything(only: str | None, growth: bool, tell: Tell) -> dict[str, Any]:
     ratio_tight (client by client, as tight as we could) and ratio_batched (our own idea, carried over to PyTorch). The
     tutorial's loop leaves the number of threads to torch, and so do we; ratio_tutorial_one_thread is kinder to it.
     """
-    names = [name.strip().upper() for name in only.split(",")] if only else ["W1", "W2", "W3", "W4"]
+    names = [name.strip().upper() for name in only.split(",")] if only else [name.upper() for name in WORKLOADS]
     for name in names:
         checks.choice("work load", name, [known.upper() for known in WORKLOADS])
     answer: dict[str, Any] = {"sgemm_gflops": sgemm_rate()}
@@ -63,9 +64,10 @@ def everything(only: str | None, growth: bool, tell: Tell) -> dict[str, Any]:
 
 def _side_by_side(name: str, sgemm: float, tell: Tell) -> dict[str, Any]:
     workload = WORKLOADS[name.lower()]()
-    steps = workload.rounds * workload.cohort * workload.local_steps
+    steps = num_steps(workload)
+    loops = ("tutorial",) if workload.model in NETWORKS else RIVALS  # the others have their backward pass by hand
     ours = _best(name, "ours", 1, tell)
-    rivals = {loop: min((_best(name, loop, t, tell) for t in THREADS[loop]), key=_cpu) for loop in RIVALS}
+    rivals = {loop: min((_best(name, loop, t, tell) for t in THREADS[loop]), key=_cpu) for loop in loops}
     alone = _best(name, "tutorial", 1, tell)
     again = _best(name, "ours", 1, tell)  # before and after the rivals: the machine may have changed under them
     best = min(ours, again, key=_cpu)
@@ -77,8 +79,8 @@ def _side_by_side(name: str, sgemm: float, tell: Tell) -> dict[str, Any]:
         "client_steps_per_second": steps / best["cpu"],
         "sgemm_fraction": gemm_flops(workload) / best["cpu"] / (sgemm * 1e9),
         "residual": best["residual"],
-        **{f"{loop}_cpu_seconds": rivals[loop]["cpu"] for loop in RIVALS},
-        **{f"ratio_{loop}": rivals[loop]["cpu"] / best["cpu"] for loop in RIVALS},
+        **{f"{loop}_cpu_seconds": rivals[loop]["cpu"] for loop in loops},
+        **{f"ratio_{loop}": rivals[loop]["cpu"] / best["cpu"] for loop in loops},
         "ratio_tutorial_one_thread": alone["cpu"] / best["cpu"],
     }
 
@@ -147,7 +149,10 @@ def lines(answer: dict[str, Any]) -> list[str]:
                 f"{row['compile_seconds']:.2f}, cached {row['compile_seconds_cached']:.2f})  "
                 f"{row['client_steps_per_second']:,.0f} client steps/s  {row['sgemm_fraction']:.0%} of sgemm  "
                 f"{row['ratio_tutorial']:.1f}x the tutorial's loop ({row['ratio_tutorial_one_thread']:.1f}x with one "
-                f"thread), {row['ratio_tight']:.1f}x the tight one, {row['ratio_batched']:.1f}x the batched one"
+                "thread)"
+                + "".join(
+                    f", {row['ratio_' + loop]:.1f}x the {loop} one" for loop in RIVALS[1:] if "ratio_" + loop in row
+                )
             )
     for title, rows in answer.get("growth", {}).items():
         out.append(title)

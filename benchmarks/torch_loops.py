@@ -32,6 +32,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.machine import num_threads
+from benchmarks.networks import NETWORKS, torch_module
 from benchmarks.workloads import L2, Given, Indices, Workload, initial, sampled, widths
 
 __all__ = ["LoopResult", "batched", "tutorial"]
@@ -59,9 +60,10 @@ def tutorial(
     rng = np.random.default_rng(seed)
     model = module(workload, seed)
     kind = torch.float32 if workload.model == "logistic" else torch.int64  # as its loss wants the labels
-    datasets = [TensorDataset(torch.from_numpy(x), torch.from_numpy(y).to(kind)) for x, y in workload.clients]
+    datasets = [TensorDataset(tensor(x), torch.from_numpy(y).to(kind)) for x, y in workload.clients]
     c = zeros(model)
     memories = [zeros(model) for _ in datasets]
+    steps = 0
     with num_threads(threads):
         # The first optimiser of a process makes torch import for seconds: not the loop's fault.
         train_client(model, c, c, DataLoader(datasets[0], workload.batch_size, sampler=[0]), workload)
@@ -70,17 +72,26 @@ def tutorial(
             replies = []
             for i, records in zip(*sampled(rng, workload, r, cohorts, draws), strict=True):
                 loader = DataLoader(datasets[i], workload.batch_size, sampler=records.ravel().tolist())
+                steps += len(loader)
                 state, change, memories[i] = train_client(model, c, memories[i], loader, workload)
                 replies.append((state, change))
             aggregate(model, c, replies, len(datasets))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     off = torch.cat([(c[k] - torch.stack([c_i[k] for c_i in memories]).double().mean(0)).flatten() for k in c])
     x = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
-    return LoopResult(cpu, wall, rounds * workload.cohort * workload.local_steps, x, float(off.norm()), 1)
+    return LoopResult(cpu, wall, steps, x, float(off.norm()), 1)
+
+
+def tensor(features: NDArray[np.float32]) -> Tensor:
+    """Features as they are; pictures with their channels first."""
+    found = torch.from_numpy(features)
+    return found.movedim(-1, 1).contiguous() if features.ndim == 4 else found
 
 
 def module(workload: Workload, seed: int) -> Any:
     """The model as an `nn.Sequential`, at its initial parameters."""
+    if workload.model in NETWORKS:
+        return torch_module(workload.model, workload.classes, seed)
     layers: list[Any] = []
     for inputs, outputs in pairwise(widths(workload)):
         layers += [torch.nn.Linear(inputs, outputs, bias=workload.model != "logistic"), torch.nn.ReLU()]
@@ -111,7 +122,7 @@ def train_client(model: Any, c: State, c_i: State, loader: Any, workload: Worklo
         optimizer.step()
         running_loss += loss.item()
     start, end = ({name: p.detach() for name, p in m.named_parameters()} for m in (model, local))
-    travel = workload.local_steps * workload.lr
+    travel = len(loader) * workload.lr
     new = {name: c_i[name] - c[name] + (start[name] - end[name]) / travel for name in c}
     return end, {name: new[name] - c_i[name] for name in c}, new
 

@@ -10,7 +10,9 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.workloads import L2, WORKLOADS, Workload
+from benchmarks import networks
+from benchmarks.networks import NETWORKS
+from benchmarks.workloads import L2, WORKLOADS, Workload, num_steps
 
 __all__ = ["main"]
 
@@ -33,19 +35,27 @@ def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
     from fedscaffold.algorithms import scaffold
     from fedscaffold.experiments.build_problem import configure_jax, step_flops
 
-    if workload.model == "mlp":
+    flops = None
+    if workload.model in NETWORKS:
+        from benchmarks.machine import gemm_flops
+
+        start = networks.start(workload.model, workload.classes, seed=0)
+        problem = problems.Problem(networks.jax_loss(workload.model), start, workload.clients)
+        flops = gemm_flops(workload) / num_steps(workload)
+    elif workload.model == "mlp":
         problem = problems.mlp(workload.clients, workload.hidden, classes=workload.classes)
     elif workload.model == "softmax":
         problem = problems.softmax(workload.clients, classes=workload.classes)
     else:
         problem = problems.logistic(workload.clients, l2=L2)
-    configure_jax(step_flops(problem, workload.batch_size))
+    configure_jax(flops or step_flops(problem, workload.batch_size))
+    steps: dict[str, Any] = {"local_steps": workload.local_steps} if workload.local_steps else {"local_epochs": 1}
     runs = [
         simulate(
             scaffold(),
             problem,
             rounds=workload.rounds,
-            local_steps=workload.local_steps,
+            **steps,
             lr=workload.lr,
             cohort=workload.cohort,
             batch_size=workload.batch_size,

@@ -5,24 +5,31 @@
     w2    softmax 784-10    1000 x 60            10      6            10     0.05  100
     w3    MLP 784-300-62    100 x 1000           20      25           200    0.1   4
     w4    logistic, d = 20  100 x 200            all     100          10     0.05  10
+    w5    LeNet             50 x 200             10      10           20     0.05  3
+    w6    CNN, 2 x (3x3)    520 writers, 1-44    50      one epoch    10     0.05  2
+    w8    ResNet-8          20 x 100             5       5            32     0.05  3
 
 Batches are drawn with replacement, cohorts without. Losses are means over the batch: cross-entropy for `mlp`
 (one ReLU layer) and `softmax`; for `logistic`, which has no bias, the logistic loss of labels in {0, 1} plus
-L2 / 2 |w|^2. The data are synthetic: only their shapes matter to the time a simulator takes.
+L2 / 2 |w|^2. The data are synthetic: only their shapes matter to the time a simulator takes. The networks of w5, w6
+and w8 are in `networks`; w5 and w6 take EMNIST's pictures where FEDSCAFFOLD_DATA has them, else random ones.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold import checks
 
-__all__ = ["L2", "WORKLOADS", "Workload", "initial", "sampled", "w1", "w2", "w3", "w4", "widths"]
+__all__ = ["L2", "WORKLOADS", "Workload", "initial", "num_steps", "sampled"]
+__all__ += ["w1", "w2", "w3", "w4", "w5", "w6", "w8", "widths"]
 
 Arrays: TypeAlias = list[NDArray[np.float32]]
 Indices: TypeAlias = NDArray[np.int64]
@@ -35,16 +42,17 @@ L2 = 0.01
 
 
 class Workload(NamedTuple):
-    """One federation to simulate; client i holds records x (n_i, features) with labels y (n_i,)."""
+    """One federation to simulate; client i holds records x (n_i, features) or pictures with labels y (n_i,)."""
 
     name: str
     clients: list[Client]
-    model: Literal["mlp", "softmax", "logistic"]
+    model: Literal["mlp", "softmax", "logistic", "lenet", "cnn", "resnet8"]
     hidden: int
     """Width of the one hidden layer; 0 where there is none."""
     classes: int
     cohort: int
     local_steps: int
+    """Local steps of every client; 0 for one epoch."""
     batch_size: int
     lr: float
     rounds: int
@@ -91,7 +99,65 @@ def w4(num_clients: int = 100) -> Workload:
     return Workload("w4", list(zip(features, labels, strict=True)), "logistic", 0, 2, num_clients, 100, 10, 0.05, 10)
 
 
-WORKLOADS: dict[str, Callable[..., Workload]] = {"w1": w1, "w2": w2, "w3": w3, "w4": w4}
+def w5() -> Workload:
+    """LeNet on EMNIST."""
+    pictures, labels = _pictures("emnist_byclass62.npz", "x_train", "y_train", 10_000)
+    clients = divided(pictures[:10_000], labels[:10_000], np.full(50, 200))
+    return Workload("w5", clients, "lenet", 0, 62, 10, 10, 20, 0.05, 3)
+
+
+def w6() -> Workload:
+    """A CNN of two 3x3 convolutions on FEMNIST by writer, one epoch a round."""
+    pictures, labels = _pictures("femnist_writers.npz", "x", "y", 11_687)
+    found = _file("femnist_writers.npz")
+    if found is None:
+        writer = np.sort(np.random.default_rng(DATA_SEED).integers(0, 520, len(labels)))
+    else:
+        with np.load(found) as data:
+            writer = data["writer"]
+    order = np.argsort(writer, kind="stable")
+    sizes = np.bincount(writer)
+    return Workload("w6", divided(pictures[order], labels[order], sizes), "cnn", 0, 62, 50, 0, 10, 0.05, 2)
+
+
+def w8() -> Workload:
+    """ResNet-8 on random pictures, 32 x 32, three colours."""
+    rng = np.random.default_rng(DATA_SEED)
+    pictures = rng.standard_normal((2000, 32, 32, 3), np.float32)
+    clients = divided(pictures, rng.integers(0, 10, 2000), np.full(20, 100))
+    return Workload("w8", clients, "resnet8", 0, 10, 5, 5, 32, 0.05, 3)
+
+
+def _file(name: str) -> Path | None:
+    """A file of the data folder, or None."""
+    folder = os.environ.get("FEDSCAFFOLD_DATA")
+    places = [] if folder is None else [Path(folder) / name, Path(folder) / "emnist" / name]
+    return next((path for path in places if path.exists()), None)
+
+
+def _pictures(name: str, x: str, y: str, size: int) -> tuple[NDArray[np.float32], Indices]:
+    """Grey pictures (n, 28, 28, 1) with values from 0 to 1 and labels of a file, or random ones."""
+    found = _file(name)
+    if found is None:
+        rng = np.random.default_rng(DATA_SEED)
+        return rng.random((size, 28, 28, 1), np.float32), rng.integers(0, 62, size)
+    with np.load(found) as data:
+        return data[x][..., None].astype(np.float32) / np.float32(255), data[y].astype(np.int64)
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {"w1": w1, "w2": w2, "w3": w3, "w4": w4, "w5": w5, "w6": w6, "w8": w8}
+
+
+def num_steps(workload: Workload) -> float:
+    """Client steps of all rounds; with epochs, the expected number.
+
+    >>> num_steps(w1())
+    5000
+    """
+    steps: float = workload.local_steps
+    if not steps:
+        steps = float(np.mean([-(-len(y) // workload.batch_size) for _, y in workload.clients]))
+    return workload.rounds * workload.cohort * steps
 
 
 def widths(workload: Workload) -> list[int]:
@@ -122,10 +188,11 @@ def initial(workload: Workload, seed: int) -> Arrays:
 
 def sampled(
     rng: np.random.Generator, workload: Workload, r: int = 0, cohorts: Given = None, draws: Given = None
-) -> tuple[Indices, Indices]:
+) -> tuple[Indices, Any]:
     """The clients of round r (S,), without replacement, and the numbers of their records (S, K, B), with.
 
-    They are drawn, unless the cohorts (R, S) and draws (R, S, K, B) of all rounds are given.
+    For an epoch, they are the numbers of all records of each client, in random order. They are drawn, unless the
+    cohorts (R, S) and draws (R, S, K, B) of all rounds are given.
 
     >>> clients, records = sampled(np.random.default_rng(0), w1())
     >>> len(set(clients)), records.shape
@@ -135,6 +202,8 @@ def sampled(
         return cohorts[r], draws[r]
     clients = rng.choice(len(workload.clients), workload.cohort, replace=False)
     sizes = np.array([len(workload.clients[i][1]) for i in clients])
+    if not workload.local_steps:
+        return clients, [rng.permutation(size) for size in sizes]
     uniform = rng.random((workload.cohort, workload.local_steps, workload.batch_size), np.float32)
     return clients, (uniform * sizes[:, None, None]).astype(np.int64)
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from benchmarks import machine, measure, torch_loops, torch_tight, workloads  # noqa: E402
+from benchmarks import machine, measure, networks, torch_loops, torch_tight, workloads  # noqa: E402
 from benchmarks.workloads import L2, Workload, initial, sampled, widths  # noqa: E402
 from fedscaffold.checks import InputError  # noqa: E402
 
@@ -154,6 +154,25 @@ def test_gemm_flops_are_those_torch_counts():
             torch_loops.mean_loss(torch_loops.module(workload, 0), x, labels, workload).backward()
         steps = ROUNDS * workload.cohort * workload.local_steps
         assert machine.gemm_flops(workload) == counter.get_total_flops() * steps
+
+
+@pytest.mark.parametrize("name", ["lenet", "cnn", "resnet8"])
+def test_networks_are_the_same_in_jax_and_torch(name):
+    classes, size, channels = (10, 32, 3) if name == "resnet8" else (62, 28, 1)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, size, size, channels)).astype(np.float32), rng.integers(0, classes, 2)
+    module, start = networks.torch_module(name, classes, SEED), networks.start(name, classes, SEED)
+    expected = torch.nn.functional.cross_entropy(module(torch_loops.tensor(x)), torch.from_numpy(y)).item()
+    assert float(networks.jax_loss(name)(start, (x, y))) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_epoch_of_the_tutorial_loop_is_scaffold():
+    workload = small("mlp")._replace(local_steps=0)
+    result = torch_loops.tutorial(workload, ROUNDS, SEED, 1)
+    rng = np.random.default_rng(SEED)
+    chosen = [sampled(rng, workload)[0] for _ in range(ROUNDS)]
+    assert result.client_steps == sum(-(-len(workload.clients[i][1]) // 4) for cohort in chosen for i in cohort)
+    assert result.residual < 100 * EPS
 
 
 def test_the_matrix_rate_is_a_rate_and_threads_are_given_back():
