@@ -24,7 +24,7 @@ __all__ = ["Windows", "convolution", "max_pool", "min_pool", "pad_windows", "sum
 
 Array: TypeAlias = Any
 
-CONTRACTION = 64  # entries of a window to contract in one product at least: below, products are far from peak speed
+CONTRACTION = 128  # entries of a window to contract in one product at least: below, products are far from peak speed
 MOST_PARTS = 64  # slices along one axis, and products in one convolution, at most: each is an operation to compile
 
 
