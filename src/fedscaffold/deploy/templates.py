@@ -98,6 +98,14 @@ def learner(settings):
     return TorchLearner(
         model, loss, tensors, metrics=metrics, test=lambda site: tensors(site, test=True), precision=settings.precision
     )
+
+
+def problem():
+    """The same model, loss and data in the simulator: fs.simulate(fs.scaffold(), problem(), ...)."""
+    import fedscaffold as fs
+
+    sites = [tensors(site) for site in SITES]
+    return fs.problems.torch(model, loss, sites, test=tensors(SITES[0], test=True), metrics=metrics)
 '''
 
 JAX = '''\

@@ -12,12 +12,16 @@ from fedscaffold.problems.models import mlp, softmax
 from fedscaffold.problems.problem import Facts, Problem, weights_of
 from fedscaffold.problems.quadratic import dialled, lower_bound_pair, quadratic
 from fedscaffold.problems.regression import linear, logistic, two_datasets
+from fedscaffold.problems.torch_module import StateDict, TorchProblem
+from fedscaffold.problems.torch_module import torch_problem as torch
 
 __all__ = [
     "DecisionProcess",
     "Facts",
     "Layout",
     "Problem",
+    "StateDict",
+    "TorchProblem",
     "dialled",
     "expected_system",
     "garnet",
@@ -31,6 +35,7 @@ __all__ = [
     "quadratic",
     "softmax",
     "temporal_difference",
+    "torch",
     "two_datasets",
     "weights_of",
 ]

@@ -1,0 +1,371 @@
+"""Problems whose model is a torch module: the same module and loss as at the sites of a deployment.
+
+The loss is recorded by `torch.export` and evaluated in JAX (`torch_export`). The model of the problem, and of its runs,
+is a `StateDict`: trained parameters are its arrays; tied names, frozen parameters and buffers come along.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedscaffold.checks import InputError, one_number
+from fedscaffold.metrics import Metric, metric
+from fedscaffold.problems.problem import Problem
+from fedscaffold.problems.torch_export import WAY_OUT, TracedFunction
+
+__all__ = ["StateDict", "TorchProblem", "torch_problem"]
+
+Array: TypeAlias = Any
+Module: TypeAlias = Any
+Tree: TypeAlias = Any
+
+RECORDS = 8  # on which the gradient is compared with torch's
+SEED = 0  # of the initial model, as for TorchLearner
+
+
+class StateDict(Mapping[str, Any]):
+    """The `state_dict` of a module whose trained parameters are arrays: `module.load_state_dict(run.x)`.
+
+    It is a JAX pytree with the trained parameters as leaves. As a mapping it has all entries of the module's
+    `state_dict()`, as torch tensors: tied parameters under each of their names, frozen parameters and buffers as they
+    were when the problem was made.
+    """
+
+    def __init__(self, arrays: dict[str, Array], entries: _Entries) -> None:
+        self.arrays, self.entries = arrays, entries
+
+    def __getitem__(self, name: str) -> Any:
+        import torch
+
+        place = self.entries.places[name]
+        if place in self.arrays:
+            return torch.from_numpy(np.array(self.arrays[place]))
+        return self.entries.fixed[place].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries.places)
+
+    def __len__(self) -> int:
+        return len(self.entries.places)
+
+    def __repr__(self) -> str:
+        return f"StateDict({', '.join(self)})"
+
+
+class _Entries:
+    """The entries of a module's `state_dict()`: which array each name has, and those that are not trained."""
+
+    def __init__(self, module: Module) -> None:
+        trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        held = module.state_dict(keep_vars=True)
+        self.places = {name: trained.get(id(tensor), name) for name, tensor in held.items()}
+        self.fixed = {name: t.detach().cpu().clone() for name, t in held.items() if id(t) not in trained}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Entries) and (self.places, *self.fixed) == (other.places, *other.fixed)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.places.items()))
+
+
+def _flatten(tree: StateDict) -> Any:
+    names = tuple(tree.arrays)
+    keys = [(jax.tree_util.DictKey(name), tree.arrays[name]) for name in names]
+    return keys, (names, tree.entries)
+
+
+def _unflatten(auxiliary: Any, leaves: Iterable[Any]) -> StateDict:
+    names, entries = auxiliary
+    return StateDict(dict(zip(names, leaves, strict=True)), entries)
+
+
+jax.tree_util.register_pytree_with_keys(StateDict, _flatten, _unflatten)
+
+
+class TorchProblem(Problem):
+    """A problem whose model is a torch module; made by `fs.problems.torch`."""
+
+    metrics: tuple[Metric, ...] = ()
+    """The module's metrics other than accuracy, which torch evaluates; `simulate` takes them in its `metrics`."""
+
+
+def torch_problem(
+    module: Module | Callable[[], Module],
+    loss: Callable[[Module, Any], Any],
+    clients: Sequence[Any],
+    *,
+    test: Any = None,
+    metrics: Callable[[Module, Any], dict[str, Any]] | None = None,
+    name: str = "torch module",
+    coupled: bool | None = None,
+    evaluation_batch: int | None = None,
+) -> TorchProblem:
+    """Make a problem of a torch module, with the loss and metrics that `TorchLearner` takes.
+
+    The loss is recorded by `torch.export`, in training and in evaluation mode, and runs in JAX; torch is only needed to
+    make the problem. The gradient is compared with torch's before it is used.
+
+    Args:
+        module: The module, or a function that makes it, called with torch's random seed 0 as at the sites.
+        loss: `loss(module, batch)`, one number. Training is in training mode, with random numbers (dropout) of a stream
+            for each client and step; measuring in evaluation mode.
+        clients: The records of each client: a tensor, a tuple or dict of tensors (or arrays) with one row per record,
+            or a `torch.utils.data.Dataset`, which is read once.
+        test: Records kept apart, for the metrics.
+        metrics: `metrics(module, batch)`, a dict of numbers, called in evaluation mode. "accuracy" becomes the
+            problem's accuracy, the others are `problem.metrics`.
+        name: How the problem is called in messages.
+        coupled: As for `Problem`.
+        evaluation_batch: As for `Problem`.
+
+    Returns:
+        A problem whose `params`, and whose runs' `x`, are a `StateDict`, which `load_state_dict` takes.
+
+    Raises:
+        InputError: for what cannot be used, by name: an operator without a rule in JAX, running statistics, a gradient
+            that is not torch's.
+
+    >>> import torch
+    >>> import fedscaffold as fs
+    >>> def loss(module, batch):
+    ...     return torch.nn.functional.mse_loss(module(batch[0]), batch[1])
+    >>> clients = [(torch.randn(n, 3), torch.randn(n, 1)) for n in (6, 8)]
+    >>> network = torch.nn.Linear(3, 1)
+    >>> problem = fs.problems.torch(network, loss, clients)
+    >>> run = fs.simulate(fs.scaffold(), problem, rounds=2, local_steps=3, lr=0.1)
+    >>> network.load_state_dict(run.x)
+    <All keys matched successfully>
+    """
+    made = _make(module)
+    held = [_arrays(client) for client in clients]
+    kept_apart = None if test is None else _arrays(test)
+    if not held:
+        raise InputError("clients must hold at least one client, got an empty list")
+    trained = {name: p.detach().cpu().numpy().copy() for name, p in made.named_parameters() if p.requires_grad}
+    if not trained:
+        raise InputError("the module has no parameter that is trained; requires_grad_(True) trains one")
+    data = held if kept_apart is None else [*held, kept_apart]
+    recorded = TracedFunction(made, loss, data)
+    sample = jax.tree.map(lambda a: a[:RECORDS], held[int(np.argmax([_rows(client) for client in held]))])
+    in_jax = _loss(recorded, made, sample)
+    measured = [] if metrics is None else _names(made, metrics, sample if kept_apart is None else kept_apart)
+    accuracy = None
+    if metrics is not None and "accuracy" in measured:
+        accuracy = _accuracy(metrics, made, data)
+    problem = TorchProblem(
+        in_jax,
+        StateDict(trained, _Entries(made)),
+        held,
+        test=kept_apart,
+        accuracy=accuracy,
+        name=name,
+        coupled=coupled,
+        evaluation_batch=evaluation_batch,
+    )
+    others = [one for one in measured if one != "accuracy"]
+    problem.metrics = tuple(_on_host(made, metrics, one, kept_apart is not None) for one in others)
+    return problem
+
+
+def _make(module: Module | Callable[[], Module]) -> Module:
+    """Return a copy of the module on the CPU, after checking its parameters."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise InputError("fs.problems.torch needs torch: pip install 'fedscaffold[torch]'") from None
+    if isinstance(module, torch.nn.Module):
+        try:
+            made = copy.deepcopy(module)
+        except Exception as error:
+            raise InputError(f"the module cannot be copied: {type(error).__name__}: {error}") from error
+    elif callable(module):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            made = module()
+    if not isinstance(module, torch.nn.Module) and not (callable(module) and isinstance(made, torch.nn.Module)):
+        raise InputError(f"module must be a torch.nn.Module or make one, got {type(module).__name__}")
+    places: dict[int, str] = {}
+    for name, parameter in made.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise InputError(f"parameter {name!r} has no shape yet; send a batch through the module first")
+        other = places.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        if other != name:
+            raise InputError(f"{name!r} shares the memory of {other!r}; tie them by assigning the Parameter itself")
+    half = {torch.float16, torch.bfloat16} & {p.dtype for p in made.parameters()}
+    return made.to(device="cpu", dtype=torch.float32) if half else made.cpu()
+
+
+def _arrays(records: Any) -> Tree:
+    """Return records as NumPy arrays."""
+    import torch
+
+    if isinstance(records, torch.utils.data.DataLoader):
+        raise InputError("records must be tensors or a Dataset, got a DataLoader: the simulator draws batches itself")
+    if isinstance(records, torch.utils.data.Dataset):
+        if not hasattr(records, "__len__"):
+            raise InputError("records must be tensors or a Dataset with a length; read an IterableDataset first")
+        records = torch.utils.data.default_collate([records[i] for i in range(len(records))])
+
+    def array(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return np.asarray(leaf)
+        leaf = leaf.detach().cpu()
+        return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()
+
+    return jax.tree.map(array, records)
+
+
+def _rows(client: Tree) -> int:
+    leaves = jax.tree.leaves(client)
+    return len(leaves[0]) if leaves and np.ndim(leaves[0]) else 0
+
+
+def _tensors(records: Tree, dtype: Any) -> Any:
+    """Return arrays as torch tensors, floating-point ones with the module's dtype."""
+    import torch
+
+    def tensor(leaf: Any) -> Any:
+        made = torch.from_numpy(np.array(leaf))
+        return made.to(dtype) if made.is_floating_point() else made
+
+    return jax.tree.map(tensor, records)
+
+
+def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> Callable[..., Any]:
+    """Return the loss in JAX; it takes a random key if training is another function than evaluation."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(sample)]
+    precision = "float64"
+    try:
+        train = recorded.graph(precision, True, shapes)
+    except InputError:  # single precision written into it, or it fails in any
+        precision = "float32"
+        train = recorded.graph(precision, True, shapes)
+    for buffer in train.changed:
+        raise InputError(
+            f"the module changes its buffer {buffer!r} in training, and the simulator keeps no running statistics: "
+            "use BatchNorm(..., track_running_stats=False) or GroupNorm, or `fedscaffold deploy simulate`"
+        )
+    if not set(train.parameters.values()) & {name for name, p in module.named_parameters() if p.requires_grad}:
+        raise InputError("loss(module, batch) uses no trained parameter of its module: it is made of something else")
+    differ = not recorded.ignores_mode(precision, shapes)
+    if (recorded.graph(precision, False, shapes) if differ else train).random:
+        raise InputError("loss(module, batch) draws random numbers in evaluation mode; draw them if module.training")
+    _check_gradient(recorded, module, sample, precision, not differ)
+
+    def loss(params: StateDict, batch: Tree) -> Array:
+        return recorded(params.arrays, batch, train=True)
+
+    def random_loss(params: StateDict, batch: Tree, key: Array | None = None) -> Array:
+        return recorded(params.arrays, batch, train=key is not None, key=key)
+
+    return random_loss if differ else loss
+
+
+def _check_gradient(recorded: TracedFunction, module: Module, sample: Tree, precision: str, train: bool) -> None:
+    """Raise unless JAX's gradient is torch's, at random parameters: an export leaves custom derivatives out."""
+    import torch
+
+    copied = copy.deepcopy(module).to(dtype=getattr(torch, precision)).train(train)
+    trained = {name: p for name, p in copied.named_parameters() if p.requires_grad}
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for p in trained.values():
+            noise = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            p.add_(0.1 * (p.square().mean().sqrt() + 0.1) * noise if p.numel() else noise)
+    arrays = {name: p.detach().numpy().copy() for name, p in trained.items()}
+    value = recorded.function(copied, _tensors(sample, getattr(torch, precision)))
+    one_number("loss(module, batch)", tuple(value.shape))
+    slopes = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+    expected = {
+        n: np.zeros(p.shape) if g is None else g.detach().numpy()
+        for (n, p), g in zip(trained.items(), slopes, strict=True)
+    }
+    with jax.enable_x64(precision == "float64"):
+        cast = jax.tree.map(lambda a: jnp.asarray(a, precision) if a.dtype.kind == "f" else jnp.asarray(a), sample)
+        found = jax.jit(jax.grad(lambda p: recorded(p, cast, train=train)))(arrays)
+        apart = {name: float(np.linalg.norm(np.asarray(found[name]) - expected[name])) for name in found}
+    size = np.sqrt(sum(float(np.sum(np.square(one))) for one in expected.values()))
+    tolerance = (1e-8 if precision == "float64" else 1e-3) * size
+    worst = max(apart, key=lambda name: apart[name])
+    if np.isfinite(size) and not apart[worst] <= tolerance:
+        raise InputError(
+            f"the gradient of loss(module, batch) in {worst!r} is not torch's (off by {apart[worst]:.2g} of "
+            f"{size:.2g}): torch.export leaves custom autograd functions and hooks out; {WAY_OUT}"
+        )
+
+
+def _entry(metrics: Callable[[Module, Any], dict[str, Any]], name: str, module: Module, batch: Any) -> Any:
+    """Return an entry of the metrics as a tensor, also where the function makes it a number by `float` or `item`."""
+    import torch
+
+    numbers: dict[float, Any] = {}
+
+    class Recorded(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        """Stands unlikely numbers in for tensors, to find them again in what the function returns."""
+
+        def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if called not in (torch.Tensor.__float__, torch.Tensor.item):
+                return called(*args, **(kwargs or {}))
+            numbers[math.pi / 10 + len(numbers) * 1e-9] = args[0]
+            return list(numbers)[-1]
+
+    with Recorded():
+        value = metrics(module, batch)[name]
+    if not isinstance(value, torch.Tensor) and value not in numbers:
+        raise InputError(f"metrics(module, batch)[{name!r}] is not made by one .item() or float(...)")
+    return value if isinstance(value, torch.Tensor) else numbers[value].reshape(())
+
+
+def _names(module: Module, metrics: Callable[..., Any], records: Tree) -> list[str]:
+    """Return the names of the metrics, from a call on some records."""
+    import torch
+
+    some = _tensors(jax.tree.map(lambda a: a[:RECORDS], records), next(module.parameters()).dtype)
+    with torch.no_grad():
+        found = metrics(copy.deepcopy(module).eval(), some)
+    if not isinstance(found, Mapping):
+        raise InputError(f"metrics(module, batch) must return a dict of numbers, got {type(found).__name__}")
+    return [name for name in found if name != "loss"]
+
+
+def _accuracy(metrics: Callable[..., Any], module: Module, data: Sequence[Tree]) -> Callable[..., Any]:
+    """Return the accuracy in JAX, after comparing it with torch's on some records."""
+    import torch
+
+    some = jax.tree.map(lambda a: a[:RECORDS], data[-1])
+    traced = TracedFunction(module, partial(_entry, metrics, "accuracy"), data, "metrics")
+
+    def accuracy(params: StateDict, batch: Tree) -> Array:
+        return traced(params.arrays, batch, train=False)
+
+    held = copy.deepcopy(module).to(torch.float32).eval()
+    with torch.no_grad():
+        expected = float(metrics(held, _tensors(some, torch.float32))["accuracy"])
+    arrays = {name: p.detach().numpy() for name, p in held.named_parameters() if p.requires_grad}
+    found = float(jax.jit(partial(traced, train=False))(arrays, some))
+    if not abs(found - expected) <= 1e-4 * max(1.0, abs(expected)):
+        raise InputError(
+            f"metrics(module, batch)['accuracy'] is {found:.6g} in JAX, {expected:.6g} in torch; {WAY_OUT}"
+        )
+    return accuracy
+
+
+def _on_host(module: Module, metrics: Any, name: str, tested: bool) -> Metric:
+    """Return a metric that torch evaluates."""
+    import torch
+
+    def function(params: StateDict, data: Tree) -> float:
+        held = copy.deepcopy(module).eval()
+        held.load_state_dict(dict(params))
+        with torch.no_grad():
+            return float(metrics(held, _tensors(data, next(held.parameters()).dtype))[name])
+
+    return metric(function, on="test" if tested else "train", compiled=False, name=name)
