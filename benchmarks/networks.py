@@ -170,7 +170,7 @@ def _resnet_module(classes: int) -> Any:
     import torch
     from torch import nn
 
-    class Block(nn.Module):
+    class Block(nn.Module):  # type: ignore[misc]
         def __init__(self, inputs: int, outputs: int, stride: int) -> None:
             super().__init__()
             self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
