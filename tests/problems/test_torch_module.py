@@ -246,7 +246,12 @@ def of(module, batch):
         return cross_entropy(module.double().eval(), (batch[0].double(), batch[1])).item()
 
 
-def test_simulator_and_deployment_end_at_one_model(tmp_path):
+def normalised(*more):
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), *more, nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "running statistics"])
+def test_simulator_and_deployment_end_at_one_model(norm, tmp_path):
     from fedscaffold.deploy import InProcess, Server, drive, parse
     from fedscaffold.deploy.torch_client import TorchLearner
 
@@ -258,13 +263,42 @@ def test_simulator_and_deployment_end_at_one_model(tmp_path):
 
     text = f"rounds = 4\nprecision = 'float64'\n[local]\nsteps = 3\nlr = 0.3\n[deploy]\nsites = {list(records)}"
     settings = parse(text)
-    learner = TorchLearner(dense(nn.Tanh()), cross_entropy, tensors, precision="float64")
+    module = normalised if norm else dense(nn.Tanh())
+    learner = TorchLearner(module, cross_entropy, tensors, precision="float64")
     server = Server(settings, learner.schema, learner.start, tmp_path, buffers=learner.buffers)
     drive(server, InProcess(learner, settings, tmp_path), rounds=4)
-    problem = fs.problems.torch(dense(nn.Tanh()), cross_entropy, list(records.values()))
+    problem = fs.problems.torch(module, cross_entropy, list(records.values()))
     run = fs.simulate(fs.scaffold(), problem, rounds=4, local_steps=3, lr=0.3, precision="float64")
     assert np.abs(run.vector - learner.start).max() > 1e-2
     np.testing.assert_allclose(run.vector, server.state.x, rtol=0, atol=1e-10)
+    assert sorted(run.state or ()) == sorted(server.state.buffers)
+    for name, buffer in server.state.buffers.items():
+        np.testing.assert_allclose(run.state[name], buffer, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_running_statistics_are_the_state_of_a_run(precision):
+    def metrics(module, batch):
+        scores = module(batch[0])
+        return {"accuracy": (scores.argmax(1) == batch[1]).float().mean(), "size": scores.abs().mean().item()}
+
+    torch.manual_seed(0)
+    clients, module = [rows(n) for n in SIZES], normalised(nn.Dropout(0.2))
+    problem = fs.problems.torch(module, cross_entropy, clients, metrics=metrics)
+    asked = ["loss", "accuracy", *problem.metrics]
+    run = fs.simulate(fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.1, precision=precision, metrics=asked)
+    fresh = normalised(nn.Dropout(0.2)).to(getattr(torch, precision))
+    fresh.load_state_dict(run.x | run.state)  # strictly
+    assert fresh[1].num_batches_tracked == 6
+    assert not torch.equal(fresh[1].running_mean, module[1].running_mean)
+    with torch.no_grad():
+        x, y = (torch.cat(parts) for parts in zip(*clients, strict=True))
+        together = metrics(fresh.eval(), (x.to(fresh[0].weight.dtype), y))
+        each = [metrics(fresh, (x.to(fresh[0].weight.dtype), y))["accuracy"].item() for x, y in clients]
+    tolerance = 1e-5 if precision == "float32" else 1e-10
+    assert abs(run.history["loss"][-1] - np.mean([of(fresh, batch) for batch in clients])) < tolerance
+    assert abs(run.history["accuracy"][-1] - np.mean(each)) < 1e-6
+    assert abs(run.history["size"][-1] - together["size"]) < 1e-5
 
 
 def test_the_model_of_a_run_is_a_state_dict():
@@ -360,7 +394,7 @@ def test_a_loss_of_pairs_has_a_graph_for_each_size():
 
 
 def test_changed_buffers_are_values_of_the_graph():
-    """What the simulator does not keep yet: BatchNorm's running statistics after a batch."""
+    """BatchNorm's running statistics after a batch."""
     module, batch = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double(), (rows(7)[0].double(), rows(7)[1])
     traced = TracedFunction(module, cross_entropy, [tuple(np.asarray(a) for a in batch)])
     with jax.enable_x64(True):
@@ -388,11 +422,6 @@ class Bessel(nn.Linear):
 
 
 REFUSED = {
-    "running statistics": (
-        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        cross_entropy,
-        "'0.running_mean'.*GroupNorm",
-    ),
     "operator": (Bessel(4, 3), cross_entropy, rf"aten\.\w*i0\S* .*{Path(__file__).name}:\d+.*write this part in JAX"),
     "custom gradient": (
         nn.Linear(4, 3),

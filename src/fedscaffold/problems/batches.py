@@ -146,6 +146,7 @@ def gradient(
     sizes: Sequence[int] = (),
     key: Array | None = None,
     state: Tree = None,
+    train: bool = True,
 ) -> Tree:
     """Return a client's gradient on a batch, which may be padded with records of weight 0.
 
@@ -158,12 +159,13 @@ def gradient(
         sizes: For a coupled function, the possible numbers of real records in ascending order.
         key: A random key for a function that takes one.
         state: The state of a function that takes one.
+        train: Whether it is a step of training; False where the gradient is measured.
 
     Returns:
         A pytree like `params`; for functions with a state, a pair of it and the new state.
     """
-    given = None if functions.gradient is None else as_products(bound(functions.gradient, key, state, train=True))
-    of_batch = as_products(bound(functions.loss, key, state, train=True))
+    given = None if functions.gradient is None else as_products(bound(functions.gradient, key, state, train))
+    of_batch = as_products(bound(functions.loss, key, state, train))
 
     def loss(params: Tree, batch: Tree, **by_name: Array) -> Any:
         result = of_batch(params, batch, **by_name)
@@ -205,7 +207,8 @@ def work_bytes(functions: Functions, kinds: Kinds, params: Tree, batch: Tree, st
 
     `params` and `batch` may be arrays or their shapes.
     """
-    function = bound(functions.gradient or functions.loss, state=state, train=True)
+    key = jax.random.key(0) if functions.random else None
+    function = bound(functions.gradient or functions.loss, key, state, train=True)
     return patch_bytes(partial(call, function, kinds.gradient), params, batch)
 
 

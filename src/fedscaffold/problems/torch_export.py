@@ -188,7 +188,15 @@ class TracedFunction:
         self._graphs: dict[Any, Graph] = {}
         self._modules: dict[str, Module] = {}
 
-    def __call__(self, arrays: Mapping[str, Array], batch: Tree, *, train: bool, key: Array | None = None) -> Array:
+    def __call__(
+        self,
+        arrays: Mapping[str, Array],
+        batch: Tree,
+        *,
+        train: bool,
+        key: Array | None = None,
+        buffers: Mapping[str, Array] | None = None,
+    ) -> Array:
         """Return the function's value.
 
         Args:
@@ -196,11 +204,18 @@ class TracedFunction:
             batch: Arrays with one row per record.
             train: Whether the module is in training mode.
             key: Random key for what draws random numbers, such as dropout.
+            buffers: Buffers by name, instead of the module's own.
         """
-        return self.evaluate(arrays, batch, train=train, key=key)[0]
+        return self.evaluate(arrays, batch, train=train, key=key, buffers=buffers)[0]
 
     def evaluate(
-        self, arrays: Mapping[str, Array], batch: Tree, *, train: bool, key: Array | None = None
+        self,
+        arrays: Mapping[str, Array],
+        batch: Tree,
+        *,
+        train: bool,
+        key: Array | None = None,
+        buffers: Mapping[str, Array] | None = None,
     ) -> tuple[Array, dict[str, Array]]:
         """Return the function's value, and the module's buffers that the call changes."""
         leaves = jax.tree.leaves(batch)
@@ -209,7 +224,7 @@ class TracedFunction:
         held = {
             n: jnp.asarray(a, _dtype(precision if a.dtype.kind == "f" else a.dtype)) for n, a in self.constants.items()
         }
-        return graph(held | dict(arrays), leaves, key)
+        return graph(held | dict(buffers or {}) | dict(arrays), leaves, key)
 
     def graph(self, precision: str, train: bool, shapes: Sequence[tuple[int, ...]]) -> Graph:
         """Return the graph for batches of these shapes, made on first use."""

@@ -1,7 +1,8 @@
 """Problems whose model is a torch module: the same module and loss as at the sites of a deployment.
 
 The loss is recorded by `torch.export` and evaluated in JAX (`torch_export`). The model of the problem, and of its runs,
-is a `StateDict`: trained parameters are its arrays; tied names, frozen parameters and buffers come along.
+is a `StateDict`: trained parameters are its arrays; tied names, frozen parameters and buffers come along. Buffers that
+the module changes in training, such as running statistics, are the problem's state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class StateDict(Mapping[str, Any]):
 
     It is a JAX pytree with the trained parameters as leaves. As a mapping it has all entries of the module's
     `state_dict()`, as torch tensors: tied parameters under each of their names, frozen parameters and buffers as they
-    were when the problem was made.
+    were when the problem was made. `run.x | run.state` is the `state_dict` with the buffers that training changed.
     """
 
     def __init__(self, arrays: dict[str, Array], entries: _Entries) -> None:
@@ -49,6 +50,15 @@ class StateDict(Mapping[str, Any]):
         if place in self.arrays:
             return torch.from_numpy(np.array(self.arrays[place]))
         return self.entries.fixed[place].clone()
+
+    def __or__(self, buffers: Mapping[str, Array] | None) -> dict[str, Any]:
+        import torch
+
+        def tensor(name: str, value: Array) -> Any:
+            made = torch.from_numpy(np.array(value))
+            return made if made.is_floating_point() else made.to(self.entries.fixed[name].dtype)
+
+        return dict(self) | {name: tensor(name, value) for name, value in (buffers or {}).items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries.places)
@@ -130,8 +140,8 @@ def torch_problem(
         A problem whose `params`, and whose runs' `x`, are a `StateDict`, which `load_state_dict` takes.
 
     Raises:
-        InputError: for what cannot be used, by name: an operator without a rule in JAX, running statistics, a gradient
-            that is not torch's.
+        InputError: for what cannot be used, by name: an operator without a rule in JAX, or a gradient that is not
+            torch's.
 
     >>> import torch
     >>> import fedscaffold as fs
@@ -155,11 +165,11 @@ def torch_problem(
     data = held if kept_apart is None else [*held, kept_apart]
     recorded = TracedFunction(made, loss, data)
     sample = jax.tree.map(lambda a: a[:RECORDS], held[int(np.argmax([_rows(client) for client in held]))])
-    in_jax = _loss(recorded, made, sample)
+    in_jax, changed = _loss(recorded, made, sample)
     measured = [] if metrics is None else _names(made, metrics, sample if kept_apart is None else kept_apart)
     accuracy = None
     if metrics is not None and "accuracy" in measured:
-        accuracy = _accuracy(metrics, made, data)
+        accuracy = _accuracy(metrics, made, data, bool(changed))
     problem = TorchProblem(
         in_jax,
         StateDict(trained, _Entries(made)),
@@ -169,6 +179,7 @@ def torch_problem(
         name=name,
         coupled=coupled,
         evaluation_batch=evaluation_batch,
+        state={name: made.state_dict()[name].numpy() for name in changed} or None,
     )
     others = [one for one in measured if one != "accuracy"]
     problem.metrics = tuple(_on_host(made, metrics, one, kept_apart is not None) for one in others)
@@ -239,8 +250,11 @@ def _tensors(records: Tree, dtype: Any) -> Any:
     return jax.tree.map(tensor, records)
 
 
-def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> Callable[..., Any]:
-    """Return the loss in JAX; it takes a random key if training is another function than evaluation."""
+def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> tuple[Callable[..., Any], list[str]]:
+    """Return the loss in JAX, and the buffers that it changes in training.
+
+    It takes a random key if training is another function than evaluation, and the buffers as its state.
+    """
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(sample)]
     precision = "float64"
     try:
@@ -248,11 +262,6 @@ def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> Callable[..
     except InputError:  # single precision written into it, or it fails in any
         precision = "float32"
         train = recorded.graph(precision, True, shapes)
-    for buffer in train.changed:
-        raise InputError(
-            f"the module changes its buffer {buffer!r} in training, and the simulator keeps no running statistics: "
-            "use BatchNorm(..., track_running_stats=False) or GroupNorm, or `fedscaffold deploy simulate`"
-        )
     if not set(train.parameters.values()) & {name for name, p in module.named_parameters() if p.requires_grad}:
         raise InputError("loss(module, batch) uses no trained parameter of its module: it is made of something else")
     differ = not recorded.ignores_mode(precision, shapes)
@@ -266,7 +275,19 @@ def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> Callable[..
     def random_loss(params: StateDict, batch: Tree, key: Array | None = None) -> Array:
         return recorded(params.arrays, batch, train=key is not None, key=key)
 
-    return random_loss if differ else loss
+    def stateful_loss(params: StateDict, batch: Tree, state: Any, train: bool) -> tuple[Array, Any]:
+        value, changed = recorded.evaluate(params.arrays, batch, train=train, buffers=state)
+        return value, state | changed
+
+    def random_stateful_loss(
+        params: StateDict, batch: Tree, state: Any, train: bool, key: Array | None = None
+    ) -> tuple[Array, Any]:
+        value, changed = recorded.evaluate(params.arrays, batch, train=train, key=key, buffers=state)
+        return value, state | changed
+
+    if train.changed:
+        return random_stateful_loss if train.random else stateful_loss, list(train.changed)
+    return random_loss if differ else loss, []
 
 
 def _check_gradient(recorded: TracedFunction, module: Module, sample: Tree, precision: str, train: bool) -> None:
@@ -336,7 +357,7 @@ def _names(module: Module, metrics: Callable[..., Any], records: Tree) -> list[s
     return [name for name in found if name != "loss"]
 
 
-def _accuracy(metrics: Callable[..., Any], module: Module, data: Sequence[Tree]) -> Callable[..., Any]:
+def _accuracy(metrics: Callable[..., Any], module: Module, data: Sequence[Tree], stateful: bool) -> Callable[..., Any]:
     """Return the accuracy in JAX, after comparing it with torch's on some records."""
     import torch
 
@@ -345,6 +366,9 @@ def _accuracy(metrics: Callable[..., Any], module: Module, data: Sequence[Tree])
 
     def accuracy(params: StateDict, batch: Tree) -> Array:
         return traced(params.arrays, batch, train=False)
+
+    def accuracy_with_buffers(params: StateDict, batch: Tree, state: Any) -> Array:
+        return traced(params.arrays, batch, train=False, buffers=state)
 
     held = copy.deepcopy(module).to(torch.float32).eval()
     with torch.no_grad():
@@ -355,16 +379,16 @@ def _accuracy(metrics: Callable[..., Any], module: Module, data: Sequence[Tree])
         raise InputError(
             f"metrics(module, batch)['accuracy'] is {found:.6g} in JAX, {expected:.6g} in torch; {WAY_OUT}"
         )
-    return accuracy
+    return accuracy_with_buffers if stateful else accuracy
 
 
 def _on_host(module: Module, metrics: Any, name: str, tested: bool) -> Metric:
     """Return a metric that torch evaluates."""
     import torch
 
-    def function(params: StateDict, data: Tree) -> float:
+    def function(params: StateDict, data: Tree, state: Any = None) -> float:
         held = copy.deepcopy(module).eval()
-        held.load_state_dict(dict(params))
+        held.load_state_dict(params | state)
         with torch.no_grad():
             return float(metrics(held, _tensors(data, next(held.parameters()).dtype))[name])
 

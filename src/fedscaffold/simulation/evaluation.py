@@ -84,7 +84,10 @@ def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
         return _sum_over_records(federation.test, jnp.full(size, 1 / size, state.x.dtype), of_batch)
 
     def grad_norm() -> Array:
-        total = everywhere(kinds.gradient, lambda batch, w: gradient(spec, leaves, batch, w, buffers=buffers)[0])
+        def of_batch(batch: Any, weights: Array) -> Any:
+            return gradient(spec, leaves, batch, weights, buffers=buffers, train=False)[0]
+
+        total = everywhere(kinds.gradient, of_batch)
         return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in total))
 
     measures: dict[str, Callable[[], Array]] = {

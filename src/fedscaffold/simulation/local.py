@@ -224,13 +224,14 @@ def gradient(
     sizes: tuple[int, ...] = (),
     key: Array = None,
     buffers: Any = None,
+    train: bool = True,
 ) -> tuple[list[Any], Any]:
     """Return the gradient on a batch as a list of leaves, and the new buffers.
 
     `weights` is None for a batch without padding.
     """
     params = spec.layout.tree(y)
-    found = slope_on_batch(spec.functions, spec.kinds, params, batch, weights, sizes, key, buffers)
+    found = slope_on_batch(spec.functions, spec.kinds, params, batch, weights, sizes, key, buffers, train)
     slope, buffers = found if spec.functions.stateful else (found, None)
     return jax.tree.leaves(slope), buffers
 

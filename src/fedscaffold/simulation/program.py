@@ -286,7 +286,9 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         )
     )
 
-    buffers = jax.tree.map(lambda a: a.astype(dtype) if is_float(a) else a, problem.state)
+    buffers = jax.tree.map(
+        lambda a: a.astype(dtype if is_float(a) else jax.dtypes.canonicalize_dtype(a.dtype)), problem.state
+    )
 
     def table(record: Any) -> Any:
         return jax.tree.map(lambda a: np.repeat(np.asarray(a, dtype)[None], rows, axis=0), record)
