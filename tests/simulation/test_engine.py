@@ -230,7 +230,7 @@ def test_one_trace_for_any_number_of_calls():
     once = len(traces)
     fs.simulate(fs.scaffold(), problem, rounds=150, lr=0.03, seed=9, **ask)
     fs.simulate(fs.scaffold(), problem, rounds=1, lr=0.2, evaluate_every=2, **ask)
-    assert len(traces) == once <= 4
+    assert len(traces) == once <= 5  # one of them forecasts the memory of convolutions
 
 
 def test_problems_built_twice_share_a_program():

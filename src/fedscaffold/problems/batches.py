@@ -19,7 +19,7 @@ train      True in training, False where it is measured: running statistics are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -202,14 +202,19 @@ def _pair(name: str, result: Any, state: Tree) -> tuple[Any, Tree]:
     return number, jax.tree.map(lambda a, b: jnp.asarray(a, jnp.asarray(b).dtype), new, state)
 
 
-def work_bytes(functions: Functions, kinds: Kinds, params: Tree, batch: Tree, state: Tree = None) -> int:
+@lru_cache(maxsize=64)
+def work_bytes(functions: Functions, kinds: Kinds, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> int:
     """Return the bytes that the patches of convolutions take in a gradient on a batch; 0 without convolutions.
 
-    `params` and `batch` may be arrays or their shapes.
+    `tree` and `shapes` are the structure and the leaves of (params, batch, state), so that runs of one problem trace it
+    once.
     """
     key = jax.random.key(0) if functions.random else None
-    function = bound(functions.gradient or functions.loss, key, state, train=True)
-    return patch_bytes(partial(call, function, kinds.gradient), params, batch)
+
+    def on_batch(params: Tree, batch: Tree, state: Tree) -> Any:
+        return call(bound(functions.gradient or functions.loss, key, state, train=True), kinds.gradient, params, batch)
+
+    return patch_bytes(on_batch, *jax.tree.unflatten(tree, shapes))
 
 
 def _on_real_records(evaluate: Callable[[Tree], Tree], batch: Tree, weights: Array, sizes: Sequence[int]) -> Tree:

@@ -38,7 +38,7 @@ def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
     Returns:
         A function with the same values, up to the rounding of sums, that can be transformed as any other. Where the
-        function has neither convolutions nor pooling, it is called as it is.
+        function has neither convolutions nor pooling, its operations are what they were.
 
     >>> import jax.numpy as jnp
     >>> x, kernel = jnp.arange(5.0), jnp.array([1.0, 0.0, -1.0])
@@ -54,10 +54,10 @@ def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
             return function(*positional, **named)
 
         closed, shape = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
-        if not _contains_windows(closed.jaxpr):
-            return function(*arguments, **by_name)
-        here = {"cpu": jaxpr_as_fun(_rewrite(closed)), "default": jaxpr_as_fun(closed)}
-        return jax.tree.unflatten(jax.tree.structure(shape), jax.lax.platform_dependent(*leaves, **here))
+        found = jaxpr_as_fun(closed)
+        if _contains_windows(closed.jaxpr):
+            found = partial(jax.lax.platform_dependent, cpu=jaxpr_as_fun(_rewrite(closed)), default=found)
+        return jax.tree.unflatten(jax.tree.structure(shape), found(*leaves))
 
     return wrapped
 

@@ -202,7 +202,9 @@ def _patches(problem: Problem, rows: int, precision: str) -> int:
     params = jax.tree.map(lambda a: shaped(a, *a.shape), problem.params)
     batch = jax.tree.map(lambda a: shaped(a, rows, *a.shape[1:]), problem.records)
     with jax.enable_x64(dtype.itemsize > 4):
-        return work_bytes(problem.functions, problem.inspected.kinds, params, batch, problem.state)
+        state = jax.tree.map(lambda a: shaped(a, *a.shape), problem.state)
+        shapes, tree = jax.tree.flatten((params, batch, state))
+        return work_bytes(problem.functions, problem.inspected.kinds, tree, tuple(shapes))
 
 
 def lr(config: RunConfig, steps: NDArray[np.int64]) -> NDArray[Any]:
