@@ -28,7 +28,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.problems import aten_layers  # noqa: F401 (registers its operators)
 from fedscaffold.problems.aten import OPERATORS, RANDOM, Unsupported
 
-__all__ = ["Graph", "TracedFunction"]
+__all__ = ["WAY_OUT", "Graph", "TracedFunction", "first_line"]
 
 Array: TypeAlias = Any
 Module: TypeAlias = Any
@@ -278,7 +278,7 @@ class TracedFunction:
             raise
         except Exception as error:
             raise InputError(
-                f"torch.export cannot record {self.name}(module, batch): {_first_line(error)}; {WAY_OUT}"
+                f"torch.export cannot record {self.name}(module, batch): {first_line(error)}; {WAY_OUT}"
             ) from error
 
     def _occurs(self, leaf: int, number: int) -> bool:
@@ -293,7 +293,7 @@ class TracedFunction:
             try:
                 copied = copy.deepcopy(self._module)
             except Exception as error:
-                raise InputError(f"the module cannot be copied: {_first_line(error)}") from error
+                raise InputError(f"the module cannot be copied: {first_line(error)}") from error
             self._modules[precision] = copied.to(device="cpu", dtype=getattr(torch, precision))
         return self._modules[precision]
 
@@ -495,6 +495,7 @@ def _line(node: Any) -> str:
     return f" ({', '.join(said)})" if said else ""
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the type and the first line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}".rstrip(" .;:")

@@ -20,7 +20,7 @@ import numpy as np
 from fedscaffold.checks import InputError, one_number
 from fedscaffold.metrics import Metric, metric
 from fedscaffold.problems.problem import Problem
-from fedscaffold.problems.torch_export import WAY_OUT, TracedFunction
+from fedscaffold.problems.torch_export import WAY_OUT, TracedFunction, first_line
 
 __all__ = ["StateDict", "TorchProblem", "torch_problem"]
 
@@ -196,7 +196,7 @@ def _make(module: Module | Callable[[], Module]) -> Module:
         try:
             made = copy.deepcopy(module)
         except Exception as error:
-            raise InputError(f"the module cannot be copied: {type(error).__name__}: {error}") from error
+            raise InputError(f"the module cannot be copied: {first_line(error)}") from error
     elif callable(module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
@@ -302,7 +302,10 @@ def _check_gradient(recorded: TracedFunction, module: Module, sample: Tree, prec
             noise = torch.randn(p.shape, dtype=p.dtype, generator=generator)
             p.add_(0.1 * (p.square().mean().sqrt() + 0.1) * noise if p.numel() else noise)
     arrays = {name: p.detach().numpy().copy() for name, p in trained.items()}
-    value = recorded.function(copied, _tensors(sample, getattr(torch, precision)))
+    try:
+        value = recorded.function(copied, _tensors(sample, getattr(torch, precision)))
+    except Exception as error:  # an export does not look at everything, such as the dtype of labels
+        raise InputError(f"loss(module, batch) fails in torch: {first_line(error)}") from error
     one_number("loss(module, batch)", tuple(value.shape))
     slopes = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     expected = {
