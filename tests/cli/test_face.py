@@ -62,7 +62,8 @@ def test_a_run_says_how_it_went():
     assert repr(run).startswith("Run(3 rounds, d = 20, ")
     assert f"loss {run.history['loss'][-1]:.4g}" in repr(run)
     assert (
-        repr(run.clients) == "Clients(memory=Memory(c_i=float32 (30, 20)), age=None, who=None, own=None, models=None)"
+        repr(run.clients)
+        == "Clients(memory=Memory(c_i=float32 (30, 20)), age=None, who=None, own=None, models=None, state=None)"
     )
     bad = fs.simulate(fs.scaffold(), PROBLEM, lr=1e6, rounds=50, local_steps=2)
     assert f"diverged in round {bad.diverged_at}" in repr(bad)

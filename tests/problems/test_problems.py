@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from scipy.optimize import minimize
 
@@ -223,7 +224,7 @@ BAD_RUNS = {
     "negative lr": ({"lr": -0.1}, "lr must be a number above 0, got -0.1"),
     "text for lr": ({"lr": "fast"}, "lr must be a number"),
     "no lr": ({"lr": None}, "lr must be given"),
-    "lr and an optimizer": ({"local_optimizer": object()}, "either lr or local_optimizer"),
+    "lr and an optimizer": ({"local_optimizer": optax.sgd(0.1)}, "either lr or local_optimizer"),
     "no optimizer": ({"lr": None, "local_optimizer": object()}, "optax"),
     "a schedule below zero": ({"lr": lambda k: -1.0}, r"lr\(0\) must be"),
     "cohort above N": ({"cohort": 11}, "cohort must be a whole number of at least 1 and at most 10, got 11"),

@@ -5,7 +5,6 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import fedscaffold as fs
@@ -137,7 +136,9 @@ def test_it_is_measured_with_running_statistics():
     run = fs.simulate(fs.scaffold(), made, **ASK, metrics=["loss", "accuracy", "grad_norm", worst()])
     slopes = [jax.grad(lambda x, b=batch: loss(x, b, run.state, False)[0])(run.x) for batch in clients()]
     mean = jax.tree.map(lambda *leaves: sum(leaves) / N, *slopes)
-    assert run.history["grad_norm"][-1] == pytest.approx(float(optax.global_norm(mean)), rel=1e-12)
+    assert run.history["grad_norm"][-1] == pytest.approx(
+        np.linalg.norm(made.layout.flatten(mean, "float64")), rel=1e-12
+    )
     values = [float(loss(run.x, batch, run.state, False)[0]) for batch in clients()]
     assert run.history["loss"][-1] == pytest.approx(np.mean(values), rel=1e-12)
     assert run.history["accuracy"][-1] == pytest.approx(

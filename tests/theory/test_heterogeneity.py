@@ -4,7 +4,6 @@ import sys
 
 import numpy as np
 import pytest
-from fedscaffold.theory.expansion import drift
 from oracles import net
 
 import fedscaffold as fs
@@ -12,7 +11,7 @@ from fedscaffold.data import federate, load
 from fedscaffold.problems import Facts, Problem
 from fedscaffold.theory.advice import advise
 from fedscaffold.theory.derivatives import client_gradients, client_hessians, client_products
-from fedscaffold.theory.heterogeneity import heterogeneity
+from fedscaffold.theory.heterogeneity import drift, heterogeneity
 from fedscaffold.theory.subsampling import mean_error
 
 

@@ -211,7 +211,7 @@ def local_moves(
 @partial(jax.jit, static_argnums=0)
 def _displacements(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Any:
     """Return |x - y_i| for all clients of a cohort."""
-    settings = with_round_lr(settings, draw)
+    spec, settings = spec._replace(block=len(draw.cohort)), with_round_lr(settings, draw)  # all of them at once
     work = select_cohort(spec, federation, settings, state, draw).work
     most = loop_length(spec, draw, work)
 

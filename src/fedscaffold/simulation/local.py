@@ -140,7 +140,7 @@ def _run_local_steps(
         d, buffers = direction(y, k, batch(k), buffers)
         new, memory = advance(k, y, d, memory)
         after = new, jax.tree.map(jnp.add, total, d) if collect else None, memory, buffers
-        return jax.tree.map(lambda a, b: jnp.where(k < work.steps, a, b), after, carry) if spec.unequal else after
+        return jax.tree.map(lambda a, b: jnp.where(k < work.steps, a, b), after, carry) if spec.idle_steps else after
 
     memory = None if spec.optimizer is None else each(spec.optimizer.init, y)
     total = jax.tree.map(jnp.zeros_like, y) if collect else None

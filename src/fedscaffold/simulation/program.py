@@ -27,7 +27,6 @@ from fedscaffold.simulation.evaluation import default_metrics
 from fedscaffold.simulation.evaluation_batches import Batches, evaluation_batches
 from fedscaffold.simulation.out_of_core import refuse_out_of_core
 from fedscaffold.simulation.own_metrics import OnHost, OwnMetrics, own_metrics
-from fedscaffold.simulation.participation import Availability, Sampling
 from fedscaffold.simulation.resolve import CACHE
 from fedscaffold.simulation.sampling import Drawer, most_steps
 from fedscaffold.simulation.sharding import Shards, make_shards
@@ -74,7 +73,6 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
     batch, shuffle = resolve.batch(config)
     steps = resolve.steps(config, batch)
     size = resolve.cohort_size(config)
-    trace, sampling = resolve.availability(config), resolve.sampling(config, size)
     policy = _resolve_policy(config)
     away = config.client_state != "array"
     refuse(config, steps, size, policy)
@@ -84,9 +82,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
     touched = resolve.footprint(config, steps, batch)
     block = resolve.block(config, size, touched)
     slots = -(-size // block) * block
-    given = (problem.offsets[:-1], problem.counts, steps, batch, shuffle, config.precision, trace, mean_steps)
-    by_round = resolve.lr_by_round(config, steps)
-    drawer = Drawer(problem.num_clients, size, slots, config.cohorts, *given, lr=by_round, sampling=sampling)
+    drawer = _make_drawer(config, size, slots, steps, batch, shuffle, mean_steps)
     own = own_metrics(config)
     stop, target = (None, math.nan) if config.stop_at is None else stop_of(config.stop_at, own.rises)
     metrics = _resolve_metrics(config, stop, own)
@@ -114,7 +110,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         policy=policy,
         compressor=_resolve_compressor(config),
         ages=policy.name != "keep" or "age" in metrics,
-        silences=_may_be_silent(config, trace, sampling),
+        silences=_may_be_silent(config, drawer),
         kinds=kinds,
         batch_sizes=drawer.sizes if branches and drawer.ragged else (),
         client_sizes=tuple(np.unique(problem.counts).tolist()) if branches and ragged and whole else (),
@@ -153,10 +149,37 @@ def _resolve_compressor(config: RunConfig) -> Compressor | None:
     return compression.of(wanted) if isinstance(wanted, str) else wanted
 
 
-def _may_be_silent(
-    config: RunConfig, trace: NDArray[np.bool_] | Availability | None, sampling: Sampling | None
-) -> bool:
+def _make_drawer(
+    config: RunConfig,
+    size: int,
+    slots: int,
+    steps: NDArray[np.int64],
+    batch: NDArray[np.int64] | None,
+    shuffle: bool,
+    mean_steps: int | None,
+) -> Drawer:
+    problem = config.problem
+    return Drawer(
+        num_clients=problem.num_clients,
+        size=size,
+        slots=slots,
+        schedule=config.cohorts,
+        first=problem.offsets[:-1],
+        counts=problem.counts,
+        steps=steps,
+        batch=batch,
+        shuffle=shuffle,
+        precision=config.precision,
+        available=resolve.availability(config),
+        mean_steps=mean_steps,
+        lr=resolve.lr_by_round(config, steps),
+        sampling=resolve.sampling(config, size),
+    )
+
+
+def _may_be_silent(config: RunConfig, drawer: Drawer) -> bool:
     """Return whether a round may have no client of positive weight."""
+    trace, sampling = drawer.available, drawer.sampling
     if callable(trace) or callable(config.sampling) or not weights_of(config.problem, config.weights).all():
         return True
     if trace is not None and sampling is not None:  # those who are available may have weight 0 in the draw

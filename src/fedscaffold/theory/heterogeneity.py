@@ -12,7 +12,7 @@ At a point x (the optimum, where one can be found), with f = sum p_i f_i and Hes
                     record's
     mu, smoothness  extreme eigenvalues of any H_i; mean_mu, mean_smoothness: of H; start_smoothness: L at the start
     drift_rate      |sum p_i (H_i - H) grad f_i|: FedAvg's drift for every unit of lr (K - 1) / 2 (F19)
-    average_drift   |drift|^2 at the lr and local_steps asked for, see `fedscaffold.theory.expansion.drift`
+    average_drift   |drift|^2 at the lr and local_steps asked for, see `drift`
 
 Exact for small d, by eigenvalues. Else by Lanczos on Hessian-vector products, on samples of clients and records where
 the problem is large (`samples.py`); standard errors then come from the samples and from Lanczos' residuals.
