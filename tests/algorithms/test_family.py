@@ -31,6 +31,7 @@ def test_the_limit_is_the_fixed_point_that_theory_finds(name):
     np.testing.assert_allclose(found.vector - OPTIMUM, off, rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_the_biased_are_those_known_to_be():
     biased = {
         name

@@ -89,12 +89,14 @@ def test_every_mistake_is_caught(name):
     assert failing(verdicts(name))
 
 
+@pytest.mark.slow
 def test_no_verdict_hangs_on_the_last_digits():
     judged = [(name, verdict) for name in EVERY_MUTANT for verdict in verdicts(name)]
     measured = [(name, verdict) for name, verdict in judged if verdict.violation is not None and verdict.tolerance]
     assert not [one for one in measured if 0.99 < one[1].violation / one[1].tolerance < 1.01]
 
 
+@pytest.mark.slow
 def test_every_row_catches_a_mistake():
     caught = {row for name in EVERY_MUTANT for row in failing(verdicts(name))}
     assert not {identity.name for identity in IDENTITIES} - caught
@@ -266,6 +268,7 @@ def test_the_diagnosis_names_every_mistake(name):
         assert f"the numbers are those of the mistake {name!r}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     {
@@ -438,6 +441,7 @@ def filled(page: str) -> str:
     return page
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_page_are_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     print(generated()["mistakes"])
@@ -450,6 +454,7 @@ def signed() -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+@pytest.mark.slow
 def test_the_signatures_are_up_to_date():
     assert SIGNATURES.read_text(encoding="utf-8") == signed(), "run `make tables`"
 

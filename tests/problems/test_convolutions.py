@@ -15,6 +15,8 @@ import fedscaffold as fs
 from fedscaffold.problems import rewriting
 from fedscaffold.problems.rewriting import as_products, patch_bytes
 
+pytestmark = pytest.mark.slow
+
 CONVOLUTIONS = {  # lhs shape, rhs shape, and arguments of lax.conv_general_dilated
     "2-D": ((2, 6, 7, 3), (3, 2, 3, 4), {}),
     "one entry": ((2, 4, 3, 3), (1, 1, 3, 4), {"window_strides": (2, 1)}),

@@ -11,6 +11,8 @@ import fedscaffold as fs
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.jax_client import JaxLearner
 
+pytestmark = pytest.mark.slow
+
 N, D, H = 4, 3, 5
 COUNTS = [12, 12, 12, 12]
 RAGGED = [7, 12, 9, 10]

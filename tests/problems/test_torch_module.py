@@ -16,6 +16,8 @@ import fedscaffold as fs
 from fedscaffold.checks import InputError
 from fedscaffold.problems.torch_export import TracedFunction
 
+pytestmark = pytest.mark.slow
+
 SIZES = (7, 4)  # records of the clients
 
 
