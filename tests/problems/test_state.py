@@ -165,6 +165,16 @@ def test_a_metric_by_client_uses_the_clients_own_statistics(compiled):
     assert run.history["error_max"][-1] == pytest.approx(max(values), rel=1e-12)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_means_of_counters_are_rounded(compiled):
+    """In single precision the weights add up to 1 only nearly, and the mean of sixes is still six."""
+    count = fs.metric(lambda params, data, state: 1.0 * state["steps"], name="count", compiled=compiled)
+    many = [(x[:5], y[:5]) for x, y in clients()] + [clients()[0]] * 3
+    made = fs.Problem(loss, begun(), many, state=start())
+    ask = ASK | {"precision": "float32", "weights": [0.1, 0.2, 0.3, 0.7, 0.6, 0.9, 0.4], "buffers": "local"}
+    assert fs.simulate(fs.fedavg(), made, **ask, metrics=[count]).history["count"].tolist() == [2, 4, 6]
+
+
 def test_a_loss_that_is_not_told_measures_with_the_statistics_of_the_batch():
     def always(params, batch, state):
         return loss(params, batch, state, True)

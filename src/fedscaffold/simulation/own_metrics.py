@@ -82,7 +82,7 @@ class OnHost(NamedTuple):
         x, buffers = np.asarray(state.x), jax.tree.map(np.asarray, state.buffers)
         if state.own_buffers is not None:
             rows = jax.tree.map(np.asarray, state.own_buffers)
-            buffers = jax.tree.map(lambda a: np.tensordot(self.weights, a, 1).astype(a.dtype), rows)
+            buffers = jax.tree.map(lambda a: _like(np, np.tensordot(self.weights, a, 1), a), rows)
         if not measure.summary:
             return [evaluate_on_host(measure, self.layout.unflatten(x), data(0), buffers)]
         each = np.zeros(len(self.weights))
@@ -302,13 +302,19 @@ def _group(clients: NDArray[Any], first: NDArray[Any], size: int | None, ghost: 
     return Group(laid(clients, ghost), laid(first, 0), place)
 
 
+def _like(xp: Any, mean: Array, rows: Array) -> Array:
+    """Return a mean with the type of its rows; means of whole numbers are rounded."""
+    return (mean if jnp.issubdtype(rows.dtype, jnp.floating) else xp.round(mean)).astype(rows.dtype)
+
+
 def mean_buffers(spec: Spec, federation: Federation, state: State) -> Any:
     """Return the state that metrics of the common model use: the averaged one, or the mean of the clients' own."""
     if not spec.local_buffers:
         return state.buffers
 
     def mean(rows: Array) -> Array:
-        return over_devices(spec, jnp.tensordot(federation.weights, rows.astype(state.x.dtype), 1)).astype(rows.dtype)
+        found = over_devices(spec, jnp.tensordot(federation.weights, rows.astype(state.x.dtype), 1))
+        return _like(jnp, found, rows)
 
     return jax.tree.map(mean, state.own_buffers)
 
