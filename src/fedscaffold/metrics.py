@@ -32,7 +32,6 @@ __all__ = [
     "Stop",
     "complaint",
     "explained",
-    "met",
     "metric",
     "rises",
     "stop_of",
@@ -83,11 +82,6 @@ def complaint(round: int, residual: float, explained: float) -> str | None:
 def rises(metric: str) -> bool:
     """Return whether larger values of the metric are better."""
     return metric == "accuracy"
-
-
-def met(metric: str, value: Any, target: Any) -> Any:
-    """Return whether a value of the metric meets the target; NaN does not."""
-    return value >= target if rises(metric) else value <= target
 
 
 def target_of(text: str | tuple[str, float] | Mapping[str, float], own: Collection[str] = ()) -> tuple[str, float]:

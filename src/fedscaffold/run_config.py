@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedscaffold.simulation.compression import Compressor
     from fedscaffold.simulation.stale import Policy
 
-__all__ = ["KEYS", "MOST", "Argument", "RunConfig", "argument_of", "arguments", "document", "refuse_arguments", "takes"]
+__all__ = ["KEYS", "MOST", "Argument", "RunConfig", "arguments", "document", "refuse_arguments", "takes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -393,15 +393,6 @@ def _keyed() -> dict[str, Argument]:
 
 KEYS: dict[str, Argument] = _keyed()
 """All dotted keys of configuration files that describe a run."""
-
-
-def argument_of(key: str) -> Argument:
-    """Return the argument with a given key in configuration files.
-
-    >>> argument_of("local.steps").sentence
-    'local steps per round: one number, or one per client'
-    """
-    return KEYS[key]
 
 
 def arguments(*, without: Iterable[str] = ()) -> list[inspect.Parameter]:

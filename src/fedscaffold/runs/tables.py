@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from fedscaffold.metrics import met, rises
+from fedscaffold.metrics import Stop, rises
 
 if TYPE_CHECKING:
     from fedscaffold.runs.run_folder import RunRecord
@@ -77,7 +77,7 @@ def first_reached(columns: Mapping[str, NDArray[Any]], target: Target | None) ->
     if target is None or target[0] not in columns:
         return None
     metric, goal = target
-    there = met(metric, columns[metric], goal)
+    there = Stop(metric, rises(metric)).met(columns[metric], goal)
     return int(columns["round"][there.argmax()]) if there.any() else None
 
 
