@@ -14,7 +14,8 @@ from fedscaffold.conformance import run as plain
 MISSING = {"buffers", "loss scaling", "private optimiser", "clipping"}  # of families; the correction comes before optax
 
 # Conditions that "together" has all at once; each is a program of its own, and most of the time is compiling.
-# `test_jax_is_numpy` has them too, and the loop that it compares with satisfies all rows (tests/conformance).
+# `test_jax_is_numpy` has momentum, unequal steps, weights and cohorts, against a loop that satisfies all rows; server step,
+# schedule, lost replies and restart are tested one at a time by `make soak` only.
 AT_ONCE = (
     "changing cohorts", "weights", "weights and sampling", "server step", "momentum", "unequal steps", "schedule",
     "lost replies", "restart",
