@@ -1,7 +1,10 @@
-"""Time and memory of rounds whose clients' state lies in files: `python benchmarks/clients.py 1000000`.
+"""Time and memory of rounds whose clients' state lies in files.
 
-N clients with one record each, d = 10,000, cohorts of 100, float32: 4 MB of control variates a round, 40 GB for a
-million clients if all were heard. Prints one JSON line; run it for 10,000 and 1,000,000 and compare.
+`python benchmarks/clients.py 1000000`.
+
+N clients with one record each, d = 10,000, cohorts of 100, float32: 4 MB of control variates a
+round, 40 GB for a million clients if all were heard. Prints one JSON line; run it for 10,000 and
+1,000,000 and compare.
 """
 
 import json
@@ -29,12 +32,21 @@ def main(num_clients: int, kind: str) -> None:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         column = np.memmap(f"{folder}/records", np.float32, "w+", shape=(num_clients,))
         column[:] = rng.normal(size=num_clients)
-        problem = problem_on_disk(loss, np.zeros(DIM, np.float32), column, np.arange(num_clients + 1))
+        problem = problem_on_disk(
+            loss, np.zeros(DIM, np.float32), column, np.arange(num_clients + 1)
+        )
         run = fs.simulate(
-            fs.scaffold(), problem, rounds=ROUNDS, local_steps=5, lr=0.1 * DIM, cohort=COHORT, metrics=(),
-            client_state=kind, checkpoint=f"{folder}/checkpoint" if kind == "file" else None,
+            fs.scaffold(),
+            problem,
+            rounds=ROUNDS,
+            local_steps=5,
+            lr=0.1 * DIM,
+            cohort=COHORT,
+            metrics=(),
+            client_state=kind,
+            checkpoint=f"{folder}/checkpoint" if kind == "file" else None,
             every=20 if kind == "file" else None,
-        )  # fmt: skip
+        )
         answer = {
             "num_clients": num_clients,
             "client_state": kind,

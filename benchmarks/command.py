@@ -15,12 +15,18 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(epilog="Example: python -m benchmarks --only W1 --json")
 def bench(
-    only: Annotated[str | None, typer.Option(help="Work loads, with commas between: W1,W2,W3,W4,W5,W6,W8.")] = None,
-    growth: Annotated[bool, typer.Option(help="Also measure how cost grows with N, cohort and K.")] = True,
+    only: Annotated[
+        str | None, typer.Option(help="Work loads, with commas between: W1,W2,W3,W4,W5,W6,W8.")
+    ] = None,
+    growth: Annotated[
+        bool, typer.Option(help="Also measure how cost grows with N, cohort and K.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Measure the simulator beside three PyTorch loops, in one run."""
     from benchmarks import measure
 
-    answer = measure.everything(only, growth, lambda line: None if as_json else typer.echo(line, err=True))
+    answer = measure.everything(
+        only, growth, lambda line: None if as_json else typer.echo(line, err=True)
+    )
     print_answer(answer, measure.lines(answer), as_json)

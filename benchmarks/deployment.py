@@ -1,9 +1,12 @@
-"""What SCAFFOLD costs beside FedAvg on the same engine: `python benchmarks/deployment.py [--engine local]`.
+"""What SCAFFOLD costs beside FedAvg on the same engine.
 
-Four sites, a torch network of about 100,000 weights on random pictures, the same seed and steps for both. `in-process`
-runs the deployed code without a network, alternately, and prints processor seconds a round by best of the repetitions;
-`local` starts one real federation after the other (SuperLink, SuperExec, four SuperNodes, TLS) and prints seconds a
-round by the median over the rounds after the first. Bytes are those of the packets, counted by the transport.
+`python benchmarks/deployment.py [--engine local]`.
+
+Four sites, a torch network of about 100,000 weights on random pictures, the same seed and steps for
+both. `in-process` runs the deployed code without a network, alternately, and prints processor
+seconds a round by best of the repetitions; `local` starts one real federation after the other
+(SuperLink, SuperExec, four SuperNodes, TLS) and prints seconds a round by the median over the
+rounds after the first. Bytes are those of the packets, counted by the transport.
 """
 
 import argparse
@@ -40,7 +43,8 @@ def loss(module, batch):
 @cache
 def data(site):
     source = torch.Generator().manual_seed(SITES.index(site))
-    return torch.randn(RECORDS, 784, generator=source), torch.randint(0, 10, (RECORDS,), generator=source)
+    return torch.randn(RECORDS, 784, generator=source), torch.randint(0, 10, (RECORDS,),
+    generator=source)
 
 
 def learner(settings):
@@ -85,7 +89,9 @@ def write_app(folder, name, rounds, steps):
     """An app of four sites."""
     folder.mkdir()
     (folder / "app.py").write_text(APP.replace("RECORDS", "2000"), encoding="utf-8")
-    (folder / "federation.toml").write_text(TOML.format(name=name, rounds=rounds, steps=steps), encoding="utf-8")
+    (folder / "federation.toml").write_text(
+        TOML.format(name=name, rounds=rounds, steps=steps), encoding="utf-8"
+    )
     return folder
 
 
@@ -95,9 +101,13 @@ def in_process(folder, name, rounds, steps, tries):
     for attempt in range(tries):
         app = write_app(folder / f"{name}{attempt}", name, rounds, steps)
         settings, learner = open_app(app)
-        server = Server(settings, learner.schema, learner.start, app / "run", buffers=learner.buffers)
+        server = Server(
+            settings, learner.schema, learner.start, app / "run", buffers=learner.buffers
+        )
         transport = Counted(learner, settings, app / "run")
-        drive(server, transport, 1)  # the first round warms up; its last evaluation is not counted either
+        drive(
+            server, transport, 1
+        )  # the first round warms up; its last evaluation is not counted either
         transport.down = transport.up = 0
         cpu, wall = time.process_time(), time.perf_counter()
         drive(server, transport, rounds)
@@ -123,7 +133,12 @@ def local(folder, name, rounds, steps):
         federation.outcome(1800, lambda now: stamps.setdefault(now["round"], time.monotonic()))
     at = [stamps[number] for number in sorted(stamps) if number >= 1]
     spans = [later - earlier for earlier, later in itertools.pairwise(at)]
-    return {"seconds": statistics.median(spans), "least": min(spans), "most": max(spans), "rounds": len(spans)}
+    return {
+        "seconds": statistics.median(spans),
+        "least": min(spans),
+        "most": max(spans),
+        "rounds": len(spans),
+    }
 
 
 def main():

@@ -1,4 +1,7 @@
-"""The machine beneath a benchmark: its threads, its rate of matrix products, and how much of it is needed."""
+"""The machine beneath a benchmark.
+
+Its threads, its rate of matrix products, and how much of it is needed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def num_threads(threads: int) -> Iterator[None]:
 
 
 def sgemm_rate(threads: int = 1) -> float:
-    """GFLOP/s of a large float32 matrix product, the best of ten: what no simulator here can exceed."""
+    """GFLOP/s of a large float32 matrix product, the best of ten.
+
+    What no simulator here can exceed.
+    """
     n = 1024
     a, product = torch.ones(n, n), torch.empty(n, n)
     best = float("inf")
@@ -44,12 +50,15 @@ def sgemm_rate(threads: int = 1) -> float:
 def gemm_flops(workload: Workload) -> float:
     """Floating point operations of all matrix products of a work load, over all its rounds.
 
-    A layer needs three products of 2 x batch x in x out: its output, the gradient of its weights, and that of
-    its input, which the first layer does without. Those of the convolutional networks are counted by torch.
+    A layer needs three products of 2 x batch x in x out: its output, the gradient of its weights,
+    and that of its input, which the first layer does without. Those of the convolutional networks
+    are counted by torch.
     """
     if workload.model in NETWORKS:
         return _counted(workload) * num_steps(workload)
-    products = sum(i * o * (3 if depth else 2) for depth, (i, o) in enumerate(pairwise(widths(workload))))
+    products = sum(
+        i * o * (3 if depth else 2) for depth, (i, o) in enumerate(pairwise(widths(workload)))
+    )
     steps = workload.rounds * workload.cohort * workload.local_steps
     return 2.0 * workload.batch_size * products * steps
 

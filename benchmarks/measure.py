@@ -1,7 +1,8 @@
 """The benchmark: our simulator beside three PyTorch loops, in one run, as ratios of CPU time.
 
-Contestants take turns in processes of their own; the best of a few repetitions counts, compile time apart. Then how the
-cost of our simulator grows with the number of clients, the cohort and the local steps, and what a sweep costs.
+Contestants take turns in processes of their own; the best of a few repetitions counts, compile time
+apart. Then how the cost of our simulator grows with the number of clients, the cohort and the local
+steps, and what a sweep costs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from fedscaffold import checks
 __all__ = ["everything", "lines"]
 
 Tell = Callable[[str], None]
-REPEAT = {"ours": 2, "batched": 3, "tight": 3, "tutorial": 2}  # ours runs twice: about as many tries for everybody
+REPEAT = {
+    "ours": 2,
+    "batched": 3,
+    "tight": 3,
+    "tutorial": 2,
+}  # ours runs twice: about as many tries for everybody
 PRECISIONS = ("float32", "float64")
 SWEEPS: dict[str, dict[str, Any]] = {
     "half of the clients a round": {"noise": 0.0, "cohort": 0.5},
@@ -35,9 +41,12 @@ THREADS = {
 GROWTH: dict[str, list[dict[str, Any]]] = {
     "W1 clients N": [{"workload": "W1", "clients": n} for n in (50, 500, 5000)],
     "W1 cohort S": [{"workload": "W1", "replace": {"cohort": s}} for s in (5, 10, 20, 40)],
-    "W1 local steps K": [{"workload": "W1", "replace": {"local_steps": k}} for k in (10, 20, 40, 80)],
+    "W1 local steps K": [
+        {"workload": "W1", "replace": {"local_steps": k}} for k in (10, 20, 40, 80)
+    ],
     "W4 clients N": [
-        {"workload": "W4", "clients": n, "replace": {"rounds": r}} for n, r in ((100, 20), (1000, 2), (10000, 1))
+        {"workload": "W4", "clients": n, "replace": {"rounds": r}}
+        for n, r in ((100, 20), (1000, 2), (10000, 1))
     ],
 }
 
@@ -45,12 +54,17 @@ GROWTH: dict[str, list[dict[str, Any]]] = {
 def everything(only: str | None, growth: bool, tell: Tell) -> dict[str, Any]:
     """Measure the work loads named in `only` (all by default), and how cost grows if asked.
 
-    Per work load: cpu_seconds, wall_seconds, compile_seconds, client_steps_per_second (of CPU), sgemm_fraction (matrix
-    products done per second of CPU, over what one thread can), and the rivals' CPU time over ours: ratio_tutorial,
-    ratio_tight (client by client, as tight as we could) and ratio_batched (our own idea, carried over to PyTorch). The
-    tutorial's loop leaves the number of threads to torch, and so do we; ratio_tutorial_one_thread is kinder to it.
+    Per work load: cpu_seconds, wall_seconds, compile_seconds, client_steps_per_second (of CPU),
+    sgemm_fraction (matrix products done per second of CPU, over what one thread can), and the
+    rivals' CPU time over ours: ratio_tutorial, ratio_tight (client by client, as tight as we could)
+    and ratio_batched (our own idea, carried over to PyTorch). The tutorial's loop leaves the number
+    of threads to torch, and so do we; ratio_tutorial_one_thread is kinder to it.
     """
-    names = [name.strip().upper() for name in only.split(",")] if only else [name.upper() for name in WORKLOADS]
+    names = (
+        [name.strip().upper() for name in only.split(",")]
+        if only
+        else [name.upper() for name in WORKLOADS]
+    )
     for name in names:
         checks.choice("work load", name, [known.upper() for known in WORKLOADS])
     answer: dict[str, Any] = {"sgemm_gflops": sgemm_rate()}
@@ -58,18 +72,26 @@ def everything(only: str | None, growth: bool, tell: Tell) -> dict[str, Any]:
         answer[name] = _side_by_side(name, answer["sgemm_gflops"], tell)
     if growth and only is None:
         answer["growth"] = {title: _grown(title, tasks, tell) for title, tasks in GROWTH.items()}
-        answer["sweep"] = {f"{kind}, {width}": _swept(kind, width, tell) for kind in SWEEPS for width in PRECISIONS}
+        answer["sweep"] = {
+            f"{kind}, {width}": _swept(kind, width, tell) for kind in SWEEPS for width in PRECISIONS
+        }
     return answer
 
 
 def _side_by_side(name: str, sgemm: float, tell: Tell) -> dict[str, Any]:
     workload = WORKLOADS[name.lower()]()
     steps = num_steps(workload)
-    loops = ("tutorial",) if workload.model in NETWORKS else RIVALS  # the others have their backward pass by hand
+    loops = (
+        ("tutorial",) if workload.model in NETWORKS else RIVALS
+    )  # the others have their backward pass by hand
     ours = _best(name, "ours", 1, tell)
-    rivals = {loop: min((_best(name, loop, t, tell) for t in THREADS[loop]), key=_cpu) for loop in loops}
+    rivals = {
+        loop: min((_best(name, loop, t, tell) for t in THREADS[loop]), key=_cpu) for loop in loops
+    }
     alone = _best(name, "tutorial", 1, tell)
-    again = _best(name, "ours", 1, tell)  # before and after the rivals: the machine may have changed under them
+    again = _best(
+        name, "ours", 1, tell
+    )  # before and after the rivals: the machine may have changed under them
     best = min(ours, again, key=_cpu)
     return {
         "cpu_seconds": best["cpu"],
@@ -91,7 +113,9 @@ def _cpu(result: dict[str, Any]) -> float:
 
 def _best(name: str, contestant: str, threads: int, tell: Tell, **task: Any) -> dict[str, Any]:
     """The best repetition of one contestant, in a process of its own."""
-    result = _worked(workload=name, contestant=contestant, threads=threads, repeat=REPEAT[contestant], **task)
+    result = _worked(
+        workload=name, contestant=contestant, threads=threads, repeat=REPEAT[contestant], **task
+    )
     result |= {"cpu": min(result["cpu"]), "wall": min(result["wall"])}
     told = "default threads" if threads == 0 else f"{threads} thread{'s' * (threads > 1)}"
     tell(f"{name} {contestant} ({told}): {result['cpu']:.3f} s CPU")
@@ -125,13 +149,27 @@ def _grown(title: str, tasks: list[dict[str, Any]], tell: Tell) -> list[dict[str
     for task in tasks:
         extra = {key: value for key, value in task.items() if key != "workload"}
         make = WORKLOADS[task["workload"].lower()]
-        workload = (make(task["clients"]) if "clients" in task else make())._replace(**task.get("replace", {}))
+        workload = (make(task["clients"]) if "clients" in task else make())._replace(
+            **task.get("replace", {})
+        )
         result = _best(task["workload"], "ours", 1, tell, **extra)
         steps = workload.rounds * workload.cohort * workload.local_steps
-        row = {"clients": len(workload.clients), "cohort": workload.cohort, "local_steps": workload.local_steps}
-        rows.append(row | {"cpu_seconds": result["cpu"], "microseconds_per_client_step": 1e6 * result["cpu"] / steps})
+        row = {
+            "clients": len(workload.clients),
+            "cohort": workload.cohort,
+            "local_steps": workload.local_steps,
+        }
+        rows.append(
+            row
+            | {
+                "cpu_seconds": result["cpu"],
+                "microseconds_per_client_step": 1e6 * result["cpu"] / steps,
+            }
+        )
     for row in rows:
-        row["relative"] = row["microseconds_per_client_step"] / rows[0]["microseconds_per_client_step"]
+        row["relative"] = (
+            row["microseconds_per_client_step"] / rows[0]["microseconds_per_client_step"]
+        )
     return rows
 
 
@@ -147,20 +185,27 @@ def lines(answer: dict[str, Any]) -> list[str]:
             out.append(
                 f"{name}  CPU {row['cpu_seconds']:.3f} s (wall {row['wall_seconds']:.3f}, compile "
                 f"{row['compile_seconds']:.2f}, cached {row['compile_seconds_cached']:.2f})  "
-                f"{row['client_steps_per_second']:,.0f} client steps/s  {row['sgemm_fraction']:.0%} of sgemm  "
-                f"{row['ratio_tutorial']:.1f}x the tutorial's loop ({row['ratio_tutorial_one_thread']:.1f}x with one "
+                f"{row['client_steps_per_second']:,.0f} client steps/s  "
+                f"{row['sgemm_fraction']:.0%} of sgemm  "
+                f"{row['ratio_tutorial']:.1f}x the tutorial's loop "
+                f"({row['ratio_tutorial_one_thread']:.1f}x with one "
                 "thread)"
                 + "".join(
-                    f", {row['ratio_' + loop]:.1f}x the {loop} one" for loop in RIVALS[1:] if "ratio_" + loop in row
+                    f", {row['ratio_' + loop]:.1f}x the {loop} one"
+                    for loop in RIVALS[1:]
+                    if "ratio_" + loop in row
                 )
             )
     for title, rows in answer.get("growth", {}).items():
         out.append(title)
         out += [
-            f"  N {row['clients']:>6}  S {row['cohort']:>6}  K {row['local_steps']:>4}  {row['cpu_seconds']:.4f} s  "
+            f"  N {row['clients']:>6}  S {row['cohort']:>6}  K {row['local_steps']:>4}  "
+            f"{row['cpu_seconds']:.4f} s  "
             f"{row['microseconds_per_client_step']:.3f} us a client step  x{row['relative']:.2f}"
             for row in rows
         ]
     for kind, row in answer.get("sweep", {}).items():
-        out.append(f"50 runs of a d = 20 quadratic in one sweep, {kind}: {row['ratio']:.1f} times one run")
+        out.append(
+            f"50 runs of a d = 20 quadratic in one sweep, {kind}: {row['ratio']:.1f} times one run"
+        )
     return out

@@ -27,7 +27,8 @@ class Network(NamedTuple):
     """A network: the shapes of its arrays, how it scores pictures in JAX, and how torch builds it."""
 
     shapes: Callable[[int], dict[str, tuple[int, ...]]]
-    """(classes) -> shape of every array; kernels are (height, width, in, out), matrices (in, out)."""
+    """(classes) -> shape of every array; kernels are (height, width, in, out), matrices (in, out).
+    """
     scores: Callable[[Params, Array], Array]
     module: Callable[[int], Any]
 
@@ -54,7 +55,9 @@ def jax_loss(name: str) -> Callable[[Params, tuple[Array, Array]], Array]:
 
     def loss(params: Params, batch: tuple[Array, Array]) -> Array:
         x, y = batch
-        return optax.softmax_cross_entropy_with_integer_labels(NETWORKS[name].scores(params, x), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            NETWORKS[name].scores(params, x), y
+        ).mean()
 
     return loss
 
@@ -65,7 +68,9 @@ def torch_module(name: str, classes: int, seed: int) -> Any:
 
     module = NETWORKS[name].module(classes)
     with torch.no_grad():
-        for parameter, array in zip(module.parameters(), start(name, classes, seed).values(), strict=True):
+        for parameter, array in zip(
+            module.parameters(), start(name, classes, seed).values(), strict=True
+        ):
             order = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[array.ndim]
             parameter.copy_(torch.from_numpy(array.transpose(order).copy()))
     return module
@@ -74,7 +79,9 @@ def torch_module(name: str, classes: int, seed: int) -> Any:
 def _conv(x: Array, kernel: Array, stride: int = 1, padding: str = "VALID") -> Array:
     from jax import lax
 
-    return lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        x, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def _pool(x: Array) -> Array:
@@ -120,18 +127,30 @@ def _two_layers(size: int, pools: tuple[bool, bool], pixels: int, width: int) ->
 
         layers: list[Any] = []
         for inputs, outputs, pooled in ((1, 32, pools[0]), (32, 64, pools[1])):
-            layers += [nn.Conv2d(inputs, outputs, size), nn.ReLU(), *([nn.MaxPool2d(2)] if pooled else [])]
+            layers += [
+                nn.Conv2d(inputs, outputs, size),
+                nn.ReLU(),
+                *([nn.MaxPool2d(2)] if pooled else []),
+            ]
         dense = [nn.Flatten(), nn.Linear(pixels * 64, width), nn.ReLU(), nn.Linear(width, classes)]
         return nn.Sequential(*layers, *dense)
 
     return Network(shapes, scores, module)
 
 
-STAGES = ((16, 16, 1), (16, 32, 2), (32, 64, 2))  # inputs, outputs and stride of the residual blocks
+STAGES = (
+    (16, 16, 1),
+    (16, 32, 2),
+    (32, 64, 2),
+)  # inputs, outputs and stride of the residual blocks
 
 
 def _resnet_shapes(classes: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"stem": (3, 3, 3, 16), "norm.scale": (16,), "norm.bias": (16,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "stem": (3, 3, 3, 16),
+        "norm.scale": (16,),
+        "norm.bias": (16,),
+    }
     for j, (inputs, outputs, _) in enumerate(STAGES):
         shapes[f"{j}.conv1"] = (3, 3, inputs, outputs)
         shapes |= {f"{j}.norm1.scale": (outputs,), f"{j}.norm1.bias": (outputs,)}
@@ -162,7 +181,9 @@ def _resnet_scores(params: Params, x: Array) -> Array:
     for j, (inputs, outputs, stride) in enumerate(STAGES):
         inner = jax.nn.relu(normed(padded(x, f"{j}.conv1", stride), f"{j}.norm1"))
         inner = normed(padded(inner, f"{j}.conv2"), f"{j}.norm2")
-        x = jax.nn.relu(inner + (x if inputs == outputs else _conv(x, params[f"{j}.shortcut"], stride)))
+        x = jax.nn.relu(
+            inner + (x if inputs == outputs else _conv(x, params[f"{j}.shortcut"], stride))
+        )
     return x.mean((1, 2)) @ params["dense"] + params["bias"]
 
 
@@ -178,7 +199,9 @@ def _resnet_module(classes: int) -> Any:
             self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
             self.norm2 = nn.GroupNorm(GROUPS, outputs)
             same = inputs == outputs
-            self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = (
+                nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            )
 
         def forward(self, x: Any) -> Any:
             inner = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))

@@ -1,9 +1,12 @@
 """Time of a round on one, two and four processes of this machine: `python benchmarks/processes.py`.
 
-Two work loads, one thread a process. "steps": a perceptron 64-256-10, 64 of 200 clients, 20 steps of batch 32, where
-local steps are all the work. "sums": d = 1,000,000 and one cheap step of 8 clients, where joining them is. Prints one
-JSON line for each work load and number of processes: the clock's time of a round (least and median of five tries) and
-the processors' time of one, all processes together. Then what one psum of n float32 numbers takes, least and median.
+Two work loads, one thread a process. "steps": a perceptron 64-256-10, 64 of 200 clients, 20 steps
+    of batch 32, where
+local steps are all the work. "sums": d = 1,000,000 and one cheap step of 8 clients, where joining
+    them is. Prints one
+JSON line for each work load and number of processes: the clock's time of a round (least and median
+of five tries) and the processors' time of one, all processes together. Then what one psum of n
+float32 numbers takes, least and median.
 """
 
 import contextlib
@@ -46,14 +49,23 @@ def member(load, processes, number, at):
     tries = []
     for _ in range(6):  # the first compiles
         run = fs.simulate(
-            fs.scaffold(), given[0], rounds=rounds, metrics=(), devices=processes if processes > 1 else None, **given[1]
+            fs.scaffold(),
+            given[0],
+            rounds=rounds,
+            metrics=(),
+            devices=processes if processes > 1 else None,
+            **given[1],
         )
         every = [json.loads(other) for other in allgather(json.dumps(run.seconds.cpu))]
         tries.append((1e3 * run.seconds.wall / rounds, 1e3 * sum(every) / rounds))
     if number == 0:
         clock, cpu = zip(*sorted(tries[1:]), strict=True)
         answer = {"load": load, "processes": processes, "d": given[0].dim, "ms_a_round": clock[0]}
-        answer |= {"median_ms": clock[2], "processor_ms": sorted(cpu)[2], "at": time.strftime("%H:%M")}
+        answer |= {
+            "median_ms": clock[2],
+            "processor_ms": sorted(cpu)[2],
+            "at": time.strftime("%H:%M"),
+        }
         sys.stdout.write(json.dumps(answer) + "\n")
     if processes > 1:
         leave()
@@ -71,11 +83,18 @@ def psums(processes, number, at):
     mesh = Mesh(np.array(jax.devices()), ("processes",))
     own = PartitionSpec("processes")
     joined = jax.jit(
-        jax.shard_map(lambda a: jax.lax.psum(a, "processes"), mesh=mesh, in_specs=own, out_specs=PartitionSpec())
+        jax.shard_map(
+            lambda a: jax.lax.psum(a, "processes"),
+            mesh=mesh,
+            in_specs=own,
+            out_specs=PartitionSpec(),
+        )
     )
     for n in (20_000, 200_000, 2_000_000):
         row = jax.device_put(np.ones((1, n), np.float32), jax.local_devices()[0])
-        every = jax.make_array_from_single_device_arrays((processes, n), NamedSharding(mesh, own), [row])
+        every = jax.make_array_from_single_device_arrays(
+            (processes, n), NamedSharding(mesh, own), [row]
+        )
         took = []
         for _ in range(31):
             began = time.perf_counter()
@@ -83,7 +102,13 @@ def psums(processes, number, at):
             took.append(1e3 * (time.perf_counter() - began))
         if number == 0:
             took = sorted(took[1:])
-            answer = {"load": "psum", "processes": processes, "n": n, "least_ms": took[0], "median_ms": took[15]}
+            answer = {
+                "load": "psum",
+                "processes": processes,
+                "n": n,
+                "least_ms": took[0],
+                "median_ms": took[15],
+            }
             sys.stdout.write(json.dumps(answer) + "\n")
     leave()
 
@@ -102,7 +127,10 @@ def main():
     for load in (*ROUNDS, "psum"):
         for processes in (1, 2, 4) if load != "psum" else (2, 4):
             at = address()
-            words = [[sys.executable, __file__, load, str(processes), str(i), at] for i in range(processes)]
+            words = [
+                [sys.executable, __file__, load, str(processes), str(i), at]
+                for i in range(processes)
+            ]
             team = [subprocess.Popen(own, env={**os.environ, "PJRT_NPROC": "1"}) for own in words]
             codes = [process.wait() for process in team]
             if any(codes):

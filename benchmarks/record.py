@@ -1,6 +1,7 @@
 """What the record of a run costs: `python benchmarks/record.py`.
 
-Processor time of a round, and the time that writing its line took by the clock, each the best of seven runs.
+Processor time of a round, and the time that writing its line took by the clock, each the best of
+seven runs.
 """
 
 import sys
@@ -39,7 +40,9 @@ def main() -> None:
                 fs.simulate(fs.scaffold(), problem, callbacks=[record], **asked)
             own.append(record.spent)
         a, b = (min(seconds[1:]) / asked["rounds"] * 1e6 for seconds in (rounds, own))
-        sys.stdout.write(f"{name}: a round takes {a:.0f} us of the processor, its line {b:.1f} us\n")
+        sys.stdout.write(
+            f"{name}: a round takes {a:.0f} us of the processor, its line {b:.1f} us\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""How fast the file store takes rows when it really takes many: `python benchmarks/rows.py 10` writes 10 GB.
+"""How fast the file store takes rows when it really takes many.
 
-A million clients, d = 10,000, float32: 40 kB a row. Cohorts of 100 clients never heard before, a commit every 50, as a
-run would write them; then cohorts drawn among those heard are read. Prints one JSON line. The folder is made here and
-removed at the end; three times the rows of an interval are needed beside the rows themselves.
+`python benchmarks/rows.py 10` writes 10 GB.
+
+A million clients, d = 10,000, float32: 40 kB a row. Cohorts of 100 clients never heard before, a
+commit every 50, as a run would write them; then cohorts drawn among those heard are read. Prints
+one JSON line. The folder is made here and removed at the end; three times the rows of an interval
+are needed beside the rows themselves.
 """
 
 import json

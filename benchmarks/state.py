@@ -1,7 +1,11 @@
-"""What keeping state costs on this machine: python benchmarks/state.py [FOLDER], about a minute and 3 GB of disk there.
+"""What keeping state costs on this machine.
 
-A commit of 40 MB; then rounds of 100 clients with d = 10,000 in float32 (4 MB of rows), of N = 10,000 and 1,000,000.
-In milliseconds: the least, the median and the most by the clock, and the median of the processor's time, which other
+Python benchmarks/state.py [FOLDER], about a minute and 3 GB of disk there.
+
+A commit of 40 MB; then rounds of 100 clients with d = 10,000 in float32 (4 MB of rows), of N =
+10,000 and 1,000,000.
+In milliseconds: the least, the median and the most by the clock, and the median of the processor's
+    time, which other
 work on the machine does not lengthen. Cold: the rows were dropped from the page cache.
 """
 
@@ -35,7 +39,10 @@ class Clock:
     def show(self):
         for name, times in self.times.items():
             wall, own = 1e3 * np.transpose(times)
-            print(f"{name:34s} {min(wall):7.1f} {np.median(wall):7.1f} {max(wall):7.1f} {np.median(own):9.1f}")
+            print(
+                f"{name:34s} {min(wall):7.1f} {np.median(wall):7.1f} {max(wall):7.1f} "
+                f"{np.median(own):9.1f}"
+            )
 
 
 def commits(folder):
@@ -107,7 +114,11 @@ if __name__ == "__main__":
     print(f"{'milliseconds':34s}   least  median    most  processor")
     for measure in (
         commits,
-        *(lambda folder, n=n, f=f: f(folder, n) for n in (10_000, 1_000_000) for f in (rows, whole)),
+        *(
+            lambda folder, n=n, f=f: f(folder, n)
+            for n in (10_000, 1_000_000)
+            for f in (rows, whole)
+        ),
     ):
         with tempfile.TemporaryDirectory(dir=place) as folder:
             measure(folder)

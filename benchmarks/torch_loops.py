@@ -1,18 +1,24 @@
-"""SCAFFOLD in PyTorch, to be timed beside our simulator: as a tutorial teaches it, and whole blocks of clients at once.
+"""SCAFFOLD in PyTorch, to be timed beside our simulator.
 
-Both run the same rounds (option II, server step 1), and with the same seed on the same cohorts and records:
+As a tutorial teaches it, and whole blocks of clients at once.
+
+Both run the same rounds (option II, server step 1), and with the same seed on the same cohorts and
+records:
 
     y <- y - lr (g_i(y) - c_i + c)   K times from y = x,    c_i+ = c_i - c + (x - y) / (K lr)
     x <- mean of y,                  c <- c + S/N * mean of (c_i+ - c_i)
 
-`tutorial` is organised as tutorials are: an `nn.Module` copied for every client, a `DataLoader`, autograd, a dict of
-tensors per control variate, Python loops over parameters, a running loss. The accuracy they measure after every
-client's round is left out: no contestant measures one. `batched` keeps a block of clients in one tensor, has its
-backward pass written by hand, adds a weight gradient to the weights in the product that forms it, and measures which
-block is best.
+`tutorial` is organised as tutorials are: an `nn.Module` copied for every client, a `DataLoader`,
+autograd, a dict of tensors per control variate, Python loops over parameters, a running loss. The
+accuracy they measure after every
+client's round is left out: no contestant measures one. `batched` keeps a block of clients in one
+tensor, has its backward pass written by hand, adds a weight gradient to the weights in the product
+that forms it, and measures which block is best.
 
-Times are of the training loop alone: data are tensors and models built before the clock starts. The loops are
-opponents in a race, kept as other people write them: the algorithm of this package is in `algorithms/`.
+Times are of the training loop alone: data are tensors and models built before the clock starts. The
+    loops are
+opponents in a race, kept as other people write them: the algorithm of this package is in
+    `algorithms/`.
 """
 
 from __future__ import annotations
@@ -54,30 +60,46 @@ class LoopResult(NamedTuple):
 
 
 def tutorial(
-    workload: Workload, rounds: int, seed: int, threads: int, cohorts: Given = None, draws: Given = None
+    workload: Workload,
+    rounds: int,
+    seed: int,
+    threads: int,
+    cohorts: Given = None,
+    draws: Given = None,
 ) -> LoopResult:
-    """Train with the tutorial's loop; cohorts (R, S) and record numbers (R, S, K, B) may be given."""
+    """Train with the tutorial's loop.
+
+    Cohorts (R, S) and record numbers (R, S, K, B) may be given.
+    """
     rng = np.random.default_rng(seed)
     model = module(workload, seed)
-    kind = torch.float32 if workload.model == "logistic" else torch.int64  # as its loss wants the labels
+    kind = (
+        torch.float32 if workload.model == "logistic" else torch.int64
+    )  # as its loss wants the labels
     datasets = [TensorDataset(tensor(x), torch.from_numpy(y).to(kind)) for x, y in workload.clients]
     c = zeros(model)
     memories = [zeros(model) for _ in datasets]
     steps = 0
     with num_threads(threads):
         # The first optimiser of a process makes torch import for seconds: not the loop's fault.
-        train_client(model, c, c, DataLoader(datasets[0], workload.batch_size, sampler=[0]), workload)
+        train_client(
+            model, c, c, DataLoader(datasets[0], workload.batch_size, sampler=[0]), workload
+        )
         cpu, wall = time.process_time(), time.perf_counter()
         for r in range(rounds):
             replies = []
             for i, records in zip(*sampled(rng, workload, r, cohorts, draws), strict=True):
-                loader = DataLoader(datasets[i], workload.batch_size, sampler=records.ravel().tolist())
+                loader = DataLoader(
+                    datasets[i], workload.batch_size, sampler=records.ravel().tolist()
+                )
                 steps += len(loader)
                 state, change, memories[i] = train_client(model, c, memories[i], loader, workload)
                 replies.append((state, change))
             aggregate(model, c, replies, len(datasets))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    off = torch.cat([(c[k] - torch.stack([c_i[k] for c_i in memories]).double().mean(0)).flatten() for k in c])
+    off = torch.cat(
+        [(c[k] - torch.stack([c_i[k] for c_i in memories]).double().mean(0)).flatten() for k in c]
+    )
     x = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
     return LoopResult(cpu, wall, steps, x, float(off.norm()), 1)
 
@@ -94,7 +116,10 @@ def module(workload: Workload, seed: int) -> Any:
         return torch_module(workload.model, workload.classes, seed)
     layers: list[Any] = []
     for inputs, outputs in pairwise(widths(workload)):
-        layers += [torch.nn.Linear(inputs, outputs, bias=workload.model != "logistic"), torch.nn.ReLU()]
+        layers += [
+            torch.nn.Linear(inputs, outputs, bias=workload.model != "logistic"),
+            torch.nn.ReLU(),
+        ]
     model = torch.nn.Sequential(*layers[:-1])
     with torch.no_grad():
         for parameter, array in zip(model.parameters(), initial(workload, seed), strict=True):
@@ -107,7 +132,9 @@ def zeros(model: Any) -> State:
     return {name: torch.zeros_like(p, requires_grad=False) for name, p in model.named_parameters()}
 
 
-def train_client(model: Any, c: State, c_i: State, loader: Any, workload: Workload) -> tuple[State, State, State]:
+def train_client(
+    model: Any, c: State, c_i: State, loader: Any, workload: Workload
+) -> tuple[State, State, State]:
     """One client's round: its model, the change of its control variate, and the new control variate."""
     local = copy.deepcopy(model)
     optimizer = torch.optim.SGD(local.parameters(), lr=workload.lr)
@@ -132,32 +159,42 @@ def mean_loss(model: Any, features: Tensor, labels: Tensor, workload: Workload) 
     if workload.model != "logistic":
         return functional.cross_entropy(model(features), labels)
     penalty = sum(p.square().sum() for p in model.parameters())
-    return functional.binary_cross_entropy_with_logits(model(features).squeeze(1), labels) + L2 / 2 * penalty
+    return (
+        functional.binary_cross_entropy_with_logits(model(features).squeeze(1), labels)
+        + L2 / 2 * penalty
+    )
 
 
 def aggregate(model: Any, c: State, replies: list[tuple[State, State]], num_clients: int) -> None:
     """The server's half: the mean of the models, and c moved by the changes, shared among all N clients."""
-    model.load_state_dict({name: sum(state[name] for state, _ in replies) / len(replies) for name in c})
+    model.load_state_dict(
+        {name: sum(state[name] for state, _ in replies) / len(replies) for name in c}
+    )
     for _, change in replies:
         for name in c:
             c[name] += change[name] / num_clients
 
 
 class Federation(NamedTuple):
-    """What the batched loop keeps: flat x, c and the cohort's summed move x - y, every c_i, every record."""
+    """What the batched loop keeps.
+
+    Flat x, c and the cohort's summed move x - y, every c_i, every record.
+    """
 
     x: Tensor
     c: Tensor
     move: Tensor
     memories: list[Tensor]  # all c_i, leaf by leaf: weights (N, out, in), biases (N, out, 1)
-    table: Tensor  # client after client, a row is features and then targets (one-hot; the label if logistic)
+    # client after client, a row is features and then targets (one-hot; the label if logistic)
+    table: Tensor
     starts: Indices  # a client's first row
 
 
 class Block(NamedTuple):
     """The parameters of the b clients run at once, and the records of one batch of each."""
 
-    y: Tensor  # one vector, leaf after leaf: the correction is one operation and bmm can take each leaf
+    # one vector, leaf after leaf: the correction is one operation and bmm can take each leaf
+    y: Tensor
     shift: Tensor  # c - c_i, laid out as y
     y_leaves: list[Tensor]  # views (b, *leaf)
     shift_leaves: list[Tensor]
@@ -165,7 +202,12 @@ class Block(NamedTuple):
 
 
 def batched(
-    workload: Workload, rounds: int, seed: int, threads: int, cohorts: Given = None, draws: Given = None
+    workload: Workload,
+    rounds: int,
+    seed: int,
+    threads: int,
+    cohorts: Given = None,
+    draws: Given = None,
 ) -> LoopResult:
     """Train with the batched loop; arguments as for `tutorial`."""
     rng = np.random.default_rng(seed)
@@ -177,7 +219,9 @@ def batched(
         for r in range(rounds):
             clients, records = sampled(rng, workload, r, cohorts, draws)
             rows = torch.from_numpy(records + fed.starts[clients, None, None])
-            for ids, part in zip(torch.from_numpy(clients).split(block), rows.split(block), strict=True):
+            for ids, part in zip(
+                torch.from_numpy(clients).split(block), rows.split(block), strict=True
+            ):
                 train_block(workload, fed, b, step, ids, part)
             serve(workload, fed)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -192,10 +236,18 @@ def assemble(workload: Workload, seed: int) -> Federation:
     x = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     sizes = np.array([len(y) for _, y in workload.clients])
     memories = [torch.zeros(len(sizes), *array.reshape(len(array), -1).shape) for array in arrays]
-    features, labels = (torch.from_numpy(np.concatenate(part)) for part in zip(*workload.clients, strict=True))
-    targets = labels[:, None] if workload.model == "logistic" else functional.one_hot(labels, workload.classes)
+    features, labels = (
+        torch.from_numpy(np.concatenate(part)) for part in zip(*workload.clients, strict=True)
+    )
+    targets = (
+        labels[:, None]
+        if workload.model == "logistic"
+        else functional.one_hot(labels, workload.classes)
+    )
     table = torch.cat([features, targets.float()], 1)
-    return Federation(x, torch.zeros_like(x), torch.zeros_like(x), memories, table, np.cumsum(sizes) - sizes)
+    return Federation(
+        x, torch.zeros_like(x), torch.zeros_like(x), memories, table, np.cumsum(sizes) - sizes
+    )
 
 
 def allocate(workload: Workload, fed: Federation, width: int) -> tuple[Block, Step]:
@@ -220,17 +272,25 @@ def best_block(workload: Workload, fed: Federation) -> int:
 
     def cost(width: int) -> float:
         b, step = allocate(workload, fed, width)
-        rows = torch.randint(len(fed.table), (width, 4, workload.batch_size), generator=torch.Generator())
-        times = timeit.repeat(lambda: local_steps(fed, b, step, rows), timer=time.process_time, number=1)
+        rows = torch.randint(
+            len(fed.table), (width, 4, workload.batch_size), generator=torch.Generator()
+        )
+        times = timeit.repeat(
+            lambda: local_steps(fed, b, step, rows), timer=time.process_time, number=1
+        )
         return min(times) / width
 
     return min((n for n in range(1, workload.cohort + 1) if workload.cohort % n == 0), key=cost)
 
 
-def train_block(workload: Workload, fed: Federation, b: Block, step: Step, ids: Tensor, rows: Tensor) -> None:
+def train_block(
+    workload: Workload, fed: Federation, b: Block, step: Step, ids: Tensor, rows: Tensor
+) -> None:
     """One round of a block of clients: K steps, new c_i, and their part of the cohort's move."""
     xs, cs, moves = (leaves(vector, fed) for vector in (fed.x, fed.c, fed.move))
-    for y, shift, memory, x, c in zip(b.y_leaves, b.shift_leaves, fed.memories, xs, cs, strict=True):
+    for y, shift, memory, x, c in zip(
+        b.y_leaves, b.shift_leaves, fed.memories, xs, cs, strict=True
+    ):
         torch.index_select(memory, 0, ids, out=shift)
         torch.sub(c, shift, out=shift)
         y.copy_(x)
@@ -261,10 +321,15 @@ def serve(workload: Workload, fed: Federation) -> None:
 
 
 def network_step(workload: Workload, b: Block, features: Tensor, targets: Tensor) -> Step:
-    """A step on the cross-entropy of one or two layers; a record is a column, which is faster than a row."""
+    """A step on the cross-entropy of one or two layers.
+
+    A record is a column, which is faster than a row.
+    """
     scale = -workload.lr / workload.batch_size
     weights, biases = b.y_leaves[::2], b.y_leaves[1::2]
-    outputs, errors = ([torch.empty(*p.shape[:2], workload.batch_size) for p in biases] for _ in range(2))
+    outputs, errors = (
+        [torch.empty(*p.shape[:2], workload.batch_size) for p in biases] for _ in range(2)
+    )
     inputs = [features, *outputs[:-1]]
     weights_t, inputs_t = [w.mT for w in weights], [below.mT for below in inputs]
     slopes = [torch.empty_like(p) for p in biases]
@@ -290,7 +355,10 @@ def network_step(workload: Workload, b: Block, features: Tensor, targets: Tensor
 
 
 def logistic_step(workload: Workload, b: Block, features: Tensor, targets: Tensor) -> Step:
-    """A step on the logistic loss and its penalty; for so small a matrix product and sum beat `baddbmm`."""
+    """A step on the logistic loss and its penalty.
+
+    For so small a matrix product and sum beat `baddbmm`.
+    """
     scale = -workload.lr / workload.batch_size
     (w,) = b.y_leaves
     features_t, error, slope = features.mT, torch.empty(targets.shape), torch.empty_like(w)

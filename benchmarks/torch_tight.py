@@ -1,8 +1,11 @@
-"""SCAFFOLD in PyTorch, one client after the other, as tight as that goes: the second opponent of our simulator.
+"""SCAFFOLD in PyTorch, one client after the other, as tight as that goes.
 
-The backward pass is written by hand, every product and sum goes into a buffer made beforehand, the correction and the
-step are one `foreach` call each over all parameters, c - c_i is formed once a round, autograd is off. The rounds are
-those of `torch_loops`, on the same cohorts and records with the same seed.
+The second opponent of our simulator.
+
+The backward pass is written by hand, every product and sum goes into a buffer made beforehand, the
+correction and the step are one `foreach` call each over all parameters, c - c_i is formed once a
+round, autograd is off. The rounds are those of `torch_loops`, on the same cohorts and records with
+the same seed.
 """
 
 from __future__ import annotations
@@ -25,7 +28,12 @@ Tensor: TypeAlias = Any  # torch.Tensor
 
 
 def tight(
-    workload: Workload, rounds: int, seed: int, threads: int, cohorts: Given = None, draws: Given = None
+    workload: Workload,
+    rounds: int,
+    seed: int,
+    threads: int,
+    cohorts: Given = None,
+    draws: Given = None,
 ) -> LoopResult:
     """Train client by client; arguments as for `torch_loops.tutorial`."""
     rng = np.random.default_rng(seed)
@@ -40,7 +48,9 @@ def tight(
         for r in range(rounds):
             clients, records = sampled(rng, workload, r, cohorts, draws)
             torch._foreach_zero_(move)
-            for i, rows in zip(clients, torch.from_numpy(records + starts[clients][:, None, None]), strict=True):
+            for i, rows in zip(
+                clients, torch.from_numpy(records + starts[clients][:, None, None]), strict=True
+            ):
                 torch._foreach_copy_(y, x)
                 torch._foreach_copy_(shift, c)
                 torch._foreach_sub_(shift, memory[i])
@@ -57,22 +67,35 @@ def tight(
             torch._foreach_mul_(c, 1 - size / n)
             torch._foreach_add_(c, move, alpha=1 / (n * length))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    means = [np.mean([held[j].numpy() for held in memory], axis=0, dtype=np.float64) for j in range(len(x))]
-    off = np.concatenate([(leaf.numpy() - mean).ravel() for leaf, mean in zip(c, means, strict=True)])
+    means = [
+        np.mean([held[j].numpy() for held in memory], axis=0, dtype=np.float64)
+        for j in range(len(x))
+    ]
+    off = np.concatenate(
+        [(leaf.numpy() - mean).ravel() for leaf, mean in zip(c, means, strict=True)]
+    )
     flat = np.concatenate([leaf.numpy().ravel() for leaf in x])
-    return LoopResult(cpu, wall, rounds * size * workload.local_steps, flat, float(np.linalg.norm(off)), 1)
+    return LoopResult(
+        cpu, wall, rounds * size * workload.local_steps, flat, float(np.linalg.norm(off)), 1
+    )
 
 
 def _local(workload: Workload, y: list[Tensor], slopes: list[Tensor]) -> Callable[[Tensor], None]:
     """What writes the gradient at y on a batch of rows into `slopes`."""
-    features, labels = (torch.from_numpy(np.concatenate(part)) for part in zip(*workload.clients, strict=True))
+    features, labels = (
+        torch.from_numpy(np.concatenate(part)) for part in zip(*workload.clients, strict=True)
+    )
     x = torch.empty(workload.batch_size, features.shape[1])
     if workload.model == "logistic":
         targets = labels[:, None].float()
     else:
         targets = functional.one_hot(labels, workload.classes).float()
     wanted = torch.empty(workload.batch_size, targets.shape[1])
-    backward = _logistic(y, slopes, x, wanted) if workload.model == "logistic" else _network(y, slopes, x, wanted)
+    backward = (
+        _logistic(y, slopes, x, wanted)
+        if workload.model == "logistic"
+        else _network(y, slopes, x, wanted)
+    )
 
     def local(batch: Tensor) -> None:
         torch.index_select(features, 0, batch, out=x)
@@ -82,7 +105,9 @@ def _local(workload: Workload, y: list[Tensor], slopes: list[Tensor]) -> Callabl
     return local
 
 
-def _network(y: list[Tensor], slopes: list[Tensor], x: Tensor, wanted: Tensor) -> Callable[[], None]:
+def _network(
+    y: list[Tensor], slopes: list[Tensor], x: Tensor, wanted: Tensor
+) -> Callable[[], None]:
     """Cross entropy of one layer, or of two with ReLU between."""
     rows = len(x)
     weights, biases = y[::2], y[1::2]
@@ -108,7 +133,9 @@ def _network(y: list[Tensor], slopes: list[Tensor], x: Tensor, wanted: Tensor) -
     return backward
 
 
-def _logistic(y: list[Tensor], slopes: list[Tensor], x: Tensor, wanted: Tensor) -> Callable[[], None]:
+def _logistic(
+    y: list[Tensor], slopes: list[Tensor], x: Tensor, wanted: Tensor
+) -> Callable[[], None]:
     """Logistic loss and its penalty."""
     (w,), (slope,) = y, slopes
     error = torch.empty_like(wanted)

@@ -1,8 +1,11 @@
-"""Two versions of the library on W1 to W4, side by side: `python -m benchmarks.versions OTHER_CHECKOUT`.
+"""Two versions of the library on W1 to W4, side by side.
 
-The two take turns, each time in a process of its own. A process runs the work load twice with the same seed; the second
-run, which compiles nothing, counts. The table has the least CPU time of all turns, which is what a busy machine
-disturbs least, and the largest difference between the models that the two versions end with.
+`python -m benchmarks.versions OTHER_CHECKOUT`.
+
+The two take turns, each time in a process of its own. A process runs the work load twice with the
+same seed; the second run, which compiles nothing, counts. The table has the least CPU time of all
+turns, which is what a busy machine disturbs least, and the largest difference between the models
+that the two versions end with.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from benchmarks.workloads import L2, WORKLOADS
 __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parents[1]
-JAX = {"PJRT_NPROC": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # one thread; programs are kept
+JAX = {
+    "PJRT_NPROC": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}  # one thread; programs are kept
 
 
 def main() -> None:
@@ -36,7 +42,9 @@ def main() -> None:
         return _turn(told.only, told.other)
     if not (told.other / "src" / "fedscaffold").is_dir():
         parser.error(f"{told.other} holds no src/fedscaffold")
-    print("| work load | this, CPU s | other, CPU s | ratio | largest difference of x | largest x |")
+    print(
+        "| work load | this, CPU s | other, CPU s | ratio | largest difference of x | largest x |"
+    )
     print("|---|---|---|---|---|---|")
     for name in told.only.split(","):
         print(_row(name, told.other.resolve(), told.repeat), flush=True)
@@ -55,7 +63,15 @@ def _row(name: str, other: Path, repeat: int) -> str:
                     "PYTHONPATH": f"{versions[which] / 'src'}{os.pathsep}{HERE}",
                     "JAX_COMPILATION_CACHE_DIR": folder,
                 }
-                command = [sys.executable, "-m", "benchmarks.versions", str(out), "--only", name, "--turn"]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.versions",
+                    str(out),
+                    "--only",
+                    name,
+                    "--turn",
+                ]
                 subprocess.run(command, env=os.environ | JAX | told, cwd=folder, check=True)
                 with np.load(out) as kept:
                     cpu[which].append(float(kept["cpu"]))
@@ -80,7 +96,11 @@ def _turn(name: str, out: Path) -> None:
         problem = problems.softmax(clients, classes=classes)
     else:
         problem = problems.logistic(clients, l2=L2)
-    shape = {"rounds": workload.rounds, "local_steps": workload.local_steps, "cohort": workload.cohort}
+    shape = {
+        "rounds": workload.rounds,
+        "local_steps": workload.local_steps,
+        "cohort": workload.cohort,
+    }
     for _ in range(2):
         run = simulate(
             scaffold(),

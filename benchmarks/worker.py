@@ -1,6 +1,7 @@
 """One contestant on one work load, in a process of its own: `python -m benchmarks.worker '{...}'`.
 
-A process of its own, because threads are chosen before JAX or torch starts, and so that no contestant warms another's
+A process of its own, because threads are chosen before JAX or torch starts, and so that no
+contestant warms another's
 caches. Prints one JSON line: CPU and wall seconds of every repetition, compile seconds apart.
 """
 
@@ -49,7 +50,9 @@ def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
     else:
         problem = problems.logistic(workload.clients, l2=L2)
     configure_jax(flops or step_flops(problem, workload.batch_size))
-    steps: dict[str, Any] = {"local_steps": workload.local_steps} if workload.local_steps else {"local_epochs": 1}
+    steps: dict[str, Any] = (
+        {"local_steps": workload.local_steps} if workload.local_steps else {"local_epochs": 1}
+    )
     runs = [
         simulate(
             scaffold(),
@@ -80,7 +83,11 @@ def _torch(workload: Workload, contestant: str, repeat: int, threads: int) -> di
     from benchmarks import torch_loops, torch_tight
 
     threads = threads or torch.get_num_threads()
-    loop = {"tutorial": torch_loops.tutorial, "batched": torch_loops.batched, "tight": torch_tight.tight}[contestant]
+    loop = {
+        "tutorial": torch_loops.tutorial,
+        "batched": torch_loops.batched,
+        "tight": torch_tight.tight,
+    }[contestant]
     runs = [loop(workload, workload.rounds, seed, threads) for seed in range(repeat + 1)]
     warm = runs[1:] if repeat > 1 else runs
     return {
@@ -92,17 +99,34 @@ def _torch(workload: Workload, contestant: str, repeat: int, threads: int) -> di
 
 
 def _sweep(precision: str, noise: float, cohort: float) -> dict[str, Any]:
-    """Fifty runs of a quadratic (N = 10, d = 20) in one sweep, and one of them: best of three, compiled."""
+    """Fifty runs of a quadratic (N = 10, d = 20) in one sweep, and one of them.
+
+    Best of three, compiled.
+    """
     from fedscaffold import problems, simulate, sweep
     from fedscaffold.algorithms import scaffold
     from fedscaffold.experiments.build_problem import configure_jax, step_flops
 
-    problem = problems.quadratic(num_clients=10, dim=20, mu=0.01, smoothness=1.0, noise=noise, seed=0)
+    problem = problems.quadratic(
+        num_clients=10, dim=20, mu=0.01, smoothness=1.0, noise=noise, seed=0
+    )
     configure_jax(step_flops(problem, 1))
-    same: dict[str, Any] = {"rounds": 500, "local_steps": 10, "precision": precision, "metrics": (), "cohort": cohort}
+    same: dict[str, Any] = {
+        "rounds": 500,
+        "local_steps": 10,
+        "precision": precision,
+        "metrics": (),
+        "cohort": cohort,
+    }
     steps = [0.05, 0.1, 0.2, 0.3, 0.4]
-    one = [simulate(scaffold(), problem, lr=0.1, seed=k, progress=False, **same).seconds.cpu for k in range(4)]
-    all_ = [sweep(scaffold(), problem, lr=steps, seeds=10, progress=False, **same).seconds.cpu for _ in range(4)]
+    one = [
+        simulate(scaffold(), problem, lr=0.1, seed=k, progress=False, **same).seconds.cpu
+        for k in range(4)
+    ]
+    all_ = [
+        sweep(scaffold(), problem, lr=steps, seeds=10, progress=False, **same).seconds.cpu
+        for _ in range(4)
+    ]
     cost, costs = min(one[1:]), min(all_[1:])
     return {"one_cpu_seconds": cost, "all_cpu_seconds": costs, "ratio": costs / cost}
 

@@ -1,4 +1,6 @@
-"""The work loads of the speed benchmark: float32 NumPy data with a fixed seed, the same for every contestant.
+"""The work loads of the speed benchmark.
+
+Float32 NumPy data with a fixed seed, the same for every contestant.
 
     name  model             clients x records    cohort  local steps  batch  lr    rounds
     w1    MLP 32-64-10      50 x 50-199          5       20           32     0.1   50
@@ -9,10 +11,11 @@
     w6    CNN, 2 x (3x3)    520 writers, 1-44    50      one epoch    10     0.05  2
     w8    ResNet-8          20 x 100             5       5            32     0.05  3
 
-Batches are drawn with replacement, cohorts without. Losses are means over the batch: cross-entropy for `mlp`
-(one ReLU layer) and `softmax`; for `logistic`, which has no bias, the logistic loss of labels in {0, 1} plus
-L2 / 2 |w|^2. The data are synthetic: only their shapes matter to the time a simulator takes. The networks of w5, w6
-and w8 are in `networks`; w5 and w6 take EMNIST's pictures where FEDSCAFFOLD_DATA has them, else random ones.
+Batches are drawn with replacement, cohorts without. Losses are means over the batch: cross-entropy
+for `mlp` (one ReLU layer) and `softmax`; for `logistic`, which has no bias, the logistic loss of
+labels in {0, 1} plus L2 / 2 |w|^2. The data are synthetic: only their shapes matter to the time a
+simulator takes. The networks of w5, w6 and w8 are in `networks`; w5 and w6 take EMNIST's pictures
+where FEDSCAFFOLD_DATA has them, else random ones.
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ L2 = 0.01
 
 
 class Workload(NamedTuple):
-    """One federation to simulate; client i holds records x (n_i, features) or pictures with labels y (n_i,)."""
+    """One federation to simulate.
+
+    Client i holds records x (n_i, features) or pictures with labels y (n_i,).
+    """
 
     name: str
     clients: list[Client]
@@ -59,7 +65,9 @@ class Workload(NamedTuple):
 
 
 def w1(num_clients: int = 50) -> Workload:
-    """The tutorial's federation: a small MLP, few clients a round; any number of clients to choose from.
+    """The tutorial's federation: a small MLP, few clients a round.
+
+    Any number of clients to choose from.
 
     >>> len(w1().clients), w1().clients[0][0].shape[1], widths(w1())
     (50, 32, [32, 64, 10])
@@ -96,7 +104,18 @@ def w4(num_clients: int = 100) -> Workload:
     truth = rng.standard_normal((2, 20), np.float32)[np.arange(num_clients) * 2 // num_clients]
     chance = 1 / (1 + np.exp(-np.einsum("nij,nj->ni", features, truth)))
     labels = (rng.random(chance.shape) < chance).astype(np.int64)
-    return Workload("w4", list(zip(features, labels, strict=True)), "logistic", 0, 2, num_clients, 100, 10, 0.05, 10)
+    return Workload(
+        "w4",
+        list(zip(features, labels, strict=True)),
+        "logistic",
+        0,
+        2,
+        num_clients,
+        100,
+        10,
+        0.05,
+        10,
+    )
 
 
 def w5() -> Workload:
@@ -117,7 +136,9 @@ def w6() -> Workload:
             writer = data["writer"]
     order = np.argsort(writer, kind="stable")
     sizes = np.bincount(writer)
-    return Workload("w6", divided(pictures[order], labels[order], sizes), "cnn", 0, 62, 50, 0, 10, 0.05, 2)
+    return Workload(
+        "w6", divided(pictures[order], labels[order], sizes), "cnn", 0, 62, 50, 0, 10, 0.05, 2
+    )
 
 
 def w8() -> Workload:
@@ -145,7 +166,15 @@ def _pictures(name: str, x: str, y: str, size: int) -> tuple[NDArray[np.float32]
         return data[x][..., None].astype(np.float32) / np.float32(255), data[y].astype(np.int64)
 
 
-WORKLOADS: dict[str, Callable[..., Workload]] = {"w1": w1, "w2": w2, "w3": w3, "w4": w4, "w5": w5, "w6": w6, "w8": w8}
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "w1": w1,
+    "w2": w2,
+    "w3": w3,
+    "w4": w4,
+    "w5": w5,
+    "w6": w6,
+    "w8": w8,
+}
 
 
 def num_steps(workload: Workload) -> float:
@@ -180,19 +209,25 @@ def initial(workload: Workload, seed: int) -> Arrays:
     arrays: Arrays = []
     for depth, (inputs, outputs) in enumerate(layers):
         gain = 2.0 if depth + 1 < len(layers) else 1.0
-        arrays.append(rng.standard_normal((outputs, inputs), np.float32) * np.float32((gain / inputs) ** 0.5))
+        arrays.append(
+            rng.standard_normal((outputs, inputs), np.float32) * np.float32((gain / inputs) ** 0.5)
+        )
         if workload.model != "logistic":
             arrays.append(np.zeros(outputs, np.float32))
     return arrays
 
 
 def sampled(
-    rng: np.random.Generator, workload: Workload, r: int = 0, cohorts: Given = None, draws: Given = None
+    rng: np.random.Generator,
+    workload: Workload,
+    r: int = 0,
+    cohorts: Given = None,
+    draws: Given = None,
 ) -> tuple[Indices, Any]:
     """The clients of round r (S,), without replacement, and the numbers of their records (S, K, B), with.
 
-    For an epoch, they are the numbers of all records of each client, in random order. They are drawn, unless the
-    cohorts (R, S) and draws (R, S, K, B) of all rounds are given.
+    For an epoch, they are the numbers of all records of each client, in random order. They are
+    drawn, unless the cohorts (R, S) and draws (R, S, K, B) of all rounds are given.
 
     >>> clients, records = sampled(np.random.default_rng(0), w1())
     >>> len(set(clients)), records.shape
@@ -209,7 +244,10 @@ def sampled(
 
 
 def noisy_prototypes(sizes: Indices, classes: int) -> list[Client]:
-    """Clients with 784 features: the label's prototype plus noise, of about the norm of an MNIST picture."""
+    """Clients with 784 features.
+
+    The label's prototype plus noise, of about the norm of an MNIST picture.
+    """
     rng = np.random.default_rng(DATA_SEED)
     prototypes = 0.2 * rng.standard_normal((classes, 784), np.float32)
     labels = skewed_labels(rng, sizes, classes)

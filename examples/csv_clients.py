@@ -2,8 +2,9 @@
 
     python examples/csv_clients.py [FOLDER]
 
-FOLDER contains one file per client, each with a header. Columns may be in any order; missing columns are reported.
-Without FOLDER, the script writes files for three clinics from scikit-learn's diabetes data.
+FOLDER contains one file per client, each with a header. Columns may be in any order; missing
+columns are reported. Without FOLDER, the script writes files for three clinics from scikit-learn's
+diabetes data.
 """
 
 import sys
@@ -22,11 +23,18 @@ RESPONSE = "progression"
 def sample():
     """Write files for three clinics, split by age; the columns of the last are in another order."""
     folder, (x, y) = Path(tempfile.mkdtemp()), load_diabetes(return_X_y=True)
-    names, table = ["age", "sex", "bmi", "bp", RESPONSE], np.column_stack([x[:, :4] * len(x) ** 0.5, y])
-    for site, rows in zip(("east", "north", "west"), np.array_split(np.argsort(x[:, 0]), [100, 250]), strict=True):
+    names, table = (
+        ["age", "sex", "bmi", "bp", RESPONSE],
+        np.column_stack([x[:, :4] * len(x) ** 0.5, y]),
+    )
+    for site, rows in zip(
+        ("east", "north", "west"), np.array_split(np.argsort(x[:, 0]), [100, 250]), strict=True
+    ):
         order = [4, 3, 2, 1, 0] if site == "west" else [0, 1, 2, 3, 4]
         header = ",".join(names[j] for j in order)
-        np.savetxt(folder / f"{site}.csv", table[rows][:, order], delimiter=",", header=header, comments="")
+        np.savetxt(
+            folder / f"{site}.csv", table[rows][:, order], delimiter=",", header=header, comments=""
+        )
     return folder
 
 
@@ -45,7 +53,14 @@ def loss(params, batch):
 
 problem = fs.Problem(loss, dict.fromkeys([*features, "intercept"], 0.0), clients, name="diabetes")
 run = fs.simulate(
-    fs.scaffold(), problem, rounds=200, local_steps=10, lr=0.1, weights="records", precision="float64", metrics=["loss"]
+    fs.scaffold(),
+    problem,
+    rounds=200,
+    local_steps=10,
+    lr=0.1,
+    weights="records",
+    precision="float64",
+    metrics=["loss"],
 )
 
 print(problem)

@@ -2,7 +2,8 @@
 
     python examples/equinox_model.py
 
-Handwritten digits on ten clients with about one digit each. With FedAvg instead of SCAFFOLD the accuracy is 0.27.
+Handwritten digits on ten clients with about one digit each. With FedAvg instead of SCAFFOLD the
+accuracy is 0.27.
 """
 
 import equinox as eqx
@@ -13,7 +14,9 @@ import optax
 import fedscaffold as fs
 
 digits = fs.data.federate(fs.data.load("digits"), "similarity:0.1", 10)
-params, static = eqx.partition(eqx.nn.MLP(64, 10, 32, depth=1, key=jax.random.key(0)), eqx.is_inexact_array)
+params, static = eqx.partition(
+    eqx.nn.MLP(64, 10, 32, depth=1, key=jax.random.key(0)), eqx.is_inexact_array
+)
 
 
 def scores(params, x):
@@ -30,9 +33,13 @@ def accuracy(params, batch):
     return jnp.mean(scores(params, x).argmax(axis=1) == y)
 
 
-problem = fs.Problem(loss, params, digits.clients, test=digits.test, accuracy=accuracy, name="Equinox network")
+problem = fs.Problem(
+    loss, params, digits.clients, test=digits.test, accuracy=accuracy, name="Equinox network"
+)
 adam = {"local_optimizer": optax.adam(0.005)}
-run = fs.simulate(fs.scaffold(), problem, rounds=30, local_steps=10, batch_size=20, **adam, metrics=["accuracy"])
+run = fs.simulate(
+    fs.scaffold(), problem, rounds=30, local_steps=10, batch_size=20, **adam, metrics=["accuracy"]
+)
 network = eqx.combine(run.x, static)  # the module again, trained
 
 print(problem)

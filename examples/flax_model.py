@@ -1,4 +1,6 @@
-"""Train a Flax model with plain SGD at the clients; the module is split into its graph and its parameters.
+"""Train a Flax model with plain SGD at the clients.
+
+The module is split into its graph and its parameters.
 
     python examples/flax_model.py
 
@@ -24,7 +26,9 @@ class Network(nnx.Module):
         return self.out(nnx.relu(self.norm(self.hidden(x))))
 
 
-graph, params = nnx.split(Network(nnx.Rngs(0)), nnx.Param)  # says so if there is more than parameters
+graph, params = nnx.split(
+    Network(nnx.Rngs(0)), nnx.Param
+)  # says so if there is more than parameters
 
 
 def loss(params, batch):
@@ -37,8 +41,12 @@ def accuracy(params, batch):
     return jnp.mean(nnx.merge(graph, params)(x).argmax(axis=1) == y)
 
 
-problem = fs.Problem(loss, params, digits.clients, test=digits.test, accuracy=accuracy, name="Flax network")
-run = fs.simulate(fs.scaffold(), problem, rounds=30, local_steps=10, batch_size=20, lr=0.1, metrics=["accuracy"])
+problem = fs.Problem(
+    loss, params, digits.clients, test=digits.test, accuracy=accuracy, name="Flax network"
+)
+run = fs.simulate(
+    fs.scaffold(), problem, rounds=30, local_steps=10, batch_size=20, lr=0.1, metrics=["accuracy"]
+)
 network = nnx.merge(graph, run.x)  # the module again, trained
 
 print(problem)

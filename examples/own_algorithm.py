@@ -3,8 +3,8 @@
     python examples/own_algorithm.py
     cd examples; fedscaffold conform --target own_algorithm:damped
 
-`damped` is SCAFFOLD with control variates that are running means: c_i moves only part of the way to the latest mean
-gradient. `slipped` is a wrong version of it.
+`damped` is SCAFFOLD with control variates that are running means: c_i moves only part of the way to
+the latest mean gradient. `slipped` is a wrong version of it.
 """
 
 from collections import Counter
@@ -30,9 +30,13 @@ def damped(damping=0.8, server_lr=1.0):
         return Memory(memory.c_i + damping * (message.d - shift - memory.c_i))
 
     def update(server, sent, mean, heard):
-        return Server(server.x - server_lr * mean.move, server.c + damping * heard * (mean.d - sent.c))
+        return Server(
+            server.x - server_lr * mean.move, server.c + damping * heard * (mean.d - sent.c)
+        )
 
-    return fs.Algorithm("damped", direction, message, update, init, memory, shift, remember, means=(("c", "c_i"),))
+    return fs.Algorithm(
+        "damped", direction, message, update, init, memory, shift, remember, means=(("c", "c_i"),)
+    )
 
 
 def slipped(damping=0.8, server_lr=1.0):
@@ -50,8 +54,18 @@ if __name__ == "__main__":
     runs, fails = {}, {}
     for make in (fs.scaffold, damped, slipped):
         name = make.__name__
-        runs[name] = run = fs.simulate(make(), problem, **settings, metrics=["distance", "grad_norm"])
-        fails[name] = Counter(one.name.split(":")[0] for one in conform(make) if one.outcome == "fails")
+        runs[name] = run = fs.simulate(
+            make(), problem, **settings, metrics=["distance", "grad_norm"]
+        )
+        fails[name] = Counter(
+            one.name.split(":")[0] for one in conform(make) if one.outcome == "fails"
+        )
         far, slope = run.history["distance"][-1], run.history["grad_norm"][-1]
-        print(f"{name}: ends {far:.0e} from the optimum, where the gradient is {slope:.0e}; gauge {run.residual:.0e}")
-        print(f"    fails: {', '.join(f'{what} ({n})' for what, n in fails[name].items()) or 'nothing'}")
+        print(
+            f"{name}: ends {far:.0e} from the optimum, where the gradient is {slope:.0e}; gauge "
+            f"{run.residual:.0e}"
+        )
+        print(
+            f"    fails: "
+            f"{', '.join(f'{what} ({n})' for what, n in fails[name].items()) or 'nothing'}"
+        )

@@ -2,7 +2,8 @@
 
     python examples/parquet_clients.py [FOLDER]
 
-FOLDER contains one file per client. Without it, the script writes three files from scikit-learn's wine data.
+FOLDER contains one file per client. Without it, the script writes three files from scikit-learn's
+wine data.
 """
 
 import sys
@@ -24,7 +25,9 @@ def sample():
     folder, wine = Path(tempfile.mkdtemp()), load_wine()
     x = (wine.data - wine.data.mean(axis=0)) / wine.data.std(axis=0)
     words = np.array(["barolo", "grignolino", "barbera"])[wine.target]
-    for site, rows in zip(("hill", "lake", "town"), np.array_split(np.argsort(x[:, 0]), [40, 90]), strict=True):
+    for site, rows in zip(
+        ("hill", "lake", "town"), np.array_split(np.argsort(x[:, 0]), [40, 90]), strict=True
+    ):
         columns = {name: x[rows, j] for j, name in enumerate(wine.feature_names)}
         pq.write_table(pa.table({**columns, LABEL: words[rows]}), folder / f"{site}.parquet")
     return folder
@@ -39,15 +42,23 @@ classes = sorted({word for table in tables for word in table[LABEL].to_pylist()}
 
 
 def arrays(table):
-    x = np.column_stack([table[name].to_numpy() for name in features])  # by name, so any order will do
+    x = np.column_stack(
+        [table[name].to_numpy() for name in features]
+    )  # by name, so any order will do
     return x, np.searchsorted(classes, table[LABEL].to_pylist())
 
 
 problem = fs.problems.softmax([arrays(table) for table in tables], classes=len(classes), l2=0.1)
 run = fs.simulate(
-    fs.scaffold(), problem, rounds=200, local_steps=10, lr=0.1, weights="records", precision="float64",
+    fs.scaffold(),
+    problem,
+    rounds=200,
+    local_steps=10,
+    lr=0.1,
+    weights="records",
+    precision="float64",
     metrics=["accuracy", "grad_norm"],
-)  # fmt: skip
+)
 
 print(problem, classes)
 print(f"accuracy {run.history['accuracy'][-1]:.3f}, gradient {run.history['grad_norm'][-1]:.0e}")

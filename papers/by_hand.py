@@ -1,7 +1,7 @@
 """Rounds on NumPy arrays, every local step kept: the reference driver, no engine around it.
 
-For pictures of local steps, starts with given control variates, and as a second path beside the engine. All clients
-take part in every round, with equal weight and exact gradients.
+For pictures of local steps, starts with given control variates, and as a second path beside the
+engine. All clients take part in every round, with equal weight and exact gradients.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def play(
     for _ in range(rounds):
         paths.clear()
         state = play_round(algorithm, state, federation, clients)
-        memory = [None if one is None else getattr(one, algorithm.means[0][1]) for one in state.memory]
+        memory = [
+            None if one is None else getattr(one, algorithm.means[0][1]) for one in state.memory
+        ]
         yield Round([np.stack(path) for path in paths], state.server.x, memory)
 
 
@@ -77,7 +79,8 @@ def _remembering(algorithm: Algorithm, state: State, c_i: Sequence[Array]) -> St
     ((field, of),) = algorithm.means
     server = state.server._replace(**{field: sum(c_i) / len(c_i)})
     return state._replace(
-        server=server, memory=tuple(one._replace(**{of: own}) for one, own in zip(state.memory, c_i, strict=True))
+        server=server,
+        memory=tuple(one._replace(**{of: own}) for one, own in zip(state.memory, c_i, strict=True)),
     )
 
 

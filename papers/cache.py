@@ -1,8 +1,9 @@
 """Cache of results, written one by one, so that interrupted work continues where it stopped.
 
-Results are npz files of JSON and arrays, without pickle, each with a checksum of its contents. A key encodes
-everything its result depends on: the claim, its settings, the text of the module that measures it and the package's
-version. Damaged or incomplete files count as absent.
+Results are npz files of JSON and arrays, without pickle, each with a checksum of its contents. A
+key encodes
+everything its result depends on: the claim, its settings, the text of the module that measures it
+and the package's version. Damaged or incomplete files count as absent.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["Data", "Memo", "Store", "digest", "home", "key_of", "read", "write"]
 
 Data: TypeAlias = dict[str, Any]  # numbers, texts, lists, dictionaries and NumPy arrays
-Memo: TypeAlias = Callable[[str, Callable[[], Data]], Data]  # (key, make) -> the result of make, computed or cached
+Memo: TypeAlias = Callable[
+    [str, Callable[[], Data]], Data
+]  # (key, make) -> the result of make, computed or cached
 
 TEXT = "json"  # npz member with everything but the arrays
 CHECKSUM = "sha256"  # npz member with the digest of all others
@@ -49,13 +52,18 @@ def home() -> Path:
 
 
 def key_of(claim: Claim, size: str) -> str:
-    """What a claim's result depends on: its name, settings, the module that measures it, the package's version."""
+    """What a claim's result depends on.
+
+    Its name, settings, the module that measures it, the package's version.
+    """
     measure: Any = claim.measure
     while isinstance(measure, partial):
         measure = measure.func
     source = inspect.getsource(sys.modules[measure.__module__])
     settings = claim.settings(size)
-    return digest(claim.name, dict(settings), claim.depends(settings), source, fedscaffold.__version__)
+    return digest(
+        claim.name, dict(settings), claim.depends(settings), source, fedscaffold.__version__
+    )
 
 
 def digest(*parts: Any) -> str:
@@ -71,7 +79,9 @@ def _sha256(*parts: Any) -> str:
     total = hashlib.sha256()
     for part in parts:
         if isinstance(part, np.ndarray):
-            total.update(f"{part.dtype.str} {part.shape}".encode() + np.ascontiguousarray(part).tobytes())
+            total.update(
+                f"{part.dtype.str} {part.shape}".encode() + np.ascontiguousarray(part).tobytes()
+            )
         else:
             total.update(json.dumps(part, sort_keys=True, default=str).encode())
     return total.hexdigest()
@@ -89,7 +99,9 @@ class Store:
     ([0, 1, 2], [1.5, None])
     """
 
-    def __init__(self, folder: Path, *, fresh: bool = False, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, folder: Path, *, fresh: bool = False, tell: Callable[[str], None] = lambda line: None
+    ) -> None:
         self.folder, self.fresh, self.tell = folder, fresh, tell
         self.made: list[str] = []
         """Keys that were computed rather than found."""
@@ -154,7 +166,11 @@ def read(path: Path) -> Data | None:
             return {key: full(item) for key, item in value.items()}
         if isinstance(value, list):
             return [full(item) for item in value]
-        return held[value.removeprefix(ARRAY)] if isinstance(value, str) and value.startswith(ARRAY) else value
+        return (
+            held[value.removeprefix(ARRAY)]
+            if isinstance(value, str) and value.startswith(ARRAY)
+            else value
+        )
 
     return {key: full(item) for key, item in data.items()}
 

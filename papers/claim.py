@@ -1,13 +1,15 @@
-"""What a claim of a paper is here: measured once, judged by its stated criterion, drawn, and put in words.
+"""What a claim of a paper is here.
+
+Measured once, judged by its stated criterion, drawn, and put in words.
 
     measure    (settings, memo) -> data      the only part that costs time; what it returns is cached
     judge      (data, settings) -> checks    expected against measured, each with the criterion it must meet
     tables     (data) -> tables
     draw       (data) -> drawings            vector figures in one style
 
-Checks are of three kinds. A "criterion" is what we ask of a reproduction. A "paper" check takes the paper's own words
-literally, also where we believe them to be wrong. A "report" is shown and decides nothing. A check that the size of
-the run cannot decide has passed = None and says so.
+Checks are of three kinds. A "criterion" is what we ask of a reproduction. A "paper" check takes the
+paper's own words literally, also where we believe them to be wrong. A "report" is shown and decides
+nothing. A check that the size of the run cannot decide has passed = None and says so.
 """
 
 from __future__ import annotations
@@ -155,7 +157,11 @@ def verdict(checks: Sequence[Check]) -> tuple[str, str]:
     good = [check for check in decided if check.passed]
     open_ = sum(check.kind != "report" and check.passed is None for check in checks)
     word = (
-        "reproduced" if len(good) == len(decided) and decided else "partly" if 2 * len(good) >= len(decided) else "not"
+        "reproduced"
+        if len(good) == len(decided) and decided
+        else "partly"
+        if 2 * len(good) >= len(decided)
+        else "not"
     )
     if not decided:
         return "not", "nothing could be decided at this size"

@@ -1,4 +1,6 @@
-"""Every figure and table of the papers: one file each, with its claim, its published numbers and its check.
+"""Every figure and table of the papers.
+
+One file each, with its claim, its published numbers and its check.
 
 A new claim is one file with a `CLAIM` and one row in `CLAIMS`.
 """
@@ -44,7 +46,8 @@ def find(name: str) -> Claim:
     'scaffold-table3'
     >>> find("quadratic-fig1")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: unknown claim 'quadratic-fig1' (did you mean 'quadratics-fig1'?); known: ...
+    fedscaffold.checks.InputError: unknown claim 'quadratic-fig1' (did you mean 'quadratics-fig1'?);
+        known: ...
     """
     full = ALIASES.get(name, name)
     module = importlib.import_module(f"papers.{CLAIMS[checks.choice('claim', full, CLAIMS)]}")
@@ -53,9 +56,16 @@ def find(name: str) -> Claim:
 
 
 def reproduce(
-    claim: Claim, size: str, folder: Path, *, fresh: bool = False, tell: Callable[[str], None] = lambda line: None
+    claim: Claim,
+    size: str,
+    folder: Path,
+    *,
+    fresh: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Outcome, Sequence[Drawing]]:
-    """Measure a claim, or find it measured in the cache `folder`, judge it and draw it; `tell` hears of every cell.
+    """Measure a claim, or find it measured in the cache `folder`, judge it and draw it.
+
+    `tell` hears of every cell.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

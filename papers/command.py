@@ -1,6 +1,7 @@
 """`python -m papers`: the papers' figures and tables, one command each, or all on one page.
 
-Exit codes are those of the library's command line: 0 done, 1 a criterion failed, 2 the user's mistake.
+Exit codes are those of the library's command line: 0 done, 1 a criterion failed, 2 the user's
+    mistake.
 """
 
 from __future__ import annotations
@@ -32,17 +33,26 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(epilog="Example: python -m papers quadratics-fig2 --quick --out runs/papers")
 def reproduce(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Claims; --list names them.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME...", help="Claims; --list names them.")
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the claims.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="All claims, on one page.")] = False,
-    full: Annotated[bool, typer.Option("--full/--quick", help="What the paper did; seconds to hours.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever the cache has.")] = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder for the page, figures and results.")] = Path("runs/papers"),
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="What the paper did; seconds to hours.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again, whatever the cache has.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for the page, figures and results.")
+    ] = Path("runs/papers"),
     as_json: Json = False,
 ) -> int:
     """Run claims of the papers, check them by their criteria, and make reproduction.html.
 
-    Exit code 1 if a criterion fails; a published sentence that does not hold is reported, and is no failure of ours.
+    Exit code 1 if a criterion fails; a published sentence that does not hold is reported, and is no
+    failure of ours.
     """
     from papers.claims import CLAIMS, find
 
@@ -62,7 +72,12 @@ def reproduce(
     from papers.page import terminal
 
     lines = [line for one in outcomes for line in (*terminal(one), "")]
-    answer = {"size": size, "page": str(page), "facts": facts, "claims": [_plain(one) for one in outcomes]}
+    answer = {
+        "size": size,
+        "page": str(page),
+        "facts": facts,
+        "claims": [_plain(one) for one in outcomes],
+    }
     print_answer(answer, [*lines, f"page: {page}"], as_json)
     return 1 if any(one.failed for one in outcomes) else 0
 
@@ -71,9 +86,15 @@ def _list(as_json: bool) -> int:
     from papers.claims import CLAIMS, find
 
     claims = [find(name) for name in CLAIMS]
-    lines = [f"{c.name:22} {c.source:34} {c.title} (quick about {c.seconds['quick']:g} s)" for c in claims]
+    lines = [
+        f"{c.name:22} {c.source:34} {c.title} (quick about {c.seconds['quick']:g} s)"
+        for c in claims
+    ]
     answer = {
-        "claims": [{"name": c.name, "source": c.source, "title": c.title, "seconds": dict(c.seconds)} for c in claims]
+        "claims": [
+            {"name": c.name, "source": c.source, "title": c.title, "seconds": dict(c.seconds)}
+            for c in claims
+        ]
     }
     print_answer(answer, lines, as_json)
     return 0
@@ -85,7 +106,9 @@ def _settle() -> None:
     configure_jax(0.0)
 
 
-def _run(claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bool) -> list[Outcome]:
+def _run(
+    claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bool
+) -> list[Outcome]:
     """One claim after the other, each kept as soon as it is done."""
     from papers import plotting
     from papers.cache import home
@@ -96,7 +119,9 @@ def _run(claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bo
         left = sum(c.seconds[size] for c in claims[i:])
         about = claim.seconds[size]
         progress = Progress(about, as_json)
-        progress.say(f"{i + 1}/{len(claims)} {claim.name}, about {about:g} s (all: {left:.0f} s left)\n")
+        progress.say(
+            f"{i + 1}/{len(claims)} {claim.name}, about {about:g} s (all: {left:.0f} s left)\n"
+        )
         outcome, drawings = run(claim, size, home(), fresh=fresh, tell=progress.cell)
         with plotting.style():
             for one in drawings:
@@ -108,10 +133,18 @@ def _run(claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bo
 
 
 class Progress:
-    """How far a claim is: on a terminal in a line that passes; elsewhere, as in a log, a line now and then."""
+    """How far a claim is: on a terminal in a line that passes.
+
+    Elsewhere, as in a log, a line now and then.
+    """
 
     def __init__(self, about: float, silent: bool) -> None:
-        self.about, self.silent, self.began, self.said = about, silent, time.monotonic(), time.monotonic()
+        self.about, self.silent, self.began, self.said = (
+            about,
+            silent,
+            time.monotonic(),
+            time.monotonic(),
+        )
 
     def cell(self, line: str) -> None:
         """A part of the claim is done and kept."""
@@ -124,7 +157,9 @@ class Progress:
         """Write over the line before, if that one did not end."""
         if not self.silent:
             text = line.rstrip("\n")
-            sys.stderr.write(line.replace(text, f"\r{text}\x1b[K") if sys.stderr.isatty() else f"{text}\n")
+            sys.stderr.write(
+                line.replace(text, f"\r{text}\x1b[K") if sys.stderr.isatty() else f"{text}\n"
+            )
             sys.stderr.flush()
 
 
@@ -146,7 +181,11 @@ def _facts(seconds: float) -> dict[str, str]:
 def _keep(outcomes: Sequence[Outcome], out: Path, facts: dict[str, str]) -> Path:
     from papers.page import page
 
-    figures = {name: (out / f"{name}.svg").read_text(encoding="utf-8") for one in outcomes for name, _ in one.figures}
+    figures = {
+        name: (out / f"{name}.svg").read_text(encoding="utf-8")
+        for one in outcomes
+        for name, _ in one.figures
+    }
     path = out / "reproduction.html"
     path.write_text(page(outcomes, figures, facts), encoding="utf-8")
     return path
@@ -155,7 +194,9 @@ def _keep(outcomes: Sequence[Outcome], out: Path, facts: dict[str, str]) -> Path
 def _plain(outcome: Outcome) -> dict[str, Any]:
     """An outcome for programs, without its moving picture."""
     told = outcome._asdict() | {
-        "checks": [check._asdict() | {"ratio": check.ratio, "mark": check.mark} for check in outcome.checks],
+        "checks": [
+            check._asdict() | {"ratio": check.ratio, "mark": check.mark} for check in outcome.checks
+        ],
         "tables": [table._asdict() for table in outcome.tables],
     }
     del told["film"]

@@ -13,7 +13,10 @@ from papers.criteria import at_most, holds
 
 __all__ = ["CLAIM"]
 
-SIZES: dict[str, Settings] = {"quick": {"quick": True, "seed": 0}, "full": {"quick": False, "seed": 0}}
+SIZES: dict[str, Settings] = {
+    "quick": {"quick": True, "seed": 0},
+    "full": {"quick": False, "seed": 0},
+}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00", "#56b4e9")
 
 
@@ -29,21 +32,40 @@ def measure(settings: Settings, memo: Memo) -> Data:
 
 
 def _plain(one: Any) -> Data:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in one._asdict().items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in one._asdict().items()
+    }
 
 
 def judge(data: Data, settings: Settings) -> list[Check]:
     """F13: does N tr Sigma rise with N anywhere?"""
     rises = max(one["slope"] / one["slope_error"] for one in data["flat"])
-    level = max(abs(np.array(one["excess"]) / np.mean(one["excess"]) - 1).max() for one in data["flat"])
+    level = max(
+        abs(np.array(one["excess"]) / np.mean(one["excess"]) - 1).max() for one in data["flat"]
+    )
     round_noise = max(max(one["excess"]) for one in data["searched"] if one["noise"] == "round")
     any_noise = max(max(one["excess"]) for one in data["searched"])
-    proved = max(e / p for one in data["searched"] for e, p in zip(one["excess"], one["proved"], strict=True))
+    proved = max(
+        e / p for one in data["searched"] for e, p in zip(one["excess"], one["proved"], strict=True)
+    )
     growth = max(one["excess"][-1] / one["excess"][-2] for one in data["searched"])
-    stiff = ", ".join(f"{one['constant'][-1]:.2f} (L/mu = {one['condition']:g})" for one in data["stiff"])
+    stiff = ", ".join(
+        f"{one['constant'][-1]:.2f} (L/mu = {one['condition']:g})" for one in data["stiff"]
+    )
     return [
-        at_most("random clients: slope of log N tr Sigma over log N, largest in standard errors", 0.0, rises, 3.0),
-        at_most("random clients: N tr Sigma, largest relative deviation from its mean over N", 0.0, float(level), 0.15),
+        at_most(
+            "random clients: slope of log N tr Sigma over log N, largest in standard errors",
+            0.0,
+            rises,
+            3.0,
+        ),
+        at_most(
+            "random clients: N tr Sigma, largest relative deviation from its mean over N",
+            0.0,
+            float(level),
+            0.15,
+        ),
         at_most(
             "an adversary, equal noise in all directions: N tr Sigma over that of equal clients",
             1.0,
@@ -51,7 +73,9 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             1.05,
             note="the conjecture bounds it by a constant; no instance beat equal clients by more than a little",
         ),
-        at_most("an adversary, any noise: what the last doubling of N raised it by", 1.0, growth, 1.05),
+        at_most(
+            "an adversary, any noise: what the last doubling of N raised it by", 1.0, growth, 1.05
+        ),
         at_most("an adversary: N tr Sigma over the bound that is proved", 1.0, proved, 1 + 1e-9),
         holds(
             "an adversary, any noise: N tr Sigma over that of equal clients",
@@ -62,7 +86,8 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             kind="report",
         ),
         holds(
-            "clients each stiff and noisy in a direction of their own: N mu tr Sigma / (gamma sigma^2)",
+            "clients each stiff and noisy in a direction of their own: N mu tr Sigma / (gamma "
+            "sigma^2)",
             "a constant",
             stiff,
             "shown",
@@ -107,12 +132,33 @@ def tables(data: Data) -> list[Table]:
     return [
         Table(
             "Random clients, not copies: excess = N mu (2 - gamma mu) tr Sigma / (gamma sigma^2)",
-            ["d", "L/mu", "gamma", "H", "noise", "first N", "last N", "excess", "excess", "slope", "s.e."],
+            [
+                "d",
+                "L/mu",
+                "gamma",
+                "H",
+                "noise",
+                "first N",
+                "last N",
+                "excess",
+                "excess",
+                "slope",
+                "s.e.",
+            ],
             flat,
         ),
         Table(
             "An adversary: the largest excess found",
-            ["noise", "d", "L/mu", "largest N", "with one client", "with the most", "proved bound", "instances"],
+            [
+                "noise",
+                "d",
+                "L/mu",
+                "largest N",
+                "with one client",
+                "with the most",
+                "proved bound",
+                "instances",
+            ],
             searched,
         ),
     ]
@@ -138,7 +184,13 @@ def draw(data: Data) -> list[Drawing]:
         label = rf"{found['noise']} noise, $d={found['dim']}$, $L/\mu={found['condition']:g}$"
         line = "-" if found["noise"] == "round" else "--"
         two.plot(
-            found["num_clients"], found["excess"], color=colour, marker=".", linestyle=line, linewidth=1.1, label=label
+            found["num_clients"],
+            found["excess"],
+            color=colour,
+            marker=".",
+            linestyle=line,
+            linewidth=1.1,
+            label=label,
         )
     one.set_xscale("log", base=2)
     two.set_xscale("log", base=2)
@@ -148,7 +200,8 @@ def draw(data: Data) -> list[Drawing]:
     one.legend(loc="upper right")
     two.legend(loc="upper left", ncols=1, fontsize=6.5)
     caption = (
-        "N tr Sigma in units of equal clients with noise in their flattest direction, computed exactly. Flat in N "
+        "N tr Sigma in units of equal clients with noise in their flattest direction, computed "
+        "exactly. Flat in N "
         "means linear speed-up; two standard errors over draws on the left."
     )
     return [Drawing("conjectures", caption, figure)]
@@ -158,7 +211,8 @@ CLAIM = Claim(
     "conjectures",
     "Linear speed-up for any H, non-diagonal Hessians",
     "000 Conjectures 1 and 2",
-    "SCAFFOLD's stationary covariance is of order gamma sigma^2 / (N mu) for any number of local steps and any "
+    "SCAFFOLD's stationary covariance is of order gamma sigma^2 / (N mu) for any number of local "
+    "steps and any "
     "Hessians.",
     SIZES,
     measure,

@@ -7,13 +7,22 @@ from papers.claim import Check, Number
 __all__ = ["at_least", "at_most", "between", "holds", "undecided"]
 
 
-def between(statement: str, expected: Number, measured: float, low: float, high: float, **more: str) -> Check:
+def between(
+    statement: str, expected: Number, measured: float, low: float, high: float, **more: str
+) -> Check:
     """The measured number must lie in [low, high].
 
     >>> between("slope", -1.0, -0.98, -1.05, -0.95).passed, between("slope", -1.0, float('nan'), -1.05, -0.95).passed
     (True, False)
     """
-    return Check(statement, expected, measured, f"in [{low:.4g}, {high:.4g}]", bool(low <= measured <= high), **more)
+    return Check(
+        statement,
+        expected,
+        measured,
+        f"in [{low:.4g}, {high:.4g}]",
+        bool(low <= measured <= high),
+        **more,
+    )
 
 
 def at_most(statement: str, expected: Number, measured: float, limit: float, **more: str) -> Check:
@@ -22,7 +31,9 @@ def at_most(statement: str, expected: Number, measured: float, limit: float, **m
     >>> at_most("error", "0", 1e-12, 1e-10).criterion
     'at most 1e-10'
     """
-    return Check(statement, expected, measured, f"at most {limit:.4g}", bool(measured <= limit), **more)
+    return Check(
+        statement, expected, measured, f"at most {limit:.4g}", bool(measured <= limit), **more
+    )
 
 
 def at_least(statement: str, expected: Number, measured: float, limit: float, **more: str) -> Check:
@@ -31,10 +42,14 @@ def at_least(statement: str, expected: Number, measured: float, limit: float, **
     >>> at_least("order", 2.0, 1.97, 1.9).passed
     True
     """
-    return Check(statement, expected, measured, f"at least {limit:.4g}", bool(measured >= limit), **more)
+    return Check(
+        statement, expected, measured, f"at least {limit:.4g}", bool(measured >= limit), **more
+    )
 
 
-def holds(statement: str, expected: Number, measured: Number, criterion: str, passed: bool, **more: str) -> Check:
+def holds(
+    statement: str, expected: Number, measured: Number, criterion: str, passed: bool, **more: str
+) -> Check:
     """A check whose criterion is not one interval.
 
     >>> holds("rises with H", "yes", "0, 0.1, 0.4", "non-decreasing", True).mark

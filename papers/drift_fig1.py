@@ -67,29 +67,41 @@ def measure(settings: Settings, memo: Memo) -> Data:
 def judge(data: Data, settings: Settings) -> list[Check]:
     """The figure's statements, as numbers."""
     ideal = data["ideal"][-1]
-    apart = {name: float(np.linalg.norm(data[f"{name}_x"] - ideal)) for name in ("drifted", "corrected")}
+    apart = {
+        name: float(np.linalg.norm(data[f"{name}_x"] - ideal)) for name in ("drifted", "corrected")
+    }
     spread = {name: float(np.linalg.norm(data[name][0, -1] - data[name][1, -1])) for name in apart}
     off = {name: float(np.linalg.norm(x - data["optimum"])) for name, x in data["ends"].items()}
     middle = data["minima"].mean(axis=0)
-    nearer = np.linalg.norm(data["ends"]["fedavg"] - middle) < np.linalg.norm(data["optimum"] - middle)
+    nearer = np.linalg.norm(data["ends"]["fedavg"] - middle) < np.linalg.norm(
+        data["optimum"] - middle
+    )
     return [
         holds(
-            "client drift: FedAvg's limit is pulled from the optimum towards the mean of the clients' optima",
+            "client drift: FedAvg's limit is pulled from the optimum towards the mean of the "
+            "clients' optima",
             "pulled away",
             off["fedavg"],
             "above 0.01, and nearer to that mean than the optimum is",
             off["fedavg"] > 0.01 and bool(nearer),
         ),
         at_most(
-            "FedAvg's limit, driven by hand, against the closed form", 0.0, abs(off["fedavg"] - data["bias"]), 1e-9
+            "FedAvg's limit, driven by hand, against the closed form",
+            0.0,
+            abs(off["fedavg"] - data["bias"]),
+            1e-9,
         ),
         at_most("SCAFFOLD's limit against the optimum", 0.0, off["scaffold"], 1e-9),
         at_least(
-            "FedAvg leaves the optimum when started there: distance after one round", "leaves", data["leaving"], 1e-2
+            "FedAvg leaves the optimum when started there: distance after one round",
+            "leaves",
+            data["leaving"],
+            1e-2,
         ),
         at_most("SCAFFOLD with settled control variates stays there", 0.0, data["resting"], 1e-12),
         at_most(
-            "a round's distance from the ideal one (steps along the mean gradient), corrected over drifted",
+            "a round's distance from the ideal one (steps along the mean gradient), corrected over "
+            "drifted",
             "smaller",
             apart["corrected"] / apart["drifted"],
             0.5,
@@ -118,7 +130,9 @@ def _contours(panel: Any) -> None:
     for hessian, minimum, colour in zip(HESSIANS, MINIMA, ("#009e73", "#b07d00"), strict=True):
         away = points - minimum
         values = 0.5 * np.einsum("xyi,ij,xyj->xy", away, hessian, away)
-        panel.contour(*grid, values, levels=[0.05, 0.25, 0.7, 1.4], colors=colour, linewidths=0.5, alpha=0.6)
+        panel.contour(
+            *grid, values, levels=[0.05, 0.25, 0.7, 1.4], colors=colour, linewidths=0.5, alpha=0.6
+        )
 
 
 def draw(data: Data) -> list[Drawing]:
@@ -127,8 +141,18 @@ def draw(data: Data) -> list[Drawing]:
     titles = ("FedAvg: the clients drift", "SCAFFOLD: the corrected update")
     for panel, name, title in zip(panels, ("drifted", "corrected"), titles, strict=True):
         _contours(panel)
-        for path, colour, label in zip(data[name], ("#009e73", "#b07d00"), ("client 1", "client 2"), strict=True):
-            panel.plot(path[:, 0], path[:, 1], color=colour, marker=".", markersize=4, linewidth=1.2, label=label)
+        for path, colour, label in zip(
+            data[name], ("#009e73", "#b07d00"), ("client 1", "client 2"), strict=True
+        ):
+            panel.plot(
+                path[:, 0],
+                path[:, 1],
+                color=colour,
+                marker=".",
+                markersize=4,
+                linewidth=1.2,
+                label=label,
+            )
         ideal = data["ideal"]
         panel.plot(
             ideal[:, 0],
@@ -142,10 +166,23 @@ def draw(data: Data) -> list[Drawing]:
             "",
             xy=data[f"{name}_x"],
             xytext=data["start"],
-            arrowprops={"arrowstyle": "-|>", "color": "#d55e00", "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0},
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": "#d55e00",
+                "linewidth": 1.6,
+                "shrinkA": 0,
+                "shrinkB": 0,
+            },
         )
         panel.plot([], [], color="#d55e00", linewidth=1.6, label="the server's step")
-        panel.plot(*data["optimum"], marker="*", color="black", markersize=10, linestyle="none", label=r"$x^\star$")
+        panel.plot(
+            *data["optimum"],
+            marker="*",
+            color="black",
+            markersize=10,
+            linestyle="none",
+            label=r"$x^\star$",
+        )
         panel.plot(
             data["minima"][:, 0],
             data["minima"][:, 1],
@@ -159,8 +196,10 @@ def draw(data: Data) -> list[Drawing]:
         panel.grid(False)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     caption = (
-        "One round of eight local steps from the same point. Left: each client runs to its own optimum, and their mean "
-        "misses where steps along the mean gradient lead (dotted). Right: with c_i = grad f_i(x) the clients stay "
+        "One round of eight local steps from the same point. Left: each client runs to its own "
+        "optimum, and their mean "
+        "misses where steps along the mean gradient lead (dotted). Right: with c_i = grad f_i(x) "
+        "the clients stay "
         "together."
     )
     return [Drawing("drift-fig1", caption, figure)]
@@ -170,7 +209,8 @@ CLAIM = Claim(
     "drift-fig1",
     "Client drift, and the corrected update",
     "004 Figures 1 and 2",
-    "FedAvg's clients drift to their own optima, so the server moves off the true optimum; SCAFFOLD's correction "
+    "FedAvg's clients drift to their own optima, so the server moves off the true optimum; "
+    "SCAFFOLD's correction "
     "cancels that.",
     {"quick": SETTINGS, "full": SETTINGS},
     measure,

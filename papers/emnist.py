@@ -1,11 +1,16 @@
-"""How the cells of 004's Tables 3 to 5 are measured: pictures divided by similarity, tuned step sizes, seeds.
+"""How the cells of 004's Tables 3 to 5 are measured.
 
-A cell is a method, a number of epochs, a similarity and a cohort. Its step size is tuned on records held out of the
-training set, never on the test set: of a grid, the one that reaches the target first within a budget of rounds, or
-else has the highest accuracy over the second half of them. All step sizes are one compiled program. Then every seed
-is run on the test set until it reaches the target. A cell is kept as soon as it is done.
+Pictures divided by similarity, tuned step sizes, seeds.
 
-EMNIST is read from the folder that FEDSCAFFOLD_DATA names; where it is not there, scikit-learn's digits stand in.
+A cell is a method, a number of epochs, a similarity and a cohort. Its step size is tuned on records
+held out of the
+training set, never on the test set: of a grid, the one that reaches the target first within a
+budget of rounds, or else has the highest accuracy over the second half of them. All step sizes are
+one compiled program. Then every seed is run on the test set until it reaches the target. A cell is
+kept as soon as it is done.
+
+EMNIST is read from the folder that FEDSCAFFOLD_DATA names; where it is not there, scikit-learn's
+digits stand in.
 """
 
 from __future__ import annotations
@@ -41,7 +46,10 @@ class Pictures(NamedTuple):
 
 @cache
 def pictures(wanted: str, validation: int, records: int | None, test: int | None) -> Pictures:
-    """The data: `wanted` "emnist" takes the best copy there is, or digits; `records` and `test` cut them down."""
+    """The data: `wanted` "emnist" takes the best copy there is, or digits.
+
+    `records` and `test` cut them down.
+    """
     found = _load(wanted)
     rng = np.random.default_rng(0)
     if records is not None and records < len(found.y):
@@ -52,16 +60,27 @@ def pictures(wanted: str, validation: int, records: int | None, test: int | None
         found = found._replace(x_test=found.x_test[some], y_test=found.y_test[some])
     kept, held = holdout(found.y, min(validation, len(found.y) // 4), seed=0)
     about = (
-        f"{found.name}: {len(kept):,} records for training, {len(held):,} held out of them to tune the step sizes, "
+        f"{found.name}: {len(kept):,} records for training, {len(held):,} held out of them to tune "
+        "the step sizes, "
         f"{len(found.y_test):,} for the test, {found.classes} classes."
     )
     if wanted == "emnist" and found.name not in PREFERRED:
-        about += " EMNIST was not found (set FEDSCAFFOLD_DATA to its folder): digits stand in for it."
+        about += (
+            " EMNIST was not found (set FEDSCAFFOLD_DATA to its folder): digits stand in for it."
+        )
     if wanted == "digits":
         about += " EMNIST was not found (set FEDSCAFFOLD_DATA to its folder): the quick size runs on digits instead."
-    key = digest(found.name, found.y, found.y_test, found.x[:: max(1, len(found.x) // 500)], found.x_test[::50])
+    key = digest(
+        found.name,
+        found.y,
+        found.y_test,
+        found.x[:: max(1, len(found.x) // 500)],
+        found.x_test[::50],
+    )
     held_out = found.x[held], found.y[held]
-    return Pictures(found._replace(x=found.x[kept], y=found.y[kept], groups=None), held_out, key, about)
+    return Pictures(
+        found._replace(x=found.x[kept], y=found.y[kept], groups=None), held_out, key, about
+    )
 
 
 def _load(wanted: str) -> Dataset:
@@ -79,7 +98,9 @@ def adapted(settings: Settings) -> Settings:
     """The quick size's settings for digits, or with what `with_emnist` changes where EMNIST is there."""
     small = {key: value for key, value in settings.items() if key != "with_emnist"}
     real = small | settings.get("with_emnist", {})
-    return real if real["dataset"] == "emnist" and _pictures(real).train.name in PREFERRED else small
+    return (
+        real if real["dataset"] == "emnist" and _pictures(real).train.name in PREFERRED else small
+    )
 
 
 def fingerprint(settings: Settings) -> str:
@@ -88,44 +109,76 @@ def fingerprint(settings: Settings) -> str:
 
 
 def _pictures(settings: Settings) -> Pictures:
-    return pictures(settings["dataset"], settings["validation"], settings.get("records"), settings.get("test"))
+    return pictures(
+        settings["dataset"], settings["validation"], settings.get("records"), settings.get("test")
+    )
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """All cells, in the order of the table's rows; then those of `fixed`, whose step size is given and not tuned."""
+    """All cells, in the order of the table's rows.
+
+    Then those of `fixed`, whose step size is given and not tuned.
+    """
     held = _pictures(settings)
     cells, fixed = [], []
     for similarity in settings["similarities"]:
-        both = cache(partial(_problems, held, similarity, settings))  # only made where a cell is not kept yet
+        both = cache(
+            partial(_problems, held, similarity, settings)
+        )  # only made where a cell is not kept yet
         for name, epochs in settings["rows"]:
             kept = partial(_within, memo, held.key, similarity, name, epochs)
             for cohort in settings["cohorts"]:
-                about = {"method": name, "epochs": epochs, "similarity": similarity, "cohort": cohort}
+                about = {
+                    "method": name,
+                    "epochs": epochs,
+                    "similarity": similarity,
+                    "cohort": cohort,
+                }
                 cells.append(about | _cell(both, name, epochs, cohort, settings, kept))
         for name, epochs, lr in settings.get("fixed", ()):
             kept = partial(_within, memo, held.key, similarity, f"{name}-{lr}", epochs)
             about = {"method": name, "epochs": epochs, "similarity": similarity}
-            fixed.append(about | _cell(both, name, epochs, settings["cohorts"][0], settings, kept, lr))
+            fixed.append(
+                about | _cell(both, name, epochs, settings["cohorts"][0], settings, kept, lr)
+            )
     facts = {"dataset": held.train.name, "target": settings["target"], "rounds": settings["rounds"]}
     return {"cells": cells, "fixed": fixed, "about": [held.about], **facts}
 
 
-def _within(memo: Memo, data_key: str, similarity: int, name: str, epochs: int, part: str, make: Any) -> Data:
+def _within(
+    memo: Memo, data_key: str, similarity: int, name: str, epochs: int, part: str, make: Any
+) -> Data:
     return memo(f"{data_key[:8]}-{similarity}-{name}-{epochs}-{part}", make)
 
 
 def _problems(held: Pictures, similarity: int, settings: Settings) -> tuple[Problem, Problem]:
     """The federation with the held-out records as its test set, and with the real one."""
     split = data.federate(held.train, f"similarity:{similarity}", settings["clients"], seed=0)
-    model = partial(problems.mlp, hidden=settings["hidden"]) if settings.get("hidden") else problems.softmax
-    made = [model(split.clients, classes=split.classes, test=test) for test in (held.validation, split.test)]
+    model = (
+        partial(problems.mlp, hidden=settings["hidden"])
+        if settings.get("hidden")
+        else problems.softmax
+    )
+    made = [
+        model(split.clients, classes=split.classes, test=test)
+        for test in (held.validation, split.test)
+    ]
     return made[0], made[1]
 
 
 def _cell(
-    both: Any, name: str, epochs: int, cohort: float | int, settings: Settings, memo: Any, lr: float | None = None
+    both: Any,
+    name: str,
+    epochs: int,
+    cohort: float | int,
+    settings: Settings,
+    memo: Any,
+    lr: float | None = None,
 ) -> Data:
-    """Tune, then run every seed; a seed more changes no median once most of them have not reached the target."""
+    """Tune, then run every seed.
+
+    A seed more changes no median once most of them have not reached the target.
+    """
     tuned: Data = {"lr": lr, "edge": False, "scores": []}
     if lr is None:
         tuned = memo(f"{cohort}-tuned", lambda: tune(both()[0], name, epochs, cohort, settings))
@@ -138,10 +191,18 @@ def _cell(
         missed = sum(run["reached"] is None for run in runs)
         if settings["target"] is not None and 2 * missed > len(seeds):
             break
-    return {"lr": tuned["lr"], "edge": tuned["edge"], "tuning": tuned["scores"], "runs": runs, "seeds": len(seeds)}
+    return {
+        "lr": tuned["lr"],
+        "edge": tuned["edge"],
+        "tuning": tuned["scores"],
+        "runs": runs,
+        "seeds": len(seeds),
+    }
 
 
-def _swept(problem: Problem, name: str, epochs: int, cohort: Any, settings: Settings, **more: Any) -> list[list[Run]]:
+def _swept(
+    problem: Problem, name: str, epochs: int, cohort: Any, settings: Settings, **more: Any
+) -> list[list[Run]]:
     algorithm = algorithms.make(name)
     every = settings.get("evaluate_every", 1)
     return sweep(
@@ -161,12 +222,16 @@ def _swept(problem: Problem, name: str, epochs: int, cohort: Any, settings: Sett
 def tune(problem: Problem, name: str, epochs: int, cohort: Any, settings: Settings) -> Data:
     """The step size of a cell, by held-out records only."""
     grid = list(settings["sgd_grid"] if name == "sgd" else settings["grid"])
-    rounds = int(np.clip(settings["tune_work"] / epochs, settings["tune_least"], settings["tune_most"]))
+    rounds = int(
+        np.clip(settings["tune_work"] / epochs, settings["tune_least"], settings["tune_most"])
+    )
     for part in (
         (8, 3, 1) if settings["target"] is not None else (1,)
     ):  # the first to arrive is the best: no need to go on
         budget = max(1, rounds // part)
-        found = _swept(problem, name, epochs, cohort, settings, lr=grid, seeds=[TUNING_SEED], rounds=budget)
+        found = _swept(
+            problem, name, epochs, cohort, settings, lr=grid, seeds=[TUNING_SEED], rounds=budget
+        )
         if any(runs[0].reached_at for runs in found):
             break
     scores = [_score(runs[0]) for runs in found]
@@ -179,12 +244,20 @@ def _score(run: Run) -> tuple[float, float]:
     """Rounds to the target (as many as a billion if not reached), then the accuracy missing in the second half."""
     accuracy = run.history["accuracy"].astype(float)
     accuracy = accuracy[np.isfinite(accuracy)]
-    lost = 1.0 if run.diverged_at is not None or not len(accuracy) else 1 - float(accuracy[len(accuracy) // 2 :].mean())
+    lost = (
+        1.0
+        if run.diverged_at is not None or not len(accuracy)
+        else 1 - float(accuracy[len(accuracy) // 2 :].mean())
+    )
     return float(run.reached_at or 1e9), lost
 
 
-def _seeds(both: Any, name: str, epochs: int, cohort: Any, lr: float, seeds: list[int], settings: Settings) -> Data:
-    (runs,) = _swept(both()[1], name, epochs, cohort, settings, lr=[lr], seeds=seeds, rounds=settings["rounds"])
+def _seeds(
+    both: Any, name: str, epochs: int, cohort: Any, lr: float, seeds: list[int], settings: Settings
+) -> Data:
+    (runs,) = _swept(
+        both()[1], name, epochs, cohort, settings, lr=[lr], seeds=seeds, rounds=settings["rounds"]
+    )
     return {"runs": [_told(run) for run in runs]}
 
 
@@ -193,11 +266,19 @@ def _told(run: Run) -> Data:
     measured = np.flatnonzero(np.isfinite(accuracy))
     thin = measured[:: max(1, len(measured) // 200)]
     best = float(accuracy[measured].max()) if len(measured) else math.nan
-    return {"reached": run.reached_at, "best": best, "rounds": run.rounds, "at": thin + 1, "accuracy": accuracy[thin]}
+    return {
+        "reached": run.reached_at,
+        "best": best,
+        "rounds": run.rounds,
+        "at": thin + 1,
+        "accuracy": accuracy[thin],
+    }
 
 
 def median(cell: Data) -> float:
     """Median over seeds of the rounds to the target; infinite if most seeds did not reach it."""
     found = [math.inf if run["reached"] is None else float(run["reached"]) for run in cell["runs"]]
-    found += [math.inf] * (cell["seeds"] - len(found))  # seeds that could not have changed the median were not run
+    found += [math.inf] * (
+        cell["seeds"] - len(found)
+    )  # seeds that could not have changed the median were not run
     return float(np.median(found))

@@ -1,4 +1,7 @@
-"""001 exercise 1: partial participation. Rounds to the optimum against the share S/N, SCAFFOLD and FedAvg."""
+"""001 exercise 1: partial participation.
+
+Rounds to the optimum against the share S/N, SCAFFOLD and FedAvg.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,21 @@ SIZES: dict[str, Settings] = {
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """Every cohort size with its own schedules, all of one shape: one compiled program for each algorithm."""
+    """Every cohort size with its own schedules, all of one shape.
+
+    One compiled program for each algorithm.
+    """
     problem = quadratic(settings["clients"], settings["dim"], mu=0.1, smoothness=1.0, seed=4)
     curves = {}
     for s in settings["cohorts"]:
-        runs = [_distances(scaffold(), problem, s, seed, settings["rounds"], settings) for seed in settings["seeds"]]
-        stalls = [_distances(fedavg(), problem, s, seed, settings["stall"], settings) for seed in settings["seeds"]]
+        runs = [
+            _distances(scaffold(), problem, s, seed, settings["rounds"], settings)
+            for seed in settings["seeds"]
+        ]
+        stalls = [
+            _distances(fedavg(), problem, s, seed, settings["stall"], settings)
+            for seed in settings["seeds"]
+        ]
         curves[str(s)] = {
             "rounds": [_hit(run) for run in runs],
             "curve": runs[0][:800],
@@ -45,12 +57,16 @@ def measure(settings: Settings, memo: Memo) -> Data:
     return {"curves": curves, "clients": settings["clients"]}
 
 
-def _distances(algorithm: Algorithm, problem: Problem, size: int, seed: int, rounds: int, settings: Settings) -> Floats:
+def _distances(
+    algorithm: Algorithm, problem: Problem, size: int, seed: int, rounds: int, settings: Settings
+) -> Floats:
     """|x - x*| of every round over that of the start, cohorts of `size` drawn without replacement."""
     rng = np.random.default_rng([seed, size])
     n = problem.num_clients
     cohorts = [sorted(rng.choice(n, size, replace=False).tolist()) for _ in range(rounds - 1)]
-    cohorts.append(list(range(n)))  # the last round hears everyone, so that all sizes share one program
+    cohorts.append(
+        list(range(n))
+    )  # the last round hears everyone, so that all sizes share one program
     start = float(np.linalg.norm(problem.optimum()))
     run = simulate(
         algorithm,
@@ -74,7 +90,11 @@ def _hit(distances: Floats) -> int | None:
 def _factor(distances: Floats) -> float:
     """The factor a round, by a line through the logarithm between 1e-3 and the goal."""
     kept = np.flatnonzero((distances < 1e-3) & (distances > GOAL))
-    return float(np.exp(np.polyfit(kept, np.log(distances[kept]), 1)[0])) if len(kept) > 5 else math.nan
+    return (
+        float(np.exp(np.polyfit(kept, np.log(distances[kept]), 1)[0]))
+        if len(kept) > 5
+        else math.nan
+    )
 
 
 def judge(data: Data, settings: Settings) -> list[Check]:
@@ -83,7 +103,10 @@ def judge(data: Data, settings: Settings) -> list[Check]:
     worst = max(f for c in data["curves"].values() for f in c["factor"])
     residuals = {int(s): float(np.median(c["residual"])) for s, c in data["curves"].items()}
     sizes = sorted(residuals)
-    medians = {int(s): float(np.median([r or math.inf for r in c["rounds"]])) for s, c in data["curves"].items()}
+    medians = {
+        int(s): float(np.median([r or math.inf for r in c["rounds"]]))
+        for s, c in data["curves"].items()
+    }
     falls = all(residuals[a] > residuals[b] for a, b in pairwise(sizes))
     return [
         holds(
@@ -93,8 +116,19 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             "every cohort size, every seed",
             all(r is not None for r in reached),
         ),
-        holds("SCAFFOLD's convergence is linear: largest factor a round", "below 1", worst, "below 1", worst < 1),
-        at_least("FedAvg stalls: smallest relative error it stays at", "stalls", min(residuals.values()), 1e4 * GOAL),
+        holds(
+            "SCAFFOLD's convergence is linear: largest factor a round",
+            "below 1",
+            worst,
+            "below 1",
+            worst < 1,
+        ),
+        at_least(
+            "FedAvg stalls: smallest relative error it stays at",
+            "stalls",
+            min(residuals.values()),
+            1e4 * GOAL,
+        ),
         holds(
             "FedAvg's error falls with the share that takes part",
             "falls",
@@ -120,9 +154,15 @@ def tables(data: Data) -> list[Table]:
         found = [r for r in c["rounds"] if r is not None]
         median = float(np.median([r or math.inf for r in c["rounds"]]))
         spread = f"{min(found)} to {max(found)}" if found else "-"
-        rows.append([int(s), int(s) / data["clients"], median, spread, float(np.median(c["residual"]))])
+        rows.append(
+            [int(s), int(s) / data["clients"], median, spread, float(np.median(c["residual"]))]
+        )
     head = ["S", "S/N", "rounds, median", "over seeds", "FedAvg stays at"]
-    return [Table("SCAFFOLD: rounds to 1e-10 of the start; FedAvg: relative error it stays at", head, rows)]
+    return [
+        Table(
+            "SCAFFOLD: rounds to 1e-10 of the start; FedAvg: relative error it stays at", head, rows
+        )
+    ]
 
 
 def draw(data: Data) -> list[Drawing]:
@@ -132,13 +172,21 @@ def draw(data: Data) -> list[Drawing]:
     for (s, c), colour in zip(data["curves"].items(), colours, strict=True):
         one.semilogy(c["curve"], color=colour, label=f"$S={s}$")
         one.semilogy(
-            c["fedavg"], color="#d55e00", linestyle="--", linewidth=0.8, alpha=0.35 + 0.1 * colours.index(colour)
+            c["fedavg"],
+            color="#d55e00",
+            linestyle="--",
+            linewidth=0.8,
+            alpha=0.35 + 0.1 * colours.index(colour),
         )
     one.plot([], [], color="#d55e00", linestyle="--", linewidth=0.9, label="FedAvg")
-    one.set(xlabel="rounds", ylabel=r"$\|x-x^\star\|/\|x^0-x^\star\|$", ylim=(1e-11, 10), xlim=(0, 800))
+    one.set(
+        xlabel="rounds", ylabel=r"$\|x-x^\star\|/\|x^0-x^\star\|$", ylim=(1e-11, 10), xlim=(0, 800)
+    )
     one.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     shares = [int(s) / data["clients"] for s in data["curves"]]
-    rounds = [float(np.median([r or math.nan for r in c["rounds"]])) for c in data["curves"].values()]
+    rounds = [
+        float(np.median([r or math.nan for r in c["rounds"]])) for c in data["curves"].values()
+    ]
     two.loglog(shares, rounds, **plotting.METHODS["scaffold"].points(label="SCAFFOLD"))
     two.loglog(
         shares,
@@ -154,7 +202,8 @@ def draw(data: Data) -> list[Drawing]:
     two.minorticks_off()
     two.legend(loc="upper right")
     caption = (
-        "Exact gradients, 20 clients, cohorts drawn without replacement. SCAFFOLD reaches the optimum whatever the "
+        "Exact gradients, 20 clients, cohorts drawn without replacement. SCAFFOLD reaches the "
+        "optimum whatever the "
         "share that takes part (one seed shown); FedAvg stays away from it."
     )
     return [Drawing("participation", caption, figure)]
@@ -164,7 +213,8 @@ CLAIM = Claim(
     "participation",
     "Partial participation",
     "001 exercise 1",
-    "How does the share of clients in a round affect convergence? (An open exercise: no numbers are given.)",
+    "How does the share of clients in a round affect convergence? (An open exercise: no numbers "
+    "are given.)",
     SIZES,
     measure,
     judge,

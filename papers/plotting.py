@@ -1,7 +1,9 @@
-"""One style for figures in print: column widths, colour-blind safe colours, a marker and a dash for every method.
+"""One style for figures in print.
 
-Colours are Okabe and Ito's; each method has the same colour, marker and dash in every figure, and any of the three
-tells it apart.
+Column widths, colour-blind safe colours, a marker and a dash for every method.
+
+Colours are Okabe and Ito's; each method has the same colour, marker and dash in every figure, and
+any of the three tells it apart.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ def style() -> Iterator[None]:
         yield
 
 
-def canvas(columns: int = 1, rows: int = 1, *, wide: float = 1.0, high: float = 1.0) -> tuple[Figure, Sequence[Axes]]:
+def canvas(
+    columns: int = 1, rows: int = 1, *, wide: float = 1.0, high: float = 1.0
+) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with a row, or rows, of panels, the panels as a flat list."""
     from matplotlib.figure import Figure
 

@@ -17,7 +17,9 @@ SETTINGS = {"rates": [0.1, 0.03, 0.01, 0.003, 0.001], "largest": 1_000_000}
 def measure(settings: Settings, memo: Memo) -> Data:
     """u_a = (1 - gamma a)^H and v_a = 1 - (1 - u_a) / (gamma a H) on all H up to 1,200 and a grid beyond."""
     steps = np.unique(np.r_[1:1_201, np.geomspace(1_200, settings["largest"], 200).astype(int)])
-    u = np.array([[float(power(np.array(w), h)) for h in steps.tolist()] for w in settings["rates"]])
+    u = np.array(
+        [[float(power(np.array(w), h)) for h in steps.tolist()] for w in settings["rates"]]
+    )
     v = np.array([[float(lag(np.array(w), h)) for h in steps.tolist()] for w in settings["rates"]])
     return {"rates": list(settings["rates"]), "steps": steps, "u": u, "v": v}
 
@@ -35,7 +37,13 @@ def judge(data: Data, settings: Settings) -> list[Check]:
         between("largest gamma a H at the minimum", 1.0, float(products.max()), 0.9, 1.1),
         between("smallest minimum of chi", 0.366, float(values.min()), 0.34, 0.37),
         between("largest minimum of chi", 0.366, float(values.max()), 0.34, 0.37),
-        holds("u is the larger branch left of the minimum, v right of it", "yes", str(ordered), "for every H", ordered),
+        holds(
+            "u is the larger branch left of the minimum, v right of it",
+            "yes",
+            str(ordered),
+            "for every H",
+            ordered,
+        ),
         at_least("chi at the largest H tends to 1: smallest", 1.0, float(chi[:, -1].min()), 0.99),
     ]
 
@@ -48,7 +56,14 @@ def tables(data: Data) -> list[Table]:
         [w, 1.0, w * int(data["steps"][k]), 0.366, float(chi[i, k]), float(chi[i, k]) / 0.366]
         for i, (w, k) in enumerate(zip(data["rates"], best, strict=True))
     ]
-    head = ["gamma a", "gamma a H at the minimum, expected", "measured", "minimum, expected", "measured", "ratio"]
+    head = [
+        "gamma a",
+        "gamma a H at the minimum, expected",
+        "measured",
+        "minimum, expected",
+        "measured",
+        "ratio",
+    ]
     return [Table("The minimum of chi; 1/e = 0.368 in the limit of small gamma a", head, rows)]
 
 
@@ -58,20 +73,30 @@ def draw(data: Data) -> list[Drawing]:
     steps = data["steps"]
     for i, colour in enumerate(plotting.shades(len(data["rates"]))):
         w = data["rates"][i]
-        one.semilogx(steps, np.maximum(data["u"][i], data["v"][i]), color=colour, label=rf"$\gamma a={w:g}$")
+        one.semilogx(
+            steps, np.maximum(data["u"][i], data["v"][i]), color=colour, label=rf"$\gamma a={w:g}$"
+        )
     one.set(xlabel="local steps $H$", ylabel=r"$\chi_a^{\gamma,H}$", ylim=(0, 1.02))
     one.legend(loc="lower right")
     travelled = data["rates"][2] * steps
-    two.semilogx(travelled, data["u"][2], color="#d55e00", linestyle="--", label=r"$u_a=(1-\gamma a)^H$")
+    two.semilogx(
+        travelled, data["u"][2], color="#d55e00", linestyle="--", label=r"$u_a=(1-\gamma a)^H$"
+    )
     two.semilogx(travelled, data["v"][2], color="#009e73", linestyle="-.", label=r"$v_a$")
     two.semilogx(
-        travelled, np.maximum(data["u"][2], data["v"][2]), color="#0072b2", linewidth=2.4, alpha=0.45, label="max"
+        travelled,
+        np.maximum(data["u"][2], data["v"][2]),
+        color="#0072b2",
+        linewidth=2.4,
+        alpha=0.45,
+        label="max",
     )
     two.axvline(1, color=plotting.GREY, linewidth=0.8, linestyle=":")
     two.set(xlabel=r"$\gamma a H$", ylabel="branches", ylim=(0, 1.02), xlim=(1e-2, 1e3))
     two.legend(loc="center right")
     caption = (
-        "The contraction factor of one eigenvalue a: least where gamma a H = 1, close to 1/e, and rising to 1 again."
+        "The contraction factor of one eigenvalue a: least where gamma a H = 1, "
+        "close to 1/e, and rising to 1 again."
     )
     return [Drawing("quadratics-fig2", caption, figure)]
 

@@ -109,7 +109,15 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             )
         )
         off = c["best"] / c["estimate"]
-        made.append(between(f"best H (spectral radius) over F10's estimate, gamma = {c['lr']:g}", 1.0, off, 0.8, 1.2))
+        made.append(
+            between(
+                f"best H (spectral radius) over F10's estimate, gamma = {c['lr']:g}",
+                1.0,
+                off,
+                0.8,
+                1.2,
+            )
+        )
     for c in data["curves"]:
         at = c["H"][int(np.argmin(c["mean"]))]
         made.append(
@@ -132,7 +140,9 @@ def tables(data: Data) -> list[Table]:
     for c in data["curves"]:
         lr = c["lr"]
         by = [lr * c["H"][int(np.argmin(c[key]))] for key in ("mean", "norm")]
-        rows.append([lr, lr * c["published"], lr * c["estimate"], lr * c["best"], by[1], by[0], c["lost"]])
+        rows.append(
+            [lr, lr * c["published"], lr * c["estimate"], lr * c["best"], by[1], by[0], c["lost"]]
+        )
     head = [
         "gamma",
         "gamma H of (11), published",
@@ -151,16 +161,35 @@ def draw(data: Data) -> list[Drawing]:
     for panel, c in zip(panels, data["curves"], strict=True):
         panel.fill_between(c["H"], c["low"], c["high"], color="#0072b2", alpha=0.18, linewidth=0)
         panel.semilogx(c["H"], c["mean"], color="#0072b2", label="ratio of one round")
-        panel.semilogx(c["H"], c["radius"], color="#009e73", linestyle="-.", label="spectral radius, squared")
-        panel.semilogx(c["H"], c["rho"], color="black", linestyle=":", linewidth=1, label=r"bound $\rho_{\gamma,H}$")
-        panel.axvline(c["published"], color="#d55e00", linestyle="--", linewidth=1.2, label="(11), published")
-        panel.axvline(c["estimate"], color="#cc79a7", linestyle=(0, (1, 1)), linewidth=1.6, label=r"$H^\star$, here")
+        panel.semilogx(
+            c["H"], c["radius"], color="#009e73", linestyle="-.", label="spectral radius, squared"
+        )
+        panel.semilogx(
+            c["H"],
+            c["rho"],
+            color="black",
+            linestyle=":",
+            linewidth=1,
+            label=r"bound $\rho_{\gamma,H}$",
+        )
+        panel.axvline(
+            c["published"], color="#d55e00", linestyle="--", linewidth=1.2, label="(11), published"
+        )
+        panel.axvline(
+            c["estimate"],
+            color="#cc79a7",
+            linestyle=(0, (1, 1)),
+            linewidth=1.6,
+            label=r"$H^\star$, here",
+        )
         panel.set(title=rf"$\gamma={c['lr']:g}$", xlabel="local steps $H$", ylim=(0, 1.03))
     panels[0].set_ylabel("contraction factor")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     caption = (
-        "Squared Lambda-norm after one round over that before, from Gaussian states (line: mean; band: from the 5 % "
-        "quantile to the largest). The published optimum (11) is not where any of the three is least."
+        "Squared Lambda-norm after one round over that before, from Gaussian states (line: mean; "
+        "band: from the 5 % "
+        "quantile to the largest). The published optimum (11) is not where any of the three is "
+        "least."
     )
     return [Drawing("quadratics-fig4", caption, figure)]
 

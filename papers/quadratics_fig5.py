@@ -50,14 +50,19 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a7a7a")
 def replicated(base: Problem, copies: int) -> Problem:
     """Every client so many times."""
     hessians, linear = base.records
-    return quadratic(hessians=np.repeat(hessians, copies, axis=0), linear=np.repeat(linear, copies, axis=0))
+    return quadratic(
+        hessians=np.repeat(hessians, copies, axis=0), linear=np.repeat(linear, copies, axis=0)
+    )
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
     """N MSE by simulation and exactly, replicated; exactly for independent clients."""
     base = quadratic(settings["base"], settings["dim"], mu=0.01, smoothness=1.0, seed=3)
     cells = {
-        f"{lr:g}-{h}": memo(f"replicated-{lr:g}-{h}", lambda lr=lr, h=h: _replicated(base, lr, h, settings))  # type: ignore[misc]
+        f"{lr:g}-{h}": memo(
+            f"replicated-{lr:g}-{h}",
+            lambda lr=lr, h=h: _replicated(base, lr, h, settings),  # type: ignore[misc]
+        )
         for lr, h in settings["cells"]
     }
     independent = {
@@ -85,7 +90,9 @@ def _replicated(base: Problem, lr: float, h: int, settings: Settings) -> Data:
         )
         means = np.sum((paths[:, forget:] - problem.optimum()) ** 2, axis=2).mean(axis=1)
         exact = float(np.trace(stationary(problem, lr=lr, local_steps=h, noise=noise).x_covariance))
-        rows.append([n, float(means.mean()), float(means.std(ddof=1) / math.sqrt(len(means))), exact])
+        rows.append(
+            [n, float(means.mean()), float(means.std(ddof=1) / math.sqrt(len(means))), exact]
+        )
     return {"rows": rows}
 
 
@@ -95,8 +102,13 @@ def _independent(lr: float, h: int, settings: Settings) -> Data:
         values = []
         for seed in range(settings["draws"]):
             problem = quadratic(n, settings["iid_dim"], mu=0.01, smoothness=1.0, seed=100 + seed)
-            values.append(n * float(np.trace(stationary(problem, lr=lr, local_steps=h, noise=1.0).x_covariance)))
-        rows.append([n, float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values)))])
+            values.append(
+                n
+                * float(np.trace(stationary(problem, lr=lr, local_steps=h, noise=1.0).x_covariance))
+            )
+        rows.append(
+            [n, float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values)))]
+        )
     return {"rows": rows}
 
 
@@ -109,7 +121,9 @@ def judge(data: Data, settings: Settings) -> list[Check]:
         n, mse, error, exact = np.array(cell["rows"]).T
         slope = float(np.polyfit(np.log(n), np.log(mse), 1)[0])
         made += [
-            between("slope of log MSE against log N, replicated" + where, -1.0, slope, -1.05, -0.95),
+            between(
+                "slope of log MSE against log N, replicated" + where, -1.0, slope, -1.05, -0.95
+            ),
             at_most(
                 "N MSE simulated against exact, largest deviation in standard errors" + where,
                 0.0,
@@ -124,7 +138,9 @@ def judge(data: Data, settings: Settings) -> list[Check]:
                 note="F12: replication divides the covariance by the number of copies, whatever H",
             ),
         ]
-    return made + [_flat(name, cell["rows"], settings) for name, cell in data["independent"].items()]
+    return made + [
+        _flat(name, cell["rows"], settings) for name, cell in data["independent"].items()
+    ]
 
 
 def _flat(name: str, rows: list[list[float]], settings: Settings) -> Check:
@@ -145,7 +161,10 @@ def tables(data: Data) -> list[Table]:
     """N MSE by N."""
     made = []
     for name, cell in data["cells"].items():
-        rows = [[int(n), n * mse, n * error, n * exact, mse / exact] for n, mse, error, exact in cell["rows"]]
+        rows = [
+            [int(n), n * mse, n * error, n * exact, mse / exact]
+            for n, mse, error, exact in cell["rows"]
+        ]
         lr, h = name.split("-")
         head = ["N", "N MSE, simulated", "standard error", "exact", "simulated / exact"]
         made.append(Table(f"Replicated clients, gamma = {lr}, H = {h}", head, rows))
@@ -155,17 +174,30 @@ def tables(data: Data) -> list[Table]:
         for lr, h in [name.split("-")]
     ]
     clients = [f"N = {int(row[0])}" for row in next(iter(data["independent"].values()))["rows"]]
-    made.append(Table("Independent clients: N tr Sigma per unit of noise", ["gamma", "H", *clients], rows))
+    made.append(
+        Table("Independent clients: N tr Sigma per unit of noise", ["gamma", "H", *clients], rows)
+    )
     return made
 
 
 def draw(data: Data) -> list[Drawing]:
     """MSE against N: replicated, independent."""
     figure, (one, two) = plotting.canvas(2)
-    for (name, cell), colour, marker in zip(data["cells"].items(), ("#0072b2", "#d55e00"), "os", strict=False):
+    for (name, cell), colour, marker in zip(
+        data["cells"].items(), ("#0072b2", "#d55e00"), "os", strict=False
+    ):
         lr, h = name.split("-")
         n, mse, error, exact = np.array(cell["rows"]).T
-        one.errorbar(n, mse, 3 * error, color=colour, marker=marker, linestyle="none", markersize=4, capsize=2)
+        one.errorbar(
+            n,
+            mse,
+            3 * error,
+            color=colour,
+            marker=marker,
+            linestyle="none",
+            markersize=4,
+            capsize=2,
+        )
         one.loglog(n, exact, color=colour, linewidth=1, label=rf"$\gamma={lr}$, $H={h}$")
     for i, (name, cell) in enumerate(data["independent"].items()):
         lr, h = name.split("-")
@@ -178,21 +210,36 @@ def draw(data: Data) -> list[Drawing]:
             "linewidth": 1,
         }
         two.errorbar(
-            n * 1.03**i, scaled / scaled.mean(), 2 * error / scaled.mean(), label=rf"$\gamma={lr}$, $H={h}$", **look
+            n * 1.03**i,
+            scaled / scaled.mean(),
+            2 * error / scaled.mean(),
+            label=rf"$\gamma={lr}$, $H={h}$",
+            **look,
         )
     two.axhspan(0.85, 1.15, color=plotting.GREY, alpha=0.12, linewidth=0)
     two.set_xscale("log")
-    two.set(ylim=(0.6, 1.75), xlabel="clients $N$", ylabel=r"$N\,\mathrm{tr}\,\Sigma^\theta$ over its mean")
-    one.set(xlabel="clients $N$", ylabel=r"$E\|\theta-\theta^\star\|^2$", title="replicated clients")
+    two.set(
+        ylim=(0.6, 1.75),
+        xlabel="clients $N$",
+        ylabel=r"$N\,\mathrm{tr}\,\Sigma^\theta$ over its mean",
+    )
+    one.set(
+        xlabel="clients $N$", ylabel=r"$E\|\theta-\theta^\star\|^2$", title="replicated clients"
+    )
     two.set_title("independent clients")
-    for panel, ticks in ((one, n_ticks(data)), (two, np.array(next(iter(data["independent"].values()))["rows"])[:, 0])):
+    for panel, ticks in (
+        (one, n_ticks(data)),
+        (two, np.array(next(iter(data["independent"].values()))["rows"])[:, 0]),
+    ):
         panel.set_xticks(ticks, [f"{int(t)}" for t in ticks])
         panel.minorticks_off()
     one.legend(loc="lower left")
     two.legend(loc="upper right")
     caption = (
-        "Left: stationary error of five clients copied (points: simulated, three standard errors; lines: exact). "
-        "Right: clients drawn independently, N times the variance over its mean, with the band asked for."
+        "Left: stationary error of five clients copied (points: simulated, three standard errors; "
+        "lines: exact). "
+        "Right: clients drawn independently, N times the variance over its mean, with the band "
+        "asked for."
     )
     return [Drawing("quadratics-fig5", caption, figure)]
 
@@ -214,7 +261,9 @@ CLAIM = Claim(
     draw,
     {"quick": 12, "full": 120},
     lambda data: [
-        "000.11: replicated clients give an exact 1/N for any correct implementation, at any H and any heterogeneity "
-        "(F12, to 1e-6 above), so the figure supports no conjecture. Independent clients are run beside them."
+        "000.11: replicated clients give an exact 1/N for any correct implementation, at any H and "
+        "any heterogeneity "
+        "(F12, to 1e-6 above), so the figure supports no conjecture. Independent clients are run "
+        "beside them."
     ],
 )

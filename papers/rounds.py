@@ -1,4 +1,7 @@
-"""What Tables 3 to 5 of 004 share: the sizes they are run in, and how rounds to a target are told and compared."""
+"""What Tables 3 to 5 of 004 share.
+
+The sizes they are run in, and how rounds to a target are told and compared.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ QUICK = {
     "seeds": [0, 1, 2, 3, 4],
     "at_once": 5,
 }
-EMNIST = {  # what the quick size runs where EMNIST is there: a sixth of its records, the paper's targets
+# what the quick size runs where EMNIST is there: a sixth of its records, the paper's targets
+EMNIST = {
     "dataset": "emnist",
     "records": 20_000,
     "validation": 2000,
@@ -61,7 +65,9 @@ def told(rounds: float, most: int) -> str:
 def spread(cell: Data, most: int) -> str:
     """The median of a cell, and the range over its seeds."""
     found = [run["reached"] for run in cell["runs"] if run["reached"] is not None]
-    return told(median(cell), most) + (f" ({min(found)}-{max(found)})" if len(set(found)) > 1 else "")
+    return told(median(cell), most) + (
+        f" ({min(found)}-{max(found)})" if len(set(found)) > 1 else ""
+    )
 
 
 def over(first: float, second: float) -> float | None:
@@ -74,7 +80,9 @@ def over(first: float, second: float) -> float | None:
 
 
 def edges(cells: Sequence[Data]) -> str:
-    """Which cells' best step size is the first or the last of the grid: a better one may lie beyond.
+    """Which cells' best step size is the first or the last of the grid.
+
+    A better one may lie beyond.
 
     >>> edges([{"method": "sgd", "epochs": 1, "similarity": 0, "edge": True}])
     ' Best step size at the end of the grid: sgd 1 epochs 0 %.'
@@ -91,8 +99,13 @@ def reached(cell: Data) -> list[float]:
 def no_slower(pairs: Sequence[tuple[Data, Data]], slack: float, ties: bool) -> bool | None:
     """Whether in every pair the first cell's median is no larger than the second's, but for a share and two rounds.
 
-    With `ties`, a pair whose seeds overlap decides nothing against it: None, where no other pair fails.
+    With `ties`, a pair whose seeds overlap decides nothing against it: None, where no other pair
+    fails.
     """
-    wrong = [(a, b) for a, b in pairs if not median(a) <= median(b) + (max(2, slack * median(b)) if slack else 0)]
+    wrong = [
+        (a, b)
+        for a, b in pairs
+        if not median(a) <= median(b) + (max(2, slack * median(b)) if slack else 0)
+    ]
     clear = [(a, b) for a, b in wrong if not ties or min(reached(a)) > max(reached(b))]
     return False if clear else None if wrong else True

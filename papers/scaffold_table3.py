@@ -21,7 +21,11 @@ SIZES: dict[str, Settings] = {
     "quick": QUICK
     | {
         "similarities": [0, 10, 100],
-        "rows": [["sgd", 1], *([name, e] for name in ("scaffold", "fedavg") for e in (1, 5, 20)), ["fedprox", 5]],
+        "rows": [
+            ["sgd", 1],
+            *([name, e] for name in ("scaffold", "fedavg") for e in (1, 5, 20)),
+            ["fedprox", 5],
+        ],
         "target": 0.9,
         "rounds": 150,
         "ties": True,
@@ -70,13 +74,21 @@ def judge(data: Data, settings: Settings) -> list[Check]:
     def row(name: str, similarity: int) -> list[Data]:
         return [cells[name, e, similarity] for e in epochs]
 
-    def check(statement: str, name: str, similarity: int, criterion: str, pairs: Sequence[tuple[Data, Data]]) -> Check:
+    def check(
+        statement: str,
+        name: str,
+        similarity: int,
+        criterion: str,
+        pairs: Sequence[tuple[Data, Data]],
+    ) -> Check:
         column = (0, 10, 100).index(similarity)
         published = ", ".join(told(PUBLISHED[name, e][column], 1000) for e in epochs)
         measured = ", ".join(told(median(cell), most) for cell in row(name, similarity))
         passed = no_slower(pairs, 0.0, ties)
         note = TIED if passed is None else ""
-        return Check(statement, published, measured, criterion, passed, note=note, source="published")
+        return Check(
+            statement, published, measured, criterion, passed, note=note, source="published"
+        )
 
     base = told(median(sgd), most)
     fedavg = row("fedavg", unlike)
@@ -89,7 +101,13 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             "at most SGD's",
             [(cell, sgd) for cell in row("scaffold", unlike)],
         ),
-        check("0 %: FedAvg gets worse with more epochs", "fedavg", 0, "non-decreasing", list(pairwise(fedavg))),
+        check(
+            "0 %: FedAvg gets worse with more epochs",
+            "fedavg",
+            0,
+            "non-decreasing",
+            list(pairwise(fedavg)),
+        ),
         check(
             f"0 %: FedAvg no faster than SGD from 5 epochs on (SGD: {base})",
             "fedavg",
@@ -113,7 +131,9 @@ def _small(cells: Sequence[Data], most: int) -> list[Check]:
     """The row of SGD with a small step, where it was run."""
     if not cells:
         return []
-    published = ", ".join(told(PUBLISHED["sgd", 1][(0, 10, 100).index(c["similarity"])], 1000) for c in cells)
+    published = ", ".join(
+        told(PUBLISHED["sgd", 1][(0, 10, 100).index(c["similarity"])], 1000) for c in cells
+    )
     found = [median(cell) for cell in cells]
     return [
         holds(
@@ -135,25 +155,34 @@ def _words(data: Data) -> list[str]:
         '004.5: "SCAFFOLD is the fastest across all parameters" and "FedAvg always slower" are contradicted by the '
         'published table itself (100 %, 10 epochs: FedAvg 6, SCAFFOLD 7; ties elsewhere); "more than 5 epochs" makes '
         "FedAvg slower than SGD: at 5 it already is, 428 against 317.",
-        "Not given in the paper: which EMNIST and how many records, the grid of step sizes, the seeds, regularisation.",
+        "Not given in the paper: which EMNIST and how many records, the grid of step sizes, the "
+        "seeds, regularisation.",
     ]
     if data["fixed"]:
         small, tuned = data["fixed"], [c for c in data["cells"] if c["method"] == "sgd"]
-        with_small, with_tuned = (", ".join(told(median(c), data["rounds"]) for c in row) for row in (small, tuned))
+        with_small, with_tuned = (
+            ", ".join(told(median(c), data["rounds"]) for c in row) for row in (small, tuned)
+        )
         made.append(
-            f"Published rounds of SGD by similarity: 317, 365, 416. With a step of {small[0]['lr']:g} we find "
+            f"Published rounds of SGD by similarity: 317, 365, 416. With a step of "
+            f"{small[0]['lr']:g} we find "
             f"{with_small}; with a step tuned on a wide grid {with_tuned}."
         )
-        if max(map(median, small)) < 1.5 * min(map(median, small)) and min(map(median, small)) > max(
-            map(median, tuned)
-        ):
-            made[-1] += " The published row is like that of a small step: its speed-ups are not over SGD at its best."
+        if max(map(median, small)) < 1.5 * min(map(median, small)) and min(
+            map(median, small)
+        ) > max(map(median, tuned)):
+            made[-1] += (
+                " The published row is like that of a small step: its speed-ups are not over SGD "
+                "at its best."
+            )
     return made
 
 
 def _everywhere(cells: dict[tuple[str, int, int], Data], ties: bool) -> list[Check]:
     """What must hold in every cell."""
-    pairs = [(cell, cells["fedavg", e, s]) for (name, e, s), cell in cells.items() if name == "scaffold"]
+    pairs = [
+        (cell, cells["fedavg", e, s]) for (name, e, s), cell in cells.items() if name == "scaffold"
+    ]
     slow = [
         (cells[other, e, s], cell)
         for (name, e, s), cell in cells.items()
@@ -220,12 +249,35 @@ def _table(similarity: int, cells: Sequence[Data], note: str) -> Table:
     rows: list[list[Any]] = []
     for cell in cells:
         known, found = PUBLISHED[cell["method"], cell["epochs"]][column], median(cell)
-        label, most = plotting.METHODS[cell["method"]].label, max(run["rounds"] for run in cell["runs"])
-        gains = base / known if math.isfinite(known) else f"below {base / 1000:.2g}", over(mine, found)
-        rows.append(
-            [label, cell["epochs"], told(known, 1000), spread(cell, most), over(found, known), *gains, cell["lr"]]
+        label, most = (
+            plotting.METHODS[cell["method"]].label,
+            max(run["rounds"] for run in cell["runs"]),
         )
-    head = ["method", "epochs", "published", "median (seeds)", "ratio", "speed-up on SGD, published", "measured", "lr"]
+        gains = (
+            base / known if math.isfinite(known) else f"below {base / 1000:.2g}",
+            over(mine, found),
+        )
+        rows.append(
+            [
+                label,
+                cell["epochs"],
+                told(known, 1000),
+                spread(cell, most),
+                over(found, known),
+                *gains,
+                cell["lr"],
+            ]
+        )
+    head = [
+        "method",
+        "epochs",
+        "published",
+        "median (seeds)",
+        "ratio",
+        "speed-up on SGD, published",
+        "measured",
+        "lr",
+    ]
     return Table(f"Rounds to the target accuracy, similarity {similarity} %", head, rows, note)
 
 
@@ -240,7 +292,11 @@ def draw(data: Data) -> list[Drawing]:
         panel.axhline(min(at["sgd", 1, s], 1.5 * most), **plotting.METHODS["sgd"].line())
         for name in METHODS:
             epochs = sorted(e for other, e, t in at if other == name and t == s)
-            panel.plot(epochs, [min(at[name, e, s], 1.5 * most) for e in epochs], **plotting.METHODS[name].points())
+            panel.plot(
+                epochs,
+                [min(at[name, e, s], 1.5 * most) for e in epochs],
+                **plotting.METHODS[name].points(),
+            )
         if missed:
             panel.axhline(most, color=plotting.GREY, linewidth=0.6)
         panel.set(title=f"similarity {s} %", xlabel="local epochs", xscale="log", yscale="log")
@@ -259,7 +315,8 @@ CLAIM = Claim(
     "scaffold-table3",
     "Rounds to accuracy, by epochs and similarity",
     "004 Table 3",
-    "SCAFFOLD is the fastest and gains from more epochs; FedAvg is slower than SGD on unlike clients; FedProx is "
+    "SCAFFOLD is the fastest and gains from more epochs; FedAvg is slower than SGD on unlike "
+    "clients; FedProx is "
     "slower than FedAvg.",
     SIZES,
     measure,

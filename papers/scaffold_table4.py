@@ -50,7 +50,9 @@ def cells_of(data: Data) -> dict[tuple[str, int, int], Data]:
     return {(c["method"], c["similarity"], c["cohort"]): c for c in data["cells"]}
 
 
-def slow_down(cells: dict[tuple[str, int, int], Data], name: str, similarity: int, cohort: int) -> float:
+def slow_down(
+    cells: dict[tuple[str, int, int], Data], name: str, similarity: int, cohort: int
+) -> float:
     """Rounds against those with 20 clients; infinite where one of the two was not reached."""
     one, base = median(cells[name, similarity, cohort]), median(cells[name, similarity, 20])
     return one / base if math.isfinite(base) else math.inf
@@ -64,7 +66,11 @@ def judge(data: Data, settings: Settings) -> list[Check]:
         for s in settings["similarities"]:
             base = median(cells[name, s, 20])
             # a cell that never reached the target is slower than the number of rounds it was given
-            slow = slow_down(cells, name, s, 1) if math.isfinite(median(cells[name, s, 1])) else math.inf
+            slow = (
+                slow_down(cells, name, s, 1)
+                if math.isfinite(median(cells[name, s, 1]))
+                else math.inf
+            )
             known = PUBLISHED[name, s][1] / PUBLISHED[name, s][20]
             label = plotting.METHODS[name].label
             beyond = not math.isfinite(slow) and most < 20 * base
@@ -82,7 +88,9 @@ def judge(data: Data, settings: Settings) -> list[Check]:
                 )
             )
     pairs = [
-        (cells["scaffold", s, k], cells["fedavg", s, k]) for s in settings["similarities"] for k in settings["cohorts"]
+        (cells["scaffold", s, k], cells["fedavg", s, k])
+        for s in settings["similarities"]
+        for k in settings["cohorts"]
     ]
     near = no_slower(pairs, 0.2, bool(settings.get("ties")))
     counted = f"{sum(no_slower([pair], 0.2, False) is True for pair in pairs)} of {len(pairs)}"
@@ -163,7 +171,11 @@ def draw(data: Data) -> list[Drawing]:
     figure, panels = plotting.canvas(len(similarities))
     for panel, s in zip(panels, similarities, strict=True):
         for name in ("scaffold", "fedavg"):
-            panel.loglog(cohorts, [median(cells[name, s, k]) for k in cohorts], **plotting.METHODS[name].points())
+            panel.loglog(
+                cohorts,
+                [median(cells[name, s, k]) for k in cohorts],
+                **plotting.METHODS[name].points(),
+            )
         reference = median(cells["scaffold", s, 20])
         panel.loglog(
             cohorts,
@@ -173,12 +185,17 @@ def draw(data: Data) -> list[Drawing]:
             linewidth=1,
             label="in proportion",
         )
-        panel.set(title=f"similarity {s} %", xlabel="clients a round", ylabel=f"rounds to {data['target']:g}")
+        panel.set(
+            title=f"similarity {s} %",
+            xlabel="clients a round",
+            ylabel=f"rounds to {data['target']:g}",
+        )
         panel.set_xticks(cohorts, [str(k) for k in cohorts])
         panel.minorticks_off()
         panel.legend(loc="upper right")
     caption = (
-        f"Median rounds to a test accuracy of {data['target']:g} ({data['dataset']}, 5 epochs) against the cohort."
+        f"Median rounds to a test accuracy of {data['target']:g} "
+        f"({data['dataset']}, 5 epochs) against the cohort."
     )
     return [Drawing("scaffold-table4", caption, figure)]
 
@@ -187,7 +204,8 @@ CLAIM = Claim(
     "scaffold-table4",
     "Rounds to accuracy with fewer clients a round",
     "004 Table 4",
-    "Sampling fewer clients slows SCAFFOLD down less than in proportion, and less with similar clients; FedAvg is "
+    "Sampling fewer clients slows SCAFFOLD down less than in proportion, and less with similar "
+    "clients; FedAvg is "
     "slower throughout.",
     SIZES,
     measure,

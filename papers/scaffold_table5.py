@@ -13,7 +13,11 @@ from papers.rounds import EMNIST, FULL, QUICK, edges
 
 __all__ = ["CLAIM"]
 
-SAME: dict[str, Any] = {"similarities": [0, 10], "rows": [["sgd", 1], ["fedavg", 5], ["scaffold", 5]], "target": None}
+SAME: dict[str, Any] = {
+    "similarities": [0, 10],
+    "rows": [["sgd", 1], ["fedavg", 5], ["scaffold", 5]],
+    "target": None,
+}
 SIZES: dict[str, Settings] = {
     "quick": QUICK
     | SAME
@@ -29,7 +33,13 @@ SIZES: dict[str, Settings] = {
         "tune_most": 40,
         "ties": True,
         "with_emnist": EMNIST
-        | {"hidden": 50, "rounds": 60, "sgd_grid": [0.3, 1.0, 3.0], "tune_most": 20, "tune_least": 20},
+        | {
+            "hidden": 50,
+            "rounds": 60,
+            "sgd_grid": [0.3, 1.0, 3.0],
+            "tune_most": 20,
+            "tune_least": 20,
+        },
     },
     "full": FULL
     | SAME
@@ -55,11 +65,15 @@ TIED = "the seeds overlap: a tie, to be decided by --full"
 
 def best(data: Data) -> dict[tuple[str, int], list[float]]:
     """Best accuracy of every seed, by method and similarity."""
-    return {(c["method"], c["similarity"]): [run["best"] for run in c["runs"]] for c in data["cells"]}
+    return {
+        (c["method"], c["similarity"]): [run["best"] for run in c["runs"]] for c in data["cells"]
+    }
 
 
 def above(first: list[float], second: list[float], ties: bool) -> bool | None:
-    """Whether the first median is above the second; with `ties`, None where it is not but the seeds overlap.
+    """Whether the first median is above the second.
+
+    With `ties`, None where it is not but the seeds overlap.
 
     >>> above([0.8, 0.9], [0.5, 0.6], False), above([0.6, 0.7], [0.6, 0.9], True), above([0.1], [0.9], True)
     (True, None, False)
@@ -102,11 +116,20 @@ def tables(data: Data) -> list[Table]:
         found = [run["best"] for run in cell["runs"]]
         known, mine = PUBLISHED[name, s], float(np.median(found))
         spread = f"{min(found):.3f} to {max(found):.3f}"
-        rows.append([plotting.METHODS[name].label, s, known, mine, spread, mine / known, cell["lr"]])
+        rows.append(
+            [plotting.METHODS[name].label, s, known, mine, spread, mine / known, cell["lr"]]
+        )
     head = ["method", "similarity %", "published", "median", "over seeds", "ratio", "lr"]
     note = f"Data: {data['dataset']}. Published: EMNIST, 1,000 rounds; the width of the network is not given."
     note += edges(data["cells"])
-    return [Table("Best test accuracy of the two-layer network, 5 epochs, 20 % of the clients", head, rows, note)]
+    return [
+        Table(
+            "Best test accuracy of the two-layer network, 5 epochs, 20 % of the clients",
+            head,
+            rows,
+            note,
+        )
+    ]
 
 
 def draw(data: Data) -> list[Drawing]:
@@ -120,7 +143,14 @@ def draw(data: Data) -> list[Drawing]:
             curves = np.array([run["accuracy"][:shared] for run in cell["runs"]])
             rounds = cell["runs"][0]["at"][:shared]
             panel.plot(rounds, np.median(curves, axis=0), **pen.line())
-            panel.fill_between(rounds, curves.min(axis=0), curves.max(axis=0), color=pen.color, alpha=0.15, linewidth=0)
+            panel.fill_between(
+                rounds,
+                curves.min(axis=0),
+                curves.max(axis=0),
+                color=pen.color,
+                alpha=0.15,
+                linewidth=0,
+            )
         panel.set(title=f"similarity {s} %", xlabel="rounds", ylabel="test accuracy", ylim=(0, 1))
         panel.legend(loc="lower right")
     caption = f"Test accuracy by round ({data['dataset']}): median over seeds, and all of them."
@@ -131,7 +161,8 @@ CLAIM = Claim(
     "scaffold-table5",
     "Best accuracy of the two-layer network",
     "004 Table 5",
-    "SCAFFOLD has the best accuracy, FedAvg the second, SGD the last; the local methods gain from similarity.",
+    "SCAFFOLD has the best accuracy, FedAvg the second, SGD the last; the local methods gain from "
+    "similarity.",
     SIZES,
     measure,
     judge,

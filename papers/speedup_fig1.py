@@ -58,8 +58,13 @@ def measure(settings: Settings, memo: Memo) -> Data:
     for kind in ("linear", "logistic"):
         whole = cache(partial(_whole, kind, settings))  # made only where a cell is not kept yet
         for n in settings["clients"]:
-            for one, seeds in ((scaffold(), settings["seeds"]), (fedavg(), settings["seeds_fedavg"])):
-                make = partial(cell, whole, n, one, seeds[str(n)], settings["rounds"][kind], settings)
+            for one, seeds in (
+                (scaffold(), settings["seeds"]),
+                (fedavg(), settings["seeds_fedavg"]),
+            ):
+                make = partial(
+                    cell, whole, n, one, seeds[str(n)], settings["rounds"][kind], settings
+                )
                 about = {"kind": kind, "clients": n, "algorithm": one.name}
                 cells.append(memo(f"{kind}-{n}-{one.name}", make) | about)
     return {"cells": cells}
@@ -67,11 +72,18 @@ def measure(settings: Settings, memo: Memo) -> Data:
 
 def _whole(kind: str, settings: Settings) -> Problem:
     """The largest population: the smaller ones are parts of it."""
-    return two_datasets(kind, max(settings["clients"]), records=settings["records"], l2=settings["l2"], seed=0)
+    return two_datasets(
+        kind, max(settings["clients"]), records=settings["records"], l2=settings["l2"], seed=0
+    )
 
 
 def cell(
-    whole: Callable[[], Problem], clients: int, algorithm: Any, seeds: int, rounds: int, settings: Settings
+    whole: Callable[[], Problem],
+    clients: int,
+    algorithm: Any,
+    seeds: int,
+    rounds: int,
+    settings: Settings,
 ) -> Data:
     """One problem, one method."""
     problem = nested(whole(), clients)
@@ -100,7 +112,10 @@ def cell(
 
 
 def _bias(ends: Floats) -> float | None:
-    """|E x - x*|^2, free of the noise of the mean: the mean of <x_a - x*, x_b - x*> over pairs of runs."""
+    """|E x - x*|^2, free of the noise of the mean.
+
+    The mean of <x_a - x*, x_b - x*> over pairs of runs.
+    """
     gram = ends @ ends.T
     n = len(ends)
     if n < 2:
@@ -110,7 +125,9 @@ def _bias(ends: Floats) -> float | None:
 
 def table_of(data: Data, kind: str, algorithm: str) -> dict[int, Data]:
     """The cells of one method, by the number of clients."""
-    return {c["clients"]: c for c in data["cells"] if c["kind"] == kind and c["algorithm"] == algorithm}
+    return {
+        c["clients"]: c for c in data["cells"] if c["kind"] == kind and c["algorithm"] == algorithm
+    }
 
 
 def judge(data: Data, settings: Settings) -> list[Check]:
@@ -119,8 +136,16 @@ def judge(data: Data, settings: Settings) -> list[Check]:
     sizes = sorted(line)
     slope = float(np.polyfit(np.log(sizes), np.log([line[n]["mse"] for n in sizes]), 1)[0])
     made = [
-        between(f"linear: slope of log plateau against log N, N up to {sizes[-1]:,}", -1.0, slope, -1.05, -0.95),
-        between("logistic: MSE(100) / MSE(10)", 0.1, curve[100]["mse"] / curve[10]["mse"], 0.08, 0.2),
+        between(
+            f"linear: slope of log plateau against log N, N up to {sizes[-1]:,}",
+            -1.0,
+            slope,
+            -1.05,
+            -0.95,
+        ),
+        between(
+            "logistic: MSE(100) / MSE(10)", 0.1, curve[100]["mse"] / curve[10]["mse"], 0.08, 0.2
+        ),
     ]
     made += _saturation(curve)
     worst = max(
@@ -128,12 +153,26 @@ def judge(data: Data, settings: Settings) -> list[Check]:
         for kind in ("linear", "logistic")
         for n in sizes
     )
-    made.append(holds("SCAFFOLD's plateau over FedAvg's, largest cell", "below 1", worst, "below 1", worst < 1))
+    made.append(
+        holds(
+            "SCAFFOLD's plateau over FedAvg's, largest cell", "below 1", worst, "below 1", worst < 1
+        )
+    )
     ran = f"N = {sizes[-1]:,}"
     if sizes[-1] < 10_000:
-        made.append(undecided("N = 10,000 runs", "runs", "both problems, both methods", "needs --full"))
+        made.append(
+            undecided("N = 10,000 runs", "runs", "both problems, both methods", "needs --full")
+        )
     else:
-        made.append(holds("N = 10,000 runs", "runs", ran, "both problems, both methods", len(data["cells"]) == 16))
+        made.append(
+            holds(
+                "N = 10,000 runs",
+                "runs",
+                ran,
+                "both problems, both methods",
+                len(data["cells"]) == 16,
+            )
+        )
     return made
 
 
@@ -151,23 +190,42 @@ def _saturation(curve: dict[int, Data]) -> list[Check]:
         ]
     return [
         _constant(constant, {n: curve[n] for n in sizes if n <= 1000}),
-        between(flat + ": N = 10,000 over N = 1,000", 1.0, curve[10_000]["bias"] / curve[1000]["bias"], 0.8, 1.25),
+        between(
+            flat + ": N = 10,000 over N = 1,000",
+            1.0,
+            curve[10_000]["bias"] / curve[1000]["bias"],
+            0.8,
+            1.25,
+        ),
         at_least(falls, 1.0, curve[10_000]["mse"] / curve[1000]["mse"], 0.5),
     ]
 
 
 def _constant(words: str, curve: dict[int, Data]) -> Check:
-    """N Var by the variance over seeds at the last round: |x - x*|^2 less the bias squared of the same models.
+    """N Var by the variance over seeds at the last round.
 
-    A variance in d dimensions over n runs is uncertain by sqrt(2 / (d (n - 1))) of itself, or by more where the
-    dimensions are not alike; nothing is decided where that is over half of what is asked.
+    |x - x*|^2 less the bias squared of the same models.
+
+    A variance in d dimensions over n runs is uncertain by sqrt(2 / (d (n - 1))) of itself, or by
+    more where the dimensions are not alike; nothing is decided where that is over half of what is
+    asked.
     """
     scaled = np.array([n * (c["curve"][-1] - c["bias"]) for n, c in curve.items()])
     uncertain = [math.sqrt(2 / (FEATURES * (c["seeds"] - 1))) for c in curve.values()]
     off = float(np.abs(scaled / scaled.mean() - 1).max())
     note = "standard errors at least " + ", ".join(f"{100 * e:.1f} %" for e in uncertain)
-    one = at_most(words + ": largest relative deviation from its mean, N up to 1,000", 0.0, off, 0.1, note=note)
-    return one if max(uncertain) <= 0.05 else one._replace(passed=None, note=note + ": too few seeds to decide")
+    one = at_most(
+        words + ": largest relative deviation from its mean, N up to 1,000",
+        0.0,
+        off,
+        0.1,
+        note=note,
+    )
+    return (
+        one
+        if max(uncertain) <= 0.05
+        else one._replace(passed=None, note=note + ": too few seeds to decide")
+    )
 
 
 def tables(data: Data) -> list[Table]:
@@ -188,7 +246,8 @@ def tables(data: Data) -> list[Table]:
         )
     head = ["problem", "N", "method", "MSE", "s.e.", "N MSE", "bias squared", "seeds"]
     note = (
-        "Mean of |x - x*|^2 over the last 25 rounds (10 in the full size), from zero. Bias squared: mean over pairs of "
+        "Mean of |x - x*|^2 over the last 25 rounds (10 in the full size), from zero. Bias "
+        "squared: mean over pairs of "
         "seeds of the inner product of their errors at the end."
     )
     return [Table("Plateaus", head, rows, note)]
@@ -205,18 +264,28 @@ def draw(data: Data) -> list[Drawing]:
         t, mean, spread = np.arange(len(c["curve"])), c["curve"], c["spread"]
         panel.semilogy(t, mean, color=colours[c["clients"]], label=f"$N={c['clients']}$")
         panel.fill_between(
-            t, np.maximum(mean - spread, mean / 10), mean + spread, color=colours[c["clients"]], alpha=0.25, linewidth=0
+            t,
+            np.maximum(mean - spread, mean / 10),
+            mean + spread,
+            color=colours[c["clients"]],
+            alpha=0.25,
+            linewidth=0,
         )
     low = min(c["mse"] for c in data["cells"]) / 4
     high = max(float(c["curve"].max()) for c in data["cells"]) * 2
     for panel, (kind, name) in zip(panels, order, strict=True):
-        panel.set(title=f"{kind}, {plotting.METHODS[name].label}", xlabel="rounds $t$", ylim=(low, high))
+        panel.set(
+            title=f"{kind}, {plotting.METHODS[name].label}", xlabel="rounds $t$", ylim=(low, high)
+        )
         if panel is not panels[0]:
             panel.tick_params(labelleft=False)
     panels[0].set_ylabel(r"$\|\theta^t-\theta^\star\|^2$")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(sizes))
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(sizes)
+    )
     caption = (
-        "Mean over runs and one deviation. Linear regression: the plateau falls as 1/N. Logistic regression: until the "
+        "Mean over runs and one deviation. Linear regression: the plateau falls as 1/N. Logistic "
+        "regression: until the "
         "bias that no number of clients removes."
     )
     return [Drawing("speedup-fig1", caption, figure)]
@@ -226,7 +295,8 @@ CLAIM = Claim(
     "speedup-fig1",
     "Linear speed-up with stochastic gradients",
     "002 Figure 1",
-    "SCAFFOLD is better than FedAvg everywhere; its plateau falls with N: to 10,000 clients for linear regression, and "
+    "SCAFFOLD is better than FedAvg everywhere; its plateau falls with N: to 10,000 clients for "
+    "linear regression, and "
     "saturating between 1,000 and 10,000 for logistic regression.",
     SIZES,
     measure,
@@ -235,8 +305,10 @@ CLAIM = Claim(
     draw,
     {"quick": 20, "full": 4000},
     lambda data: [
-        "002.12: the experiment runs at gamma H (L + mu) of about 10 on linear regression, ten times beyond the "
-        "condition of the paper's own theorems. Its regularisation and the scale of the responses are not given: l2 = "
+        "002.12: the experiment runs at gamma H (L + mu) of about 10 on linear regression, ten "
+        "times beyond the "
+        "condition of the paper's own theorems. Its regularisation and the scale of the responses "
+        "are not given: l2 = "
         "0.01 and y / 100 here."
     ],
 )

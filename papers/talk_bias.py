@@ -54,7 +54,10 @@ def two_hospitals() -> Problem:
 
 
 def converged(problem: Problem, lrs: list[float], steps: int, rounds: int) -> list[Floats]:
-    """Where FedAvg ends without noise, for every step size, less the optimum: one sweep of the engine."""
+    """Where FedAvg ends without noise, for every step size, less the optimum.
+
+    One sweep of the engine.
+    """
     found = sweep(
         fedavg(),
         problem,
@@ -79,21 +82,31 @@ def slope(x: list[float], y: list[float]) -> float:
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """Bias on the logistic problem by the engine; on quadratics in closed form; clouds exact in law."""
+    """Bias on the logistic problem by the engine; on quadratics in closed form.
+
+    Clouds exact in law.
+    """
     smooth, plane = two_hospitals(), two_clients()
     lrs, steps = list(settings["lrs"]), settings["steps"]
     measured = [float(np.linalg.norm(v)) for v in converged(smooth, lrs, steps, settings["rounds"])]
-    formula = [float(np.linalg.norm(expand(smooth, lr=lr, local_steps=steps).fedavg_bias)) for lr in lrs]
+    formula = [
+        float(np.linalg.norm(expand(smooth, lr=lr, local_steps=steps).fedavg_bias)) for lr in lrs
+    ]
     tiny = settings["small_lr"]
     by_steps = [
-        float(np.linalg.norm(bias(plane, lr=tiny, local_steps=h, algorithm=fedavg()))) for h in settings["all_steps"]
+        float(np.linalg.norm(bias(plane, lr=tiny, local_steps=h, algorithm=fedavg())))
+        for h in settings["all_steps"]
     ]
     cloud = settings["cloud"]
     made = {one.name: _cloud(plane, one, cloud) for one in (fedavg(), scaffold())}
     ratios = []
     for lr in SMALL:
         traces = [
-            float(np.trace(stationary(plane, lr=lr, local_steps=10, noise=0.05, algorithm=one).x_covariance))
+            float(
+                np.trace(
+                    stationary(plane, lr=lr, local_steps=10, noise=0.05, algorithm=one).x_covariance
+                )
+            )
             for one in (scaffold(), fedavg())
         ]
         ratios.append([lr, traces[0] / traces[1]])
@@ -139,9 +152,15 @@ def judge(data: Data, settings: Settings) -> list[Check]:
     ratio = data["ratios"][-1][1]
     away = [abs(r - 1) for _, r in data["ratios"]]
     return [
-        between("order of FedAvg's bias in gamma (logistic regression, engine)", 1.0, order, 0.95, 1.05),
         between(
-            "bias over F19's formula at the smallest gamma", 1.0, data["measured"][-1] / data["formula"][-1], 0.95, 1.05
+            "order of FedAvg's bias in gamma (logistic regression, engine)", 1.0, order, 0.95, 1.05
+        ),
+        between(
+            "bias over F19's formula at the smallest gamma",
+            1.0,
+            data["measured"][-1] / data["formula"][-1],
+            0.95,
+            1.05,
         ),
         at_most(
             "bias over (H - 1): largest relative difference over H, small gamma",
@@ -150,7 +169,10 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             0.05,
         ),
         at_most(
-            "SCAFFOLD's mean against the optimum, in standard errors", 0.0, data["clouds"]["scaffold"]["score"], 3.0
+            "SCAFFOLD's mean against the optimum, in standard errors",
+            0.0,
+            data["clouds"]["scaffold"]["score"],
+            3.0,
         ),
         at_least(
             "FedAvg's mean is away from the optimum, in standard errors",
@@ -164,8 +186,20 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             data["clouds"]["fedavg"]["from_theory"],
             3.0,
         ),
-        between("variance of SCAFFOLD over that of FedAvg, H = 10, gamma = 0.001", 1.0, ratio, 0.99, 1.01),
-        between("order in gamma in which that ratio tends to 1", 1.0, slope(list(SMALL[-3:]), away[-3:]), 0.9, 1.1),
+        between(
+            "variance of SCAFFOLD over that of FedAvg, H = 10, gamma = 0.001",
+            1.0,
+            ratio,
+            0.99,
+            1.01,
+        ),
+        between(
+            "order in gamma in which that ratio tends to 1",
+            1.0,
+            slope(list(SMALL[-3:]), away[-3:]),
+            0.9,
+            1.1,
+        ),
     ]
 
 
@@ -177,9 +211,15 @@ def tables(data: Data) -> list[Table]:
     ]
     by_h = [[h, b, b / (h - 1)] for h, b in zip(data["all_steps"], data["by_steps"], strict=True)]
     return [
-        Table("FedAvg's bias on logistic regression, H = 5", ["gamma", "formula F19", "measured", "ratio"], by_lr),
+        Table(
+            "FedAvg's bias on logistic regression, H = 5",
+            ["gamma", "formula F19", "measured", "ratio"],
+            by_lr,
+        ),
         Table("FedAvg's bias on quadratics, gamma = 1e-4", ["H", "bias", "bias / (H - 1)"], by_h),
-        Table("Variance of SCAFFOLD over that of FedAvg, H = 10", ["gamma", "ratio"], data["ratios"]),
+        Table(
+            "Variance of SCAFFOLD over that of FedAvg, H = 10", ["gamma", "ratio"], data["ratios"]
+        ),
     ]
 
 
@@ -187,11 +227,23 @@ def draw(data: Data) -> list[Drawing]:
     """Bias against gamma, against H, and the clouds."""
     figure, panels = plotting.canvas(3, wide=0.95, high=1.05)
     pen = plotting.METHODS
-    panels[0].loglog(data["lrs"], data["measured"], **pen["fedavg"].points(linestyle="none", label="measured"))
-    panels[0].loglog(data["lrs"], data["formula"], color="black", linewidth=1, label="first order, F19")
-    panels[0].set(xlabel=r"step size $\gamma$", ylabel="FedAvg's bias", title="logistic regression, $H=5$")
-    panels[1].plot(data["all_steps"], np.array(data["by_steps"]) * 1e3, **pen["fedavg"].points(label="FedAvg"))
-    panels[1].set(xlabel="local steps $H$", ylabel=r"bias $\times 10^{3}$", title=r"quadratics, $\gamma=10^{-4}$")
+    panels[0].loglog(
+        data["lrs"], data["measured"], **pen["fedavg"].points(linestyle="none", label="measured")
+    )
+    panels[0].loglog(
+        data["lrs"], data["formula"], color="black", linewidth=1, label="first order, F19"
+    )
+    panels[0].set(
+        xlabel=r"step size $\gamma$", ylabel="FedAvg's bias", title="logistic regression, $H=5$"
+    )
+    panels[1].plot(
+        data["all_steps"], np.array(data["by_steps"]) * 1e3, **pen["fedavg"].points(label="FedAvg")
+    )
+    panels[1].set(
+        xlabel="local steps $H$",
+        ylabel=r"bias $\times 10^{3}$",
+        title=r"quadratics, $\gamma=10^{-4}$",
+    )
     panels[1].set_xlim(0)
     panels[1].set_ylim(0)
     for name in ("fedavg", "scaffold"):
@@ -209,17 +261,26 @@ def draw(data: Data) -> list[Drawing]:
             rasterized=True,
         )
     panels[2].plot(
-        *data["optimum"], marker="*", markersize=11, color="black", linestyle="none", label=r"$\theta^\star$"
+        *data["optimum"],
+        marker="*",
+        markersize=11,
+        color="black",
+        linestyle="none",
+        label=r"$\theta^\star$",
     )
-    panels[2].set(xlabel=r"$\theta_1$", ylabel=r"$\theta_2$", title=r"stationary clouds, $\gamma=0.1$, $H=10$")
+    panels[2].set(
+        xlabel=r"$\theta_1$", ylabel=r"$\theta_2$", title=r"stationary clouds, $\gamma=0.1$, $H=10$"
+    )
     panels[0].set_xticks(data["lrs"], [f"{lr:g}" for lr in data["lrs"]])
     panels[0].set_yticks([0.005, 0.01, 0.02], ["0.005", "0.01", "0.02"])
     panels[0].minorticks_off()
     panels[0].legend(loc="upper left")
     panels[2].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), markerscale=1.2)
     caption = (
-        "FedAvg's bias is of first order in gamma (left, measured against the formula) and proportional to H - 1 "
-        "(middle); under noise FedAvg's cloud lies beside the optimum, SCAFFOLD's around it (right)."
+        "FedAvg's bias is of first order in gamma (left, measured against the formula) and "
+        "proportional to H - 1 "
+        "(middle); under noise FedAvg's cloud lies beside the optimum, SCAFFOLD's around it "
+        "(right)."
     )
     return [Drawing("talk-bias", caption, figure)]
 
@@ -228,7 +289,8 @@ CLAIM = Claim(
     "talk-bias",
     "FedAvg's bias, and the clouds",
     "003, slides on FedAvg's bias",
-    "FedAvg converges to a biased point; the bias is of order gamma (H - 1). SCAFFOLD has no such bias and the same "
+    "FedAvg converges to a biased point; the bias is of order gamma (H - 1). SCAFFOLD has no such "
+    "bias and the same "
     "variance.",
     SIZES,
     measure,

@@ -21,7 +21,14 @@ __all__ = ["CLAIM"]
 
 Floats = NDArray[Any]
 SIZES: dict[str, Settings] = {
-    "quick": {"lrs": [0.04, 0.02, 0.01], "steps": 5, "rounds": 6000, "cloud_lr": 0.02, "cloud_steps": 10, "runs": 200},
+    "quick": {
+        "lrs": [0.04, 0.02, 0.01],
+        "steps": 5,
+        "rounds": 6000,
+        "cloud_lr": 0.02,
+        "cloud_steps": 10,
+        "runs": 200,
+    },
     "full": {
         "lrs": [0.04, 0.02, 0.01, 0.005],
         "steps": 5,
@@ -47,7 +54,10 @@ def measure(settings: Settings, memo: Memo) -> Data:
     every = sorted({*lrs, *(2 * lr for lr in lrs)}, reverse=True)
     ends = dict(zip(every, converged(smooth, every, steps, settings["rounds"]), strict=True))
     left = [float(np.linalg.norm(combined(ends[lr], ends[2 * lr]))) for lr in lrs]
-    formula = [float(np.linalg.norm(expand(smooth, lr=lr, local_steps=steps).richardson_bias)) for lr in lrs]
+    formula = [
+        float(np.linalg.norm(expand(smooth, lr=lr, local_steps=steps).richardson_bias))
+        for lr in lrs
+    ]
     exact = {h: [_exact(plane, lr, h) for lr in SMALL] for h in (2, 5, 10)}
     return {
         "lrs": lrs,
@@ -71,7 +81,14 @@ def _cloud(problem: Any, settings: Settings) -> Data:
 
     def ends(algorithm: Any, step: float, seed: int) -> Floats:
         return sample_rounds(
-            problem, lr=step, local_steps=h, noise=NOISE, rounds=600, seed=seed, runs=runs, algorithm=algorithm
+            problem,
+            lr=step,
+            local_steps=h,
+            noise=NOISE,
+            rounds=600,
+            seed=seed,
+            runs=runs,
+            algorithm=algorithm,
         )[:, -1]
 
     plain = ends(fedavg(), lr, 1)
@@ -81,14 +98,25 @@ def _cloud(problem: Any, settings: Settings) -> Data:
         "scaffold": ends(scaffold(), lr, 3),
     }
     traces = [
-        float(np.trace(stationary(problem, lr=step, local_steps=h, noise=NOISE, algorithm=one).x_covariance))
+        float(
+            np.trace(
+                stationary(problem, lr=step, local_steps=h, noise=NOISE, algorithm=one).x_covariance
+            )
+        )
         for one, step in ((fedavg(), lr), (fedavg(), 2 * lr), (scaffold(), lr))
     ]
     return {
         "ends": made,
-        "off": {name: float(np.linalg.norm(v.mean(axis=0) - problem.optimum())) for name, v in made.items()},
+        "off": {
+            name: float(np.linalg.norm(v.mean(axis=0) - problem.optimum()))
+            for name, v in made.items()
+        },
         "variance": {name: float(np.trace(np.cov(v.T))) for name, v in made.items()},
-        "exact_variance": {"fedavg": traces[0], "richardson": 4 * traces[0] + traces[1], "scaffold": traces[2]},
+        "exact_variance": {
+            "fedavg": traces[0],
+            "richardson": 4 * traces[0] + traces[1],
+            "scaffold": traces[2],
+        },
     }
 
 
@@ -97,13 +125,21 @@ def judge(data: Data, settings: Settings) -> list[Check]:
     cloud = data["cloud"]
     orders = [slope(list(SMALL), values) for values in data["quadratic"].values()]
     runs = settings["runs"]
-    off = max(abs(cloud["variance"][name] / cloud["exact_variance"][name] - 1) for name in cloud["variance"])
+    off = max(
+        abs(cloud["variance"][name] / cloud["exact_variance"][name] - 1)
+        for name in cloud["variance"]
+    )
     ratio = cloud["exact_variance"]["scaffold"] / cloud["exact_variance"]["fedavg"]
     return [
         at_least(
-            "order of what is left in gamma (logistic regression, engine)", 2.0, slope(data["lrs"], data["left"]), 1.9
+            "order of what is left in gamma (logistic regression, engine)",
+            2.0,
+            slope(data["lrs"], data["left"]),
+            1.9,
         ),
-        at_least("the same on quadratics, closed form, smallest over H = 2, 5, 10", 2.0, min(orders), 1.9),
+        at_least(
+            "the same on quadratics, closed form, smallest over H = 2, 5, 10", 2.0, min(orders), 1.9
+        ),
         between(
             "what is left over its second-order formula, smallest gamma",
             1.0,
@@ -111,7 +147,12 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             0.9,
             1.1,
         ),
-        at_most("what is left over FedAvg's bias, smallest gamma", "small", data["left"][-1] / data["plain"][-1], 0.1),
+        at_most(
+            "what is left over FedAvg's bias, smallest gamma",
+            "small",
+            data["left"][-1] / data["plain"][-1],
+            0.1,
+        ),
         at_most(
             "variances of the clouds against the exact ones, largest relative error",
             0.0,
@@ -127,7 +168,9 @@ def tables(data: Data) -> list[Table]:
     """Bias before and after; variances."""
     rows = [
         [lr, plain, known, left, left / known]
-        for lr, plain, known, left in zip(data["lrs"], data["plain"], data["formula"], data["left"], strict=True)
+        for lr, plain, known, left in zip(
+            data["lrs"], data["plain"], data["formula"], data["left"], strict=True
+        )
     ]
     cloud = data["cloud"]
     spread = [
@@ -143,7 +186,11 @@ def tables(data: Data) -> list[Table]:
     head = ["gamma", "FedAvg's bias", "left by Richardson-Romberg, formula", "measured", "ratio"]
     return [
         Table("What is left of the bias on logistic regression, H = 5", head, rows),
-        Table("The clouds", ["method", "mean - optimum", "variance, exact", "measured", "ratio"], spread),
+        Table(
+            "The clouds",
+            ["method", "mean - optimum", "variance, exact", "measured", "ratio"],
+            spread,
+        ),
     ]
 
 
@@ -153,7 +200,9 @@ def draw(data: Data) -> list[Drawing]:
     pen = plotting.METHODS
     one.loglog(data["lrs"], data["plain"], **pen["fedavg"].points())
     one.loglog(data["lrs"], data["left"], **pen["richardson"].points(label="Richardson-Romberg"))
-    one.loglog(data["lrs"], data["formula"], color="black", linewidth=0.9, label="second-order formula")
+    one.loglog(
+        data["lrs"], data["formula"], color="black", linewidth=0.9, label="second-order formula"
+    )
     one.set(xlabel=r"step size $\gamma$", ylabel="bias", title="logistic regression, $H=5$")
     one.set_xticks(data["lrs"], [f"{lr:g}" for lr in data["lrs"]])
     one.minorticks_off()
@@ -172,11 +221,19 @@ def draw(data: Data) -> list[Drawing]:
             markeredgewidth=0,
             rasterized=True,
         )
-    two.plot(*data["optimum"], marker="*", markersize=11, color="black", linestyle="none", label=r"$\theta^\star$")
+    two.plot(
+        *data["optimum"],
+        marker="*",
+        markersize=11,
+        color="black",
+        linestyle="none",
+        label=r"$\theta^\star$",
+    )
     two.set(xlabel=r"$\theta_1$", ylabel=r"$\theta_2$", title="stationary clouds, $H=10$")
     two.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), markerscale=1.2)
     caption = (
-        "Left: Richardson-Romberg leaves a bias of second order. Right: its cloud is centred where SCAFFOLD's is, at "
+        "Left: Richardson-Romberg leaves a bias of second order. Right: its cloud is centred where "
+        "SCAFFOLD's is, at "
         "the price of six times FedAvg's variance when the two runs are independent."
     )
     return [Drawing("talk-richardson", caption, figure)]
@@ -186,7 +243,8 @@ CLAIM = Claim(
     "talk-richardson",
     "Richardson-Romberg's order",
     "003, slides on Federated Richardson-Romberg",
-    "Running FedAvg with gamma and 2 gamma and extrapolating cancels the bias of order gamma; SCAFFOLD has FedAvg's "
+    "Running FedAvg with gamma and 2 gamma and extrapolating cancels the bias of order gamma; "
+    "SCAFFOLD has FedAvg's "
     "variance.",
     SIZES,
     measure,

@@ -63,7 +63,10 @@ def start(seed: int) -> tuple[Layout, Floats]:
     """The network 32-64-10 with torch's default start: uniform within 1 / sqrt(inputs)."""
     rng = np.random.default_rng(1000 + seed)
     params = [
-        {"w": rng.uniform(-1, 1, (out, into)) / math.sqrt(into), "b": rng.uniform(-1, 1, out) / math.sqrt(into)}
+        {
+            "w": rng.uniform(-1, 1, (out, into)) / math.sqrt(into),
+            "b": rng.uniform(-1, 1, out) / math.sqrt(into),
+        }
         for into, out in ((FEATURES, HIDDEN), (HIDDEN, CLASSES))
     ]
     layout = Layout.of(params)
@@ -71,13 +74,21 @@ def start(seed: int) -> tuple[Layout, Floats]:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def local(algorithm: Algorithm, layout: Layout, x: Any, shift: Any, data: Any, rows: Any, weights: Any) -> Any:
-    """K minibatch steps of one client; returns its model and that model's accuracy on its own training data."""
+def local(
+    algorithm: Algorithm, layout: Layout, x: Any, shift: Any, data: Any, rows: Any, weights: Any
+) -> Any:
+    """K minibatch steps of one client.
+
+    Returns its model and that model's accuracy on its own training data.
+    """
     inputs, labels, count = data
 
     def loss(y: Any, at: Any, weight: Any) -> Any:
         scores = jax.nn.log_softmax(logits(layout.unflatten(y), inputs[at]))
-        return -jnp.sum(weight * jnp.take_along_axis(scores, labels[at][:, None], 1)[:, 0]) / weight.sum()
+        return (
+            -jnp.sum(weight * jnp.take_along_axis(scores, labels[at][:, None], 1)[:, 0])
+            / weight.sum()
+        )
 
     def step(y: Any, batch: Any) -> Any:
         return y - LR * algorithm.direction(lambda z: jax.grad(loss)(z, *batch), y, x, shift), None
@@ -148,7 +159,10 @@ def measure(settings: Settings, memo: Memo) -> Data:
     """Three methods over the seeds."""
     runs = {
         one.name: [
-            memo(f"{one.name}-{seed}", lambda one=one, seed=seed: run(one, seed, settings["rounds"], settings["test"]))  # type: ignore[misc]
+            memo(
+                f"{one.name}-{seed}",
+                lambda one=one, seed=seed: run(one, seed, settings["rounds"], settings["test"]),  # type: ignore[misc]
+            )
             for seed in settings["seeds"]
         ]
         for one in (fedavg(), fedprox(mu=1.0), scaffold())
@@ -164,7 +178,10 @@ def judge(data: Data, settings: Settings) -> list[Check]:
     """The checks of this claim."""
     runs = data["runs"]
     end = {name: np.array(_last(of, "global")) for name, of in runs.items()}
-    swing = {name: np.array([float(np.std(one["global"][-20:])) for one in of]) for name, of in runs.items()}
+    swing = {
+        name: np.array([float(np.std(one["global"][-20:])) for one in of])
+        for name, of in runs.items()
+    }
     most = max(float(one["global"].max()) for of in runs.values() for one in of)
     own = {name: float(np.mean(_last(of, "local"))) for name, of in runs.items()}
     gain = end["scaffold"] - end["fedavg"]
@@ -177,13 +194,21 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             source="published",
         ),
         at_least(
-            "round-to-round deviation of FedAvg over SCAFFOLD's, last 20 rounds, smallest over seeds",
+            "round-to-round deviation of FedAvg over SCAFFOLD's, last 20 rounds, smallest over "
+            "seeds",
             "steadier",
             float(np.min(swing["fedavg"] / swing["scaffold"])),
             2.0,
         ),
-        at_most("mismatch |c - mean c_k| (float32)", 0.0, max(one["residual"] for one in runs["scaffold"]), 1e-6),
-        at_most("no global accuracy above the best possible (and test noise)", data["bayes"], most, 0.69),
+        at_most(
+            "mismatch |c - mean c_k| (float32)",
+            0.0,
+            max(one["residual"] for one in runs["scaffold"]),
+            1e-6,
+        ),
+        at_most(
+            "no global accuracy above the best possible (and test noise)", data["bayes"], most, 0.69
+        ),
     ]
     for name, (promised, _) in PUBLISHED.items():
         label = plotting.METHODS[name].label
@@ -212,10 +237,13 @@ def judge(data: Data, settings: Settings) -> list[Check]:
         )
     )
     first = float(np.mean([one["local"][0] for one in runs["scaffold"]]))
-    shown = f"{own['scaffold']:.3f} (round 1: {first:.3f}), {own['fedprox']:.3f}, {own['fedavg']:.3f}"
+    shown = (
+        f"{own['scaffold']:.3f} (round 1: {first:.3f}), {own['fedprox']:.3f}, {own['fedavg']:.3f}"
+    )
     made.append(
         holds(
-            "as the code measures it, local models on their own training data: SCAFFOLD, FedProx, FedAvg",
+            "as the code measures it, local models on their own training data: SCAFFOLD, FedProx, "
+            "FedAvg",
             "SCAFFOLD > FedProx > FedAvg",
             shown,
             "shown",
@@ -233,7 +261,10 @@ def tables(data: Data) -> list[Table]:
     for name, (promised, to_seventy) in PUBLISHED.items():
         of = data["runs"][name]
         end, own = _last(of, "global"), _last(of, "local")
-        hits = [int(np.argmax(one["global"] >= 0.7)) + 1 if (one["global"] >= 0.7).any() else None for one in of]
+        hits = [
+            int(np.argmax(one["global"] >= 0.7)) + 1 if (one["global"] >= 0.7).any() else None
+            for one in of
+        ]
         reached = [h for h in hits if h is not None]
         rows.append(
             [
@@ -273,13 +304,21 @@ def draw(data: Data) -> list[Drawing]:
             rounds = np.arange(1, curves.shape[1] + 1)
             pen = plotting.METHODS[name]
             panel.plot(rounds, curves.mean(axis=0), **pen.line())
-            panel.fill_between(rounds, curves.min(axis=0), curves.max(axis=0), color=pen.color, alpha=0.15, linewidth=0)
+            panel.fill_between(
+                rounds,
+                curves.min(axis=0),
+                curves.max(axis=0),
+                color=pen.color,
+                alpha=0.15,
+                linewidth=0,
+            )
         panel.set(title=title, xlabel="rounds", ylabel="accuracy", ylim=(0, 1))
     one.axhline(data["bayes"], color="black", linestyle=":", linewidth=1)
     one.annotate("best possible", (1, data["bayes"] + 0.02), fontsize=7.5)
     one.legend(loc="lower right")
     caption = (
-        "Left: as it should be measured. Right: as the tutorial's code measures it; the order is the reverse. Lines: "
+        "Left: as it should be measured. Right: as the tutorial's code measures it; the order is "
+        "the reverse. Lines: "
         "mean over seeds; bands: all seeds."
     )
     return [Drawing("tutorial-table", caption, figure)]
@@ -297,9 +336,11 @@ CLAIM = Claim(
     draw,
     {"quick": 12, "full": 40},
     lambda data: [
-        f"001.1: no classifier is better than {data['bayes']:.3f} on this task with balanced labels, so 70, 72 and 80 "
+        f"001.1: no classifier is better than {data['bayes']:.3f} on this task with balanced "
+        "labels, so 70, 72 and 80 "
         "% are impossible; the rows FedAvg and FedProx have no code in the tutorial.",
-        "001.2: the code reports the accuracy of local models on their own training data. Measured so, the order is "
+        "001.2: the code reports the accuracy of local models on their own training data. Measured "
+        "so, the order is "
         "the reverse: drift is what makes a model good on its own data.",
     ],
 )

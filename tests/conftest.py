@@ -49,7 +49,9 @@ if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--one-case", action="store_true", help="of the cases of a test, run the first one only")
+    parser.addoption(
+        "--one-case", action="store_true", help="of the cases of a test, run the first one only"
+    )
 
 
 def pytest_configure(config):

@@ -44,19 +44,33 @@ def test_estimators_take_arguments_of_the_table_and_their_own():
     own = {"algorithm", "algorithm_params", "model", "l2", "random_state"}
     for estimator in (fs.FederatedClassifier, fs.FederatedRegressor):
         assert set(inspect.signature(estimator).parameters) - own <= ARGUMENTS.keys()
-        with pytest.raises(fs.InputError, match=r"unknown parameter of \w+ 'lrr' \(did you mean 'lr'\?\)"):
+        with pytest.raises(
+            fs.InputError, match=r"unknown parameter of \w+ 'lrr' \(did you mean 'lr'\?\)"
+        ):
             estimator(lrr=0.1)
 
 
-@pytest.mark.parametrize("take", [fs.simulate, fs.Simulator, fs.sweep], ids=["simulate", "Simulator", "sweep"])
+@pytest.mark.parametrize(
+    "take", [fs.simulate, fs.Simulator, fs.sweep], ids=["simulate", "Simulator", "sweep"]
+)
 def test_an_argument_that_there_is_not_is_answered_with_the_nearest(take):
     more = {"seeds": 1, "lr": 0.1} if take is fs.sweep else {}
-    with pytest.raises(fs.InputError, match=r"unknown argument of \w+ 'loacl_steps' \(did you mean 'local_steps'\?\)"):
+    with pytest.raises(
+        fs.InputError,
+        match=r"unknown argument of \w+ 'loacl_steps' \(did you mean 'local_steps'\?\)",
+    ):
         take(fs.scaffold(), PROBLEM, loacl_steps=3, **more)
 
 
 @pytest.mark.parametrize(
-    "text", ["stale = 'keep'", "compression = 'none'", "stop_at = 'loss:1'", "client_state = 'array'", "block = 3"]
+    "text",
+    [
+        "stale = 'keep'",
+        "compression = 'none'",
+        "stop_at = 'loss:1'",
+        "client_state = 'array'",
+        "block = 3",
+    ],
 )
 def test_a_deployment_refuses_what_is_for_simulations_by_name(text):
     with pytest.raises(fs.InputError, match=f"a deployment does not take {text.split()[0]}"):
@@ -65,10 +79,20 @@ def test_a_deployment_refuses_what_is_for_simulations_by_name(text):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rounds", "0"), ("local.lr", "-1"), ("local.epochs", "0"), ("seed", "-1"), ("weights", "'some'"),
-     ("precision", "'float16'"), ("cohort.size", "2.0"), ("local.batch_size", "0"), ("local.draw", "'lots'"),
-     ("local.momentum", "-1"), ("evaluate_every", "0")],
-)  # fmt: skip
+    [
+        ("rounds", "0"),
+        ("local.lr", "-1"),
+        ("local.epochs", "0"),
+        ("seed", "-1"),
+        ("weights", "'some'"),
+        ("precision", "'float16'"),
+        ("cohort.size", "2.0"),
+        ("local.batch_size", "0"),
+        ("local.draw", "'lots'"),
+        ("local.momentum", "-1"),
+        ("evaluate_every", "0"),
+    ],
+)
 def test_files_of_runs_and_of_deployments_refuse_in_the_same_words(key, value):
     section, _, name = key.rpartition(".")
     text = f"[{section}]\n{name} = {value}" if section else f"{name} = {value}"

@@ -1,6 +1,7 @@
 """The picture of rooms and arrows in docs/architecture.md, drawn from the package's imports.
 
-`python tools/architecture.py` writes it, `--check` exits with 1 if it is out of date. Rooms stand in
+`python tools/architecture.py` writes it, `--check` exits with 1 if it is out of date. Rooms stand
+in
 layers: a room is above every room that it imports. A line is drawn for every import, except where a
 longer way over other rooms says the same; the table below the picture has them all.
 """
@@ -35,7 +36,11 @@ def arrows():
     found = {room: set() for room in rooms}
     for room in rooms:
         for path in (SOURCE / room).rglob("*.py"):
-            targets = (module.split(".")[1] for module in imported(path) if module.startswith("fedscaffold."))
+            targets = (
+                module.split(".")[1]
+                for module in imported(path)
+                if module.startswith("fedscaffold.")
+            )
             found[room] |= {target for target in targets if target in found and target != room}
     return found
 
@@ -66,7 +71,10 @@ def direct(found):
             below[room] = found[room].union(*(reach(one) for one in found[room]))
         return below[room]
 
-    return {room: {t for t in found[room] if not any(t in reach(one) for one in found[room] - {t})} for room in found}
+    return {
+        room: {t for t in found[room] if not any(t in reach(one) for one in found[room] - {t})}
+        for room in found
+    }
 
 
 def picture(found):
@@ -103,7 +111,10 @@ def picture(found):
             *lines,
             "</g>",
             '<g style="fill:currentColor;stroke:none;font-family:monospace;font-size:14px;text-anchor:middle">',
-            *(box.replace("<rect ", '<rect style="fill:none;stroke:currentColor" ') for box in boxes),
+            *(
+                box.replace("<rect ", '<rect style="fill:none;stroke:currentColor" ')
+                for box in boxes
+            ),
             "</g>",
             "</svg>",
         ]
@@ -112,7 +123,10 @@ def picture(found):
 
 def purpose(room):
     """The first sentence of a room's docstring."""
-    text = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    text = (
+        ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text(encoding="utf-8")))
+        or ""
+    )
     return text.split("\n\n")[0].replace("\n", " ").strip()
 
 
@@ -121,10 +135,13 @@ def rooms():
     found = arrows()
     order = [room for row in reversed(layers(found)) for room in row]
     lines = [
-        f"| `{room}/` | {purpose(room)} | {', '.join(f'`{one}`' for one in sorted(found[room])) or 'nothing'} |"
+        f"| `{room}/` | {purpose(room)} | "
+        f"{', '.join(f'`{one}`' for one in sorted(found[room])) or 'nothing'} |"
         for room in order
     ]
-    return "\n".join([picture(found), "", "| room | what it is | imports |", "|---|---|---|", *lines, ""])
+    return "\n".join(
+        [picture(found), "", "| room | what it is | imports |", "|---|---|---|", *lines, ""]
+    )
 
 
 def filled(page):
@@ -141,7 +158,9 @@ def main():
     page = PAGE.read_text(encoding="utf-8")
     if "--check" in sys.argv[1:]:
         if page != filled(page):
-            raise SystemExit("docs/architecture.md is out of date: run `make architecture`, look, and commit")
+            raise SystemExit(
+                "docs/architecture.md is out of date: run `make architecture`, look, and commit"
+            )
     else:
         PAGE.write_text(filled(page), encoding="utf-8")
 

@@ -23,9 +23,9 @@ Every argument of a run is defined once, in `fedscaffold.run_config`. `fs.simula
 after the algorithm and the problem; `fs.sweep` and the [estimators](estimator.md) take
 those that their reference lists, and refuse the others by name.
 
-Configuration files for `fedscaffold run` have the keys below: `local.steps` is the key `steps` of the table
-`[local]`. Each key can be overridden on the command line, as in `--set local.steps=10`; for the most common
-ones `fedscaffold compare` has an option.
+Configuration files for `fedscaffold run` have the keys below: `local.steps` is the key `steps` of
+the table `[local]`. Each key can be overridden on the command line, as in `--set local.steps=10`;
+for the most common ones `fedscaffold compare` has an option.
 
 [The simulator](simulator.md) explains metrics, schedules and sampling with examples, and
 [the command line](command-line.md) shows a whole file.
@@ -53,8 +53,8 @@ among clients, and a model, or a synthetic problem.
 ALGORITHM = """\
 ## The table `[algorithm]`
 
-`name` is one of the names below, by default `scaffold`. The other keys of the table are the parameters of that
-algorithm.
+`name` is one of the names below, by default `scaffold`. The other keys of the table are the
+parameters of that algorithm.
 """
 
 
@@ -114,7 +114,9 @@ def page():
     head = ("key in files", "option of compare", "default", "meaning")
     files = table(head, *(of_a_file(*one) for one in FILE_ARGUMENTS.items()))
     problem = table(head, *(of_a_file(*one) for one in PROBLEM_ARGUMENTS.items()))
-    algorithm = table(("name", "parameters", "what it is"), *(of_an_algorithm(*one) for one in ALGORITHMS.items()))
+    algorithm = table(
+        ("name", "parameters", "what it is"), *(of_an_algorithm(*one) for one in ALGORITHMS.items())
+    )
     return "\n".join([HEAD, RUN, run, FILES, files, PROBLEM, problem, ALGORITHM, algorithm])
 
 
@@ -123,7 +125,9 @@ def main():
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page(), encoding="utf-8")
     elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
-        raise SystemExit("docs/configuration.md is out of date: run `make arguments`, look, and commit")
+        raise SystemExit(
+            "docs/configuration.md is out of date: run `make arguments`, look, and commit"
+        )
 
 
 if __name__ == "__main__":

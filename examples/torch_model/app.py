@@ -2,7 +2,8 @@
 
     fedscaffold deploy simulate examples/torch_model --out runs/torch-model
 
-Beside it lies federation.toml. The same two files run as processes (`deploy local`) and across machines (`deploy kit`).
+Beside it lies federation.toml. The same two files run as processes (`deploy local`) and across
+machines (`deploy kit`).
 """
 
 from functools import cache

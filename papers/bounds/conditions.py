@@ -1,8 +1,8 @@
 """Published bounds with their conditions, and the two lemmas that tune a step size.
 
-A theorem holds under conditions on the step size, the local steps and the rounds. Every bound is a record
-(value, holds, conditions, source): the value is computed whether or not the conditions are met, and `holds` tells
-whether they are.
+A theorem holds under conditions on the step size, the local steps and the rounds. Every bound is a
+record (value, holds, conditions, source): the value is computed whether or not the conditions are
+met, and `holds` tells whether they are.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ class Prescription(NamedTuple):
 class Federation:
     """Constants of the theorems of the original paper (004); mu > 0 is the strongly convex case.
 
-    `smoothness` is beta, `cohort` S (all N if None), `noise_trace` sigma^2 = E||noise||^2, (`big_g`, `big_b`) the
-    gradient dissimilarity A1, `delta` the Hessian dissimilarity A2 (2 beta always holds), `distance` ||x^0 - x*||,
-    `suboptimality` f(x^0) - f*, `control_distance` the root mean square of ||c_i^0 - grad f_i(x*)||, or of
+    `smoothness` is beta, `cohort` S (all N if None), `noise_trace` sigma^2 = E||noise||^2,
+    (`big_g`, `big_b`) the gradient dissimilarity A1, `delta` the Hessian dissimilarity A2 (2 beta
+    always holds), `distance` ||x^0 - x*||, `suboptimality` f(x^0) - f*, `control_distance` the root
+    mean square of ||c_i^0 - grad f_i(x*)||, or of
     ||c_i^0 - grad f_i(x^0)|| where not `convex`. A bound that needs a constant left out refuses.
 
     >>> Federation(smoothness=1.0, local_steps=10, num_clients=4, cohort=5)
@@ -115,7 +116,9 @@ class Federation:
             if getattr(self, name) is not None:
                 not_negative(**{name: getattr(self, name)})
         if self.mu > self.smoothness or (self.mu > 0 and not self.convex):
-            raise InputError(f"mu must be at most smoothness, and 0 where not convex, got {self.mu}")
+            raise InputError(
+                f"mu must be at most smoothness, and 0 where not convex, got {self.mu}"
+            )
 
     def need(self, name: str) -> float:
         """Return an optional constant; raise if it was not given."""
@@ -142,7 +145,11 @@ class Federation:
     @property
     def noise(self) -> float:
         """sigma^2 / (K S) (1 + S / eta_g^2)."""
-        return self.noise_trace / (self.local_steps * self.heard) * (1 + self.heard / self.server_lr**2)
+        return (
+            self.noise_trace
+            / (self.local_steps * self.heard)
+            * (1 + self.heard / self.server_lr**2)
+        )
 
     @property
     def sampling(self) -> float:
@@ -221,10 +228,11 @@ def tuned_linear(
 ) -> Tuned:
     """Step s = min(s_max, log(max(1, a^2 R d_0 / c)) / (a R)): F26, 004 Lemma 1.
 
-    It is for recursions e_r <= ((1 - a s) d_(r-1) - d_r) / s + c s + c_2 s^2, averaged over r = 1..R+1 with weights
-    w_r = (1 - a s)^(1-r), whose mean is at most d_0 / (s W) + c s + c_2 s^2; that number is returned with the step.
-    Two differences from the paper, each needed for its claimed rate: log(...) is never taken below 1/2 (its proof
-    needs R >= 1 / (2 a s); as printed the step is 0 where the noise is large), and a term in s^2 is balanced too.
+    It is for recursions e_r <= ((1 - a s) d_(r-1) - d_r) / s + c s + c_2 s^2, averaged over r =
+    1..R+1 with weights w_r = (1 - a s)^(1-r), whose mean is at most d_0 / (s W) + c s + c_2 s^2;
+    that number is returned with the step. Two differences from the paper, each needed for its
+    claimed rate: log(...) is never taken below 1/2 (its proof needs R >= 1 / (2 a s); as printed
+    the step is 0 where the noise is large), and a term in s^2 is balanced too.
 
     Args:
         rate: a; mu in the lemma, mu / 2 in Theorems V and VII, mu / 6 in Theorem VIII.
@@ -248,18 +256,26 @@ def tuned_linear(
     q = 1.0 - a * s
     if q < 0:
         return Tuned(s, math.inf)  # the recursion says nothing of such a step
-    transient = start * a * q**r / (1.0 - q ** (r + 1))  # d_0 / (s W), W the geometric sum of the R + 1 weights
+    transient = (
+        start * a * q**r / (1.0 - q ** (r + 1))
+    )  # d_0 / (s W), W the geometric sum of the R + 1 weights
     return Tuned(s, transient + first * s + second * s**2)
 
 
 def tuned_sublinear(
-    *, rounds: int, start: float, first: float, second: float = 0.0, largest: float, step: float | None = None
+    *,
+    rounds: int,
+    start: float,
+    first: float,
+    second: float = 0.0,
+    largest: float,
+    step: float | None = None,
 ) -> Tuned:
     """Step s = min(s_max, sqrt(d_0 / (c_1 (R+1))), (d_0 / (c_2 (R+1)))^(1/3)): F26, 004 Lemma 2.
 
-    It is for e_r <= (d_(r-1) - d_r) / s + c_1 s + c_2 s^2, whose plain mean over r = 1..R+1 is at most
-    d_0 / (s (R+1)) + c_1 s + c_2 s^2; that number is returned with the step. It is at most the lemma's
-    d_0 / (s_max (R+1)) + 2 sqrt(c_1 d_0 / (R+1)) + 2 (d_0 / (R+1))^(2/3) c_2^(1/3).
+    It is for e_r <= (d_(r-1) - d_r) / s + c_1 s + c_2 s^2, whose plain mean over r = 1..R+1 is at
+    most d_0 / (s (R+1)) + c_1 s + c_2 s^2; that number is returned with the step. It is at most the
+    lemma's d_0 / (s_max (R+1)) + 2 sqrt(c_1 d_0 / (R+1)) + 2 (d_0 / (R+1))^(2/3) c_2^(1/3).
 
     Args:
         rounds: R.

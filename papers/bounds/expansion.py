@@ -1,7 +1,10 @@
-"""Where SCAFFOLD and FedAvg rest, and how they shake there: first order in the step size, smooth strongly convex f.
+"""Where SCAFFOLD and FedAvg rest, and how they shake there.
 
-With x* the optimum, g = lr, K = local_steps, H_c and T_c second and third derivatives of f_c at x*, H = sum p_c H_c,
-T = sum p_c T_c, C_c the gradient noise, C~ = sum p_c^2 C_c (C/N for equal weights) and A.C the X with H X + X H = C:
+First order in the step size, smooth strongly convex f.
+
+With x* the optimum, g = lr, K = local_steps, H_c and T_c second and third derivatives of f_c at x*,
+H = sum p_c H_c, T = sum p_c T_c, C_c the gradient noise, C~ = sum p_c^2 C_c (C/N for equal weights)
+and A.C the X with H X + X H = C:
 
     F16   Cov x             = g A.C~                                                        covariance
           Cov (x, xi_c)     = -(Cov x)(H_c - H) + g (p_c C_c - C~)                          cross_covariance
@@ -13,16 +16,19 @@ T = sum p_c T_c, C_c the gradient noise, C~ = sum p_c^2 C_c (C/N for equal weigh
                               s(K) = (K-1)/2 + (K-1)(2K-1)/(6K)
           MSE(N)            = a/N + |residual_bias|^2,   a = N tr Cov x                     mse, saturation = a/b^2
 
-The signs of the first terms of Cov(x, xi_c) and of control_bias are the corrected ones; the paper prints "+". With
-equal weights all are the formulas of the papers; the weighted forms follow from the same one-round recursion.
+The signs of the first terms of Cov(x, xi_c) and of control_bias are the corrected ones; the paper
+prints "+". With equal weights all are the formulas of the papers; the weighted forms follow from
+the same one-round recursion.
 
-Richardson-Romberg, 2 x_g - x_2g, cancels the terms in g. What FedAvg without noise then keeps is -2 g^2 b, where
-E x - x* = g b_1 + g^2 b + O(g^3) and, with G_c = grad f_c(x*), by expanding the fixed point of one round,
+Richardson-Romberg, 2 x_g - x_2g, cancels the terms in g. What FedAvg without noise then keeps is -2
+g^2 b, where E x - x* = g b_1 + g^2 b + O(g^3) and, with G_c = grad f_c(x*), by expanding the fixed
+point of one round,
 
     H b = (K-1)/2 sum p_c (T_c[b_1, G_c] + H_c^2 b_1) - 1/2 T[b_1, b_1]
           - (K-1)(K-2)/6 sum p_c H_c^2 G_c - (K-1)(2K-1)/12 sum p_c T_c[G_c, G_c]           richardson_bias
 
-Symbols: theta = x, gamma = lr, H (local steps) = K = local_steps, xi_c = c - c_c, nabla^2 f_c = H_c, nabla^3 f_c = T_c.
+Symbols: theta = x, gamma = lr, H (local steps) = K = local_steps, xi_c = c - c_c, nabla^2 f_c =
+    H_c, nabla^3 f_c = T_c.
 """
 
 from __future__ import annotations
@@ -50,7 +56,10 @@ __all__ = ["Expansion", "contract", "expand", "residual_factor"]
 
 
 class Expansion(NamedTuple):
-    """Stationary law of SCAFFOLD and FedAvg to first order in the step size; formulas in the module's docstring."""
+    """Stationary law of SCAFFOLD and FedAvg to first order in the step size.
+
+    Formulas in the module's docstring.
+    """
 
     def __repr__(self) -> str:
         return brief(self)
@@ -77,7 +86,8 @@ class Expansion(NamedTuple):
     richardson_bias: Floats
     """Noiseless bias of FedAvg after Richardson-Romberg: the term of order lr^2."""
     richardson_order: float
-    """Order in lr of the bias after Richardson-Romberg: 2 without noise; with noise 3/2 is proved, 2 observed."""
+    """Order in lr of the bias after Richardson-Romberg: 2 without noise; with noise 3/2 is proved,
+    2 observed."""
     caveats: tuple[str, ...]
     """Conditions of the expansions that do not hold; empty if all do."""
 
@@ -94,14 +104,18 @@ class Expansion(NamedTuple):
 
     def mse(self, num_clients: int | None = None) -> float:
         """Return E |x - x*|^2 of SCAFFOLD with so many clients like these."""
-        clients = len(self.weights) if num_clients is None else checks.whole("num_clients", num_clients)
+        clients = (
+            len(self.weights) if num_clients is None else checks.whole("num_clients", num_clients)
+        )
         return self.variance / clients + float(self.residual_bias @ self.residual_bias)
 
     def control_covariance(self, c: int, k: int) -> Floats:
         """Of xi_c and xi_k (d, d), to leading order."""
         p, noise = self.weights, self.noise
         own = noise[c] * (c == k)
-        block: Floats = (own - p[c] * noise[c] - p[k] * noise[k] + _of_mean(p, noise)) / self.local_steps
+        block: Floats = (
+            own - p[c] * noise[c] - p[k] * noise[k] + _of_mean(p, noise)
+        ) / self.local_steps
         return block
 
 
@@ -113,7 +127,9 @@ def expand(
     batch_size: float | int | None = None,
     weights: str | ArrayLike = "equal",
 ) -> Expansion:
-    """Expand SCAFFOLD's and FedAvg's law at rest around the optimum; all clients take part in every round.
+    """Expand SCAFFOLD's and FedAvg's law at rest around the optimum.
+
+    All clients take part in every round.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[3.0]]], linear=[[1.0], [-2.0]], noise=0.1)
@@ -154,7 +170,8 @@ def expand(
 def contract(problem: Problem, x: ArrayLike, matrix: ArrayLike) -> Floats:
     """Return the rows T_i[S_i]; `matrix` is one symmetric S for all clients, or (N, d, d).
 
-    T_i[S] is the sum of T_i[v, v] over the scaled eigenvectors v of S, so that nothing of size d^3 is stored.
+    T_i[S] is the sum of T_i[v, v] over the scaled eigenvectors v of S, so that nothing of size d^3
+    is stored.
 
     >>> cubic = Problem(lambda x, batch: (batch * x**3).mean(), np.zeros(1), [np.ones((4, 1))])
     >>> contract(cubic, [7.0], [[2.0]])
@@ -162,14 +179,18 @@ def contract(problem: Problem, x: ArrayLike, matrix: ArrayLike) -> Floats:
     """
     values, vectors = np.linalg.eigh(np.asarray(matrix, np.float64))
     total = np.zeros((problem.num_clients, problem.dim))
-    for k in np.flatnonzero(np.abs(values.reshape(-1, problem.dim)).max(axis=0) > 1e-15 * np.abs(values).max()):
+    for k in np.flatnonzero(
+        np.abs(values.reshape(-1, problem.dim)).max(axis=0) > 1e-15 * np.abs(values).max()
+    ):
         v = vectors[..., k]
         total += client_thirds(problem, x, values[..., k, None] * v, v)
     return total
 
 
 def residual_factor(local_steps: int) -> float:
-    """s(K) = (K-1)/2 + (K-1)(2K-1)/(6K), about 5K/6: the mean over local steps k of k + k^2/K (F20).
+    """s(K) = (K-1)/2 + (K-1)(2K-1)/(6K), about 5K/6.
+
+    The mean over local steps k of k + k^2/K (F20).
 
     >>> residual_factor(1), residual_factor(2)
     (0.0, 0.75)
@@ -184,13 +205,18 @@ def _of_mean(p: Floats, noise: Floats) -> Floats:
     return found
 
 
-def _drift(problem: Problem, x: Floats, p: Floats, hessians: Floats, mean: Floats, steps: int) -> tuple[Floats, Floats]:
+def _drift(
+    problem: Problem, x: Floats, p: Floats, hessians: Floats, mean: Floats, steps: int
+) -> tuple[Floats, Floats]:
     """Return b_1 and b of FedAvg's bias without noise, lr b_1 + lr^2 b."""
     gradients = client_gradients(problem, x)
     turned = np.einsum("nij,nj->ni", hessians, gradients)
     first = (steps - 1) / 2 * np.linalg.solve(mean, p @ turned)
     along = p @ client_thirds(problem, x, first, first)
-    mixed = p @ (client_thirds(problem, x, first, gradients) + np.einsum("nij,nj->ni", hessians, hessians @ first))
+    mixed = p @ (
+        client_thirds(problem, x, first, gradients)
+        + np.einsum("nij,nj->ni", hessians, hessians @ first)
+    )
     twice = p @ np.einsum("nij,nj->ni", hessians, turned)
     bent = p @ client_thirds(problem, x, gradients, gradients)
     second = (steps - 1) / 2 * mixed - along / 2
@@ -200,7 +226,11 @@ def _drift(problem: Problem, x: Floats, p: Floats, hessians: Floats, mean: Float
 
 def _caveats(lr: float, steps: int, hessians: Floats, mean: Floats) -> tuple[str, ...]:
     """Return the conditions on lr and the number of local steps (F9, F15) that do not hold."""
-    largest, apart, smallest = _largest(hessians), _largest(hessians - mean), float(np.linalg.eigvalsh(mean)[0])
+    largest, apart, smallest = (
+        _largest(hessians),
+        _largest(hessians - mean),
+        float(np.linalg.eigvalsh(mean)[0]),
+    )
     asked = {
         "lr K (L + mu)": lr * steps * (largest + smallest),
         "lr K L |H_c - H| / mu": lr * steps * largest * apart / smallest,
@@ -215,6 +245,9 @@ def _caveats(lr: float, steps: int, hessians: Floats, mean: Floats) -> tuple[str
 def _largest(matrices: Floats) -> float:
     """Return an estimate of the largest operator norm among symmetric matrices, for warnings."""
     low, high, *_ = lanczos(
-        lambda v: np.einsum("nij,nj->ni", matrices, v), matrices.shape[:2], 20, np.random.default_rng(0)
+        lambda v: np.einsum("nij,nj->ni", matrices, v),
+        matrices.shape[:2],
+        20,
+        np.random.default_rng(0),
     )
     return float(max(-low.min(), high.max()))

@@ -2,7 +2,8 @@
 
     max |X+ - X*| / |X - X*|,    |X|^2 = |u|^2 + (gamma^2 H^2 / N) sum |v_c|^2,    u = x - x*, v_c = xi_c - xi_c*
 
-on sum v_c = 0 (F3). The bounds `rho`, `chi` and `rho_sharp` of `papers.bounds.quadratic` are on its square.
+on sum v_c = 0 (F3). The bounds `rho`, `chi` and `rho_sharp` of `papers.bounds.quadratic` are on its
+square.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from fedscaffold.theory.round_map import SCAFFOLD, form_of
 __all__ = ["lambda_norm", "operator", "scaled"]
 
 
-def lambda_norm(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> float:
+def lambda_norm(
+    problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD
+) -> float:
     """Return the largest factor of one noiseless round with all clients, in the Lambda-norm.
 
     >>> import fedscaffold as fs
@@ -68,9 +71,9 @@ def operator(one: LinearRound) -> LinearOperator:
 def largest_singular_value(one: LinearRound) -> float:
     """The Lambda-norm of a round, by Lanczos, or by bisection where it is known how many singular values are larger.
 
-    With eta_g = 1 and option II the singular values are those of B (I - G) + Upsilon G, G = E'E / N a projection. So
-    s - T T' = (s - B^2) + B G B - Upsilon G Upsilon, and by Sylvester's law it has as many negative eigenvalues as
-    s - B^2 and a (2d, 2d) matrix have together, less d.
+    With eta_g = 1 and option II the singular values are those of B (I - G) + Upsilon G, G = E'E / N
+    a projection. So s - T T' = (s - B^2) + B G B - Upsilon G Upsilon, and by Sylvester's law it has
+    as many negative eigenvalues as s - B^2 and a (2d, 2d) matrix have together, less d.
     """
     if one.form.at_x or one.form.server_lr != 1:
         start, map_ = np.random.default_rng(0).normal(size=sum(one.basis.shape)), operator(one)
@@ -85,7 +88,10 @@ def largest_singular_value(one: LinearRound) -> float:
     def larger(s: float) -> int:
         reach = 1 / np.where(s == one.lag**2, 1e-16 * s, s - one.lag**2)
         cross = mean(one.lag * one.upsilon * reach)
-        border = [[eye + mean(one.lag**2 * reach), cross], [cross, mean(one.upsilon**2 * reach) - eye]]
+        border = [
+            [eye + mean(one.lag**2 * reach), cross],
+            [cross, mean(one.upsilon**2 * reach) - eye],
+        ]
         return int((one.lag**2 > s).sum() + (np.linalg.eigvalsh(np.block(border)) > 0).sum() - d)
 
     low, high = 0.0, one.squared_norm_bound * (1 + ROUNDING)

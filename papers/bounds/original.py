@@ -1,9 +1,10 @@
 """Bounds of "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (Karimireddy et al. 2020; tag 004).
 
-The theorems state rates up to constants and logarithms. Here every number has its constants: a theorem's one-round
-inequality is summed with the step its tuning lemma gives, so that the result is a promise and not an order. Steps are
-effective steps s = K eta_l eta_g; lr = s / (K eta_g) is what a client uses. Output: a past model drawn with the
-theorem's weights (004 (22)), not the last one. `lr` is the tuned one unless given. Far too careful for practice.
+The theorems state rates up to constants and logarithms. Here every number has its constants: a
+theorem's one-round inequality is summed with the step its tuning lemma gives, so that the result is
+a promise and not an order. Steps are effective steps s = K eta_l eta_g; lr = s / (K eta_g) is what
+a client uses. Output: a past model drawn with the theorem's weights (004 (22)), not the last one.
+`lr` is the tuned one unless given. Far too careful for practice.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ LARGEST = "step <= its largest value"
 
 
 class Rounds(NamedTuple):
-    """Rounds to the target, logarithms and constants dropped; None where a method has no such rate."""
+    """Rounds to the target, logarithms and constants dropped.
+
+    None where a method has no such rate.
+    """
 
     strongly_convex: float | None
     non_convex: float | None
@@ -57,8 +61,9 @@ def fedavg(setting: Federation, rounds: int, *, lr: float | None = None) -> Pres
     mu = 0   the same with W = R + 1
     else     E||grad f(x)||^2 <= 5 F / (s (R+1)) + 5 beta s (noise + 2 sampling) + 20 beta^2 G^2 s^2
 
-    noise = sigma^2 (1 + S / eta_g^2) / (K S), sampling = (1 - S/N) G^2 / S, W the sum over r = 1..R+1 of the weights
-    (1 - mu s / 2)^(1-r). 3, 12, 54 are the proof's (printed 2, 8, 36); the last line's constants were derived here.
+    noise = sigma^2 (1 + S / eta_g^2) / (K S), sampling = (1 - S/N) G^2 / S, W the sum over r =
+    1..R+1 of the weights (1 - mu s / 2)^(1-r). 3, 12, 54 are the proof's (printed 2, 8, 36); the
+    last line's constants were derived here.
 
     >>> setting = Federation(smoothness=1.0, mu=0.1, local_steps=10, num_clients=10, big_g=1.0, big_b=1.0, distance=1.0)
     >>> plan = fedavg(setting, 1000)
@@ -68,14 +73,20 @@ def fedavg(setting: Federation, rounds: int, *, lr: float | None = None) -> Pres
     it, beta, g, b = setting, setting.smoothness, setting.need("big_g"), setting.need("big_b")
     largest = 1 / (8 * (1 + b**2) * beta)
     if it.convex:
-        start, first, second = 3 * it.need("distance") ** 2, 3 * it.noise + 12 * it.sampling, 54 * beta * g**2
+        start, first, second = (
+            3 * it.need("distance") ** 2,
+            3 * it.noise + 12 * it.sampling,
+            54 * beta * g**2,
+        )
     else:
         start, first = 5 * it.need("suboptimality"), 5 * beta * (it.noise + 2 * it.sampling)
         second = 20 * (beta * g) ** 2
     needs = []
     if it.mu > 0:
         needs.append(at_most("8 (1 + B^2) beta / mu <= rounds", 1 / (largest * it.mu), rounds))
-    tuned = _tuned(it.mu / 2, rounds, start, first, second, largest, lr, it.local_steps * it.server_lr)
+    tuned = _tuned(
+        it.mu / 2, rounds, start, first, second, largest, lr, it.local_steps * it.server_lr
+    )
     needs.append(at_most(LARGEST, tuned.step, largest))
     return _prescription(it, rounds, tuned, f"004 Theorem V, {it.case}", *needs)
 
@@ -83,7 +94,8 @@ def fedavg(setting: Federation, rounds: int, *, lr: float | None = None) -> Pres
 def fedavg_round(setting: Federation, step: float, *, distance: float, gap: float) -> Bound:
     """E||x+ - x*||^2 <= (1 - mu s / 2) ||x - x*||^2 - s (f - f*) / 3 + s^2 (noise + 4 sampling + 18 beta s G^2).
 
-    F23, 004 Lemmas 7 and 8 together; `step` is s = K eta_l eta_g, `distance` ||x - x*||, `gap` f(x) - f*.
+    F23, 004 Lemmas 7 and 8 together; `step` is s = K eta_l eta_g, `distance` ||x - x*||, `gap` f(x)
+    - f*.
 
     >>> setting = Federation(smoothness=1.0, local_steps=2, num_clients=2, big_g=0.0, big_b=0.0)
     >>> fedavg_round(setting, 0.25, distance=1.0, gap=0.0).broken[0].text
@@ -103,8 +115,9 @@ def scaffold(setting: Federation, rounds: int, *, lr: float | None = None) -> Pr
     mu = 0   E f(x) - f*      <= V / (s (R+1)) + 12 s noise,     s <= 1 / (81 beta)
     else     E||grad f(x)||^2 <= 14 F / (s (R+1)) + 70 beta s noise,   s <= (S/N)^(2/3) / (24 beta)
 
-    V = ||x^0 - x*||^2 + (9 N s^2 / S) C_0, C_0 = `control_distance`^2, W the sum of the weights (1 - mu s / 2)^(1-r),
-    noise = sigma^2 (1 + S / eta_g^2) / (K S). The non-convex case starts at c_i = grad f_i(x^0).
+    V = ||x^0 - x*||^2 + (9 N s^2 / S) C_0, C_0 = `control_distance`^2, W the sum of the weights (1
+    - mu s / 2)^(1-r), noise = sigma^2 (1 + S / eta_g^2) / (K S). The non-convex case starts at c_i
+    = grad f_i(x^0).
 
     >>> starts = {"distance": 1.0, "control_distance": 1.0}
     >>> setting = Federation(smoothness=1.0, mu=0.1, local_steps=10, num_clients=10, cohort=2, **starts)
@@ -132,11 +145,16 @@ def scaffold(setting: Federation, rounds: int, *, lr: float | None = None) -> Pr
     return _prescription(it, rounds, tuned, f"004 Theorem VII, {it.case}", *needs)
 
 
-def scaffold_round(setting: Federation, step: float, *, distance: float, control_gap: float, gap: float) -> Bound:
-    """E V+ <= (1 - mu s / 2) V - s (f - f*) + 12 s^2 noise,  V = ||x - x*||^2 + (9 N s^2 / S) C: F24, 004 Lemma 14.
+def scaffold_round(
+    setting: Federation, step: float, *, distance: float, control_gap: float, gap: float
+) -> Bound:
+    """E V+ <= (1 - mu s / 2) V - s (f - f*) + 12 s^2 noise,  V = ||x - x*||^2 + (9 N s^2 / S) C.
 
-    `control_gap` is C = mean E||c_i - grad f_i(x*)||^2, where gradient noise is averaged inside the norm and cohorts
-    outside it ((24) prints both inside); `step` is s = K eta_l eta_g, `gap` f(x) - f*.
+    F24, 004 Lemma 14.
+
+    `control_gap` is C = mean E||c_i - grad f_i(x*)||^2, where gradient noise is averaged inside the
+    norm and cohorts outside it ((24) prints both inside); `step` is s = K eta_l eta_g, `gap` f(x) -
+    f*.
 
     >>> setting = Federation(smoothness=1.0, local_steps=2, num_clients=2)
     >>> scaffold_round(setting, 0.01, distance=1.0, control_gap=0.0, gap=0.5).value
@@ -150,15 +168,20 @@ def scaffold_round(setting: Federation, step: float, *, distance: float, control
     return bounded(value, "004 Lemma 14", limit, lag, _server(it))
 
 
-def scaffold_quadratic(setting: Federation, rounds: int, *, lr: float | None = None) -> Prescription:
-    """E||grad f(x)||^2 on quadratics that are alike: F25, 004 Theorem IV (Theorem VIII), the value of local steps.
+def scaffold_quadratic(
+    setting: Federation, rounds: int, *, lr: float | None = None
+) -> Prescription:
+    """E||grad f(x)||^2 on quadratics that are alike.
+
+    F25, 004 Theorem IV (Theorem VIII), the value of local steps.
 
     mu > 0   6 F / (eta W) + 48 beta eta sigma^2 / N,   W the sum over the K R inner steps of (1 - mu eta / 6)^(1-k)
     else     6 F / (eta K R) + 60 beta eta sigma^2 / N
 
-    with eta <= min(1 / (10 beta), 1 / (22 delta K), 1 / (10 mu K)), all clients, eta_g = 1, corrections taken at the
-    current server model (004 (28)) and an inner average as output. 48 and 60 restore the beta eta^2 of Lemma 24, where
-    8 eta is printed; F = f(x^0) - f* stands where mu D^2 is printed, which has another unit.
+    with eta <= min(1 / (10 beta), 1 / (22 delta K), 1 / (10 mu K)), all clients, eta_g = 1,
+    corrections taken at the current server model (004 (28)) and an inner average as output. 48 and
+    60 restore the beta eta^2 of Lemma 24, where 8 eta is printed; F = f(x^0) - f* stands where mu
+    D^2 is printed, which has another unit.
 
     >>> setting = Federation(smoothness=1.0, local_steps=10, num_clients=10, delta=0.0, suboptimality=1.0)
     >>> round(scaffold_quadratic(setting, 100).bound.value, 6)
@@ -167,10 +190,15 @@ def scaffold_quadratic(setting: Federation, rounds: int, *, lr: float | None = N
     it, beta, k, delta = setting, setting.smoothness, setting.local_steps, setting.unlikeness
     largest = 1 / max(10 * beta, 22 * delta * k, 10 * it.mu * k)
     inner, start = max(1, rounds * k - 1), 6 * it.need("suboptimality")
-    needs = [at_most("N <= cohort", it.num_clients, it.heard), at_most("server_lr <= 1", it.server_lr, 1.0)]
+    needs = [
+        at_most("N <= cohort", it.num_clients, it.heard),
+        at_most("server_lr <= 1", it.server_lr, 1.0),
+    ]
     if it.mu > 0:
         least = max(20 * beta / it.mu, (44 * delta + 20 * it.mu) * k / it.mu, 20 * k)
-        needs.append(at_most("max(20 beta / mu, (44 delta + 20 mu) K / mu, 20 K) <= rounds", least, rounds))
+        needs.append(
+            at_most("max(20 beta / mu, (44 delta + 20 mu) K / mu, 20 K) <= rounds", least, rounds)
+        )
     first = (48 if it.mu > 0 else 60) * beta * it.noise_trace / it.num_clients
     tuned = _tuned(it.mu / 6, inner, start, first, 0.0, largest, lr, 1.0)
     effective = Tuned(tuned.step * k * it.server_lr, tuned.value)
@@ -188,7 +216,9 @@ def lower_bound_constant(local_steps: int) -> float:
 
 
 def pair_round(x: float, *, lr: float, local_steps: int, mu: float, big_g: float) -> float:
-    """x+ = x (q^K + 1) / 2 + (eta G / 2) sum_{t<K} (1 - q^t),  q = 1 - 2 mu eta: F27, 004 proof of Theorem VI.
+    """x+ = x (q^K + 1) / 2 + (eta G / 2) sum_{t<K} (1 - q^t),  q = 1 - 2 mu eta.
+
+    F27, 004 proof of Theorem VI.
 
     One FedAvg round on f_1 = mu x^2 + G x and f_2 = -G x: from the optimum x = 0 it moves away.
 
@@ -200,7 +230,9 @@ def pair_round(x: float, *, lr: float, local_steps: int, mu: float, big_g: float
 
 
 def pair_best_lr(x: float, *, local_steps: int, mu: float, big_g: float) -> float:
-    """Best eta = (1 - (1 + 2 mu x / G)^(-1/(K-1))) / (2 mu): up to 1 / (2 mu), it makes `pair_round` smallest.
+    """Best eta = (1 - (1 + 2 mu x / G)^(-1/(K-1))) / (2 mu).
+
+    Up to 1 / (2 mu), it makes `pair_round` smallest.
 
     There the round's derivative in eta is zero (F27, derived here); for x > 0 and K >= 2.
 
@@ -210,14 +242,18 @@ def pair_best_lr(x: float, *, local_steps: int, mu: float, big_g: float) -> floa
     return (1 - math.pow(1 + 2 * mu * x / big_g, -1 / (local_steps - 1))) / (2 * mu)
 
 
-def fedavg_lower_bound(*, mu: float, big_g: float, local_steps: int, rounds: int, suboptimality: float) -> Bound:
-    """f(x^R) - f* >= (mu / 2) / (1 / x_0 + mu R / (2 (1 - 1/K) G))^2 on the pair of `pair_round`: F27, 004 Theorem VI.
+def fedavg_lower_bound(
+    *, mu: float, big_g: float, local_steps: int, rounds: int, suboptimality: float
+) -> Bound:
+    """f(x^R) - f* >= (mu / 2) / (1 / x_0 + mu R / (2 (1 - 1/K) G))^2 on the pair of `pair_round`.
 
-    For FedAvg from x > 0 with any steps eta_r <= 1 / mu; x_0 = min(sqrt(2 F / mu), G / mu), F = `suboptimality`. It
-    tends to the sharp c_K G^2 / (mu R^2) of `lower_bound_constant`, where the paper has 1/131072 for c_K. Proof: in
-    units of G / mu, `pair_best_lr` gives x+ = x/2 + (K-1)/4 (1 - (1 + 2x)^(-1/(K-1))), whose derivative is at least
-    (1 + 2x)^-c >= (1 + c x)^-2 with c = K / (2 (K-1)), hence 1 / x+ <= 1 / x + c; a step above 1 / (2 mu) gives more
-    than that, or x+ >= 1.
+    F27, 004 Theorem VI.
+
+    For FedAvg from x > 0 with any steps eta_r <= 1 / mu; x_0 = min(sqrt(2 F / mu), G / mu), F =
+    `suboptimality`. It tends to the sharp c_K G^2 / (mu R^2) of `lower_bound_constant`, where the
+    paper has 1/131072 for c_K. Proof: in units of G / mu, `pair_best_lr` gives x+ = x/2 + (K-1)/4
+    (1 - (1 + 2x)^(-1/(K-1))), whose derivative is at least (1 + 2x)^-c >= (1 + c x)^-2 with c = K /
+    (2 (K-1)), hence 1 / x+ <= 1 / x + c; a step above 1 / (2 mu) gives more than that, or x+ >= 1.
 
     >>> fedavg_lower_bound(mu=1.0, big_g=1.0, local_steps=2, rounds=1, suboptimality=0.5).value
     0.125
@@ -230,9 +266,12 @@ def fedavg_lower_bound(*, mu: float, big_g: float, local_steps: int, rounds: int
 
 
 def table_2(setting: Federation, target: float) -> dict[str, Rounds]:
-    """Rounds to `target` = eps of every method of 004 Table 2: eps bounds f - f*, or ||grad f||^2 if non-convex.
+    """Rounds to `target` = eps of every method of 004 Table 2.
 
-    Logarithms and constants dropped. The table sets beta = F = 1; both are put back, by the theorems and by units.
+    Eps bounds f - f*, or ||grad f||^2 if non-convex.
+
+    Logarithms and constants dropped. The table sets beta = F = 1; both are put back, by the
+    theorems and by units.
 
     >>> constants = {"smoothness": 1.0, "mu": 0.1, "big_g": 1.0, "big_b": 1.0, "suboptimality": 1.0}
     >>> setting = Federation(local_steps=10, num_clients=20, cohort=5, **constants)
@@ -253,7 +292,9 @@ def _strongly_convex_rows(it: Federation, e: float) -> dict[str, float]:
     return {
         "SGD": whole + beta / mu,
         "FedAvg (Li et al. 2019)": whole * beta / mu + g**2 * k * beta / (mu**2 * e),
-        "FedAvg (Khaled et al. 2020)": (s2 + g**2) / (mu * n * k * e) + (s2**0.5 + g) * root + n * b2 * beta / mu,
+        "FedAvg (Khaled et al. 2020)": (s2 + g**2) / (mu * n * k * e)
+        + (s2**0.5 + g) * root
+        + n * b2 * beta / mu,
         "FedAvg": m2 / (mu * s * k * e) + g * root + b2 * beta / mu,
         "FedAvg, at least": whole + g / math.sqrt(mu * e),
         "FedProx": b2 * beta / mu,
@@ -281,19 +322,38 @@ def _non_convex_rows(it: Federation, e: float) -> dict[str, float]:
 
 
 def _tuned(
-    rate: float, rounds: int, start: float, first: float, second: float, largest: float, lr: float | None, reach: float
+    rate: float,
+    rounds: int,
+    start: float,
+    first: float,
+    second: float,
+    largest: float,
+    lr: float | None,
+    reach: float,
 ) -> Tuned:
     step = None if lr is None else checks.number("lr", lr, above=0) * reach
     if rate > 0:
         return tuned_linear(
-            rate=rate, rounds=rounds, start=start, first=first, second=second, largest=largest, step=step
+            rate=rate,
+            rounds=rounds,
+            start=start,
+            first=first,
+            second=second,
+            largest=largest,
+            step=step,
         )
-    return tuned_sublinear(rounds=rounds, start=start, first=first, second=second, largest=largest, step=step)
+    return tuned_sublinear(
+        rounds=rounds, start=start, first=first, second=second, largest=largest, step=step
+    )
 
 
-def _prescription(it: Federation, rounds: int, tuned: Tuned, source: str, *conditions: Condition) -> Prescription:
+def _prescription(
+    it: Federation, rounds: int, tuned: Tuned, source: str, *conditions: Condition
+) -> Prescription:
     lr = tuned.step / (it.local_steps * it.server_lr)
-    return Prescription(lr, it.local_steps, rounds, bounded(tuned.value, source, *conditions, _server(it)))
+    return Prescription(
+        lr, it.local_steps, rounds, bounded(tuned.value, source, *conditions, _server(it))
+    )
 
 
 def _server(it: Federation) -> Condition:

@@ -1,4 +1,7 @@
-"""Runs on quadratics with Gaussian noise, exact in law: a round costs one draw, whatever its number of local steps."""
+"""Runs on quadratics with Gaussian noise, exact in law.
+
+A round costs one draw, whatever its number of local steps.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,12 @@ def sample_rounds(
     x0: ArrayLike | None = None,
     algorithm: Algorithm = SCAFFOLD,
 ) -> Floats:
-    """Draw runs with Gaussian noise, exact in law: x of every round, shape (runs, rounds + 1, d), x0 first.
+    """Draw runs with Gaussian noise, exact in law.
 
-    A round of any number of local steps costs one draw of the accumulated noise (F5). All clients take part.
+    x of every round, shape (runs, rounds + 1, d), x0 first.
+
+    A round of any number of local steps costs one draw of the accumulated noise (F5). All clients
+    take part.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=5, dim=3, seed=0)

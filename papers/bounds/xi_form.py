@@ -1,6 +1,7 @@
 """The round and its stationary covariance in (theta, xi_1 .. xi_N), block by block, as the quadratics paper (000) does.
 
-Two independent forms of what `fedscaffold.theory` computes: F4 for `round_map`, F6 for `stationary`.
+Two independent forms of what `fedscaffold.theory` computes: F4 for `round_map`, F6 for
+    `stationary`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ class XiMap(NamedTuple):
     offset: Floats
 
 
-def xi_round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> XiMap:
+def xi_round_map(
+    problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD
+) -> XiMap:
     """F4 as printed, on all of R^((N+1)d), or F7: the closed form that `round_map` must agree with.
 
-    theta row: Upsilon u - (1/N) sum M_i v_i; xi_c row: Delta_c u + B_c v_c + (1/(N gamma H)) sum M_i v_i, with
-    u = theta - theta*, v = xi - xi*, Delta_c = (Upsilon_c - Upsilon) / (gamma H), Upsilon = mean Upsilon_c.
+    theta row: Upsilon u - (1/N) sum M_i v_i; xi_c row: Delta_c u + B_c v_c + (1/(N gamma H)) sum
+    M_i v_i, with u = theta - theta*, v = xi - xi*, Delta_c = (Upsilon_c - Upsilon) / (gamma H),
+    Upsilon = mean Upsilon_c.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
@@ -47,9 +51,13 @@ def xi_round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Al
     given = spectra(problem)
     one = linear_round(given, form, lr=lr, local_steps=local_steps)
     d, n = one.basis.shape
-    pushes = (one.basis * (one.travel * (1 - one.lag))).reshape(d, -1, d)  # E diag(m), so M_c = pushes_c V_c'
+    pushes = (one.basis * (one.travel * (1 - one.lag))).reshape(
+        d, -1, d
+    )  # E diag(m), so M_c = pushes_c V_c'
     if not form.memory:
-        mean_push = np.einsum("icj,ckj,ck->i", pushes, given.vectors, given.linear) / given.num_clients
+        mean_push = (
+            np.einsum("icj,ckj,ck->i", pushes, given.vectors, given.linear) / given.num_clients
+        )
         return XiMap(one.matrix()[:d, :d], form.server_lr * mean_push)
     everything = np.eye(n, d + n, d)
     u, r = one.forward(np.eye(d, d + n), everything)
@@ -62,10 +70,13 @@ def xi_round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Al
     return XiMap(matrix, star - matrix @ star)
 
 
-def block_residual(problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, covariance: Floats) -> float:
+def block_residual(
+    problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, covariance: Floats
+) -> float:
     """Return the largest relative residual of the corrected equations F6 at a covariance of (theta, xi_1 .. xi_N).
 
-    An independent check of `stationary`, for SCAFFOLD: powers by repeated products, no eigenvalues, no doubling.
+    An independent check of `stationary`, for SCAFFOLD: powers by repeated products, no eigenvalues,
+        no doubling.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=3, dim=2, mu=0.1, seed=0)
@@ -88,12 +99,35 @@ def block_residual(problem: Problem, *, lr: float, local_steps: int, noise: Arra
     x_with_mean = g * np.mean(tx @ b, axis=0)  # covariance of u with (g/N) sum B_i v_i
     mean_with = g * np.mean(b[:, None] @ xx, axis=0)  # of (g/N) sum B_i v_i with every v_c
     mean_with_mean = g * np.mean(mean_with @ b, axis=0)
-    first = y @ s @ y + y @ x_with_mean + x_with_mean.T @ y + mean_with_mean + lr**2 / n * eps.mean(axis=0) - s
-    second = y @ s @ yt + g * y @ tx @ b - y @ x_with_mean + x_with_mean.T @ yt + g * mean_with @ b - mean_with_mean
+    first = (
+        y @ s @ y
+        + y @ x_with_mean
+        + x_with_mean.T @ y
+        + mean_with_mean
+        + lr**2 / n * eps.mean(axis=0)
+        - s
+    )
+    second = (
+        y @ s @ yt
+        + g * y @ tx @ b
+        - y @ x_with_mean
+        + x_with_mean.T @ yt
+        + g * mean_with @ b
+        - mean_with_mean
+    )
     second = second + lr**2 / n * (eps - eps.mean(axis=0)) - g * tx
-    half = yt[:, None] @ s @ yt / 2 + g * yt[:, None] @ (tx @ b) - yt[:, None] @ x_with_mean - g * mean_with @ b
+    half = (
+        yt[:, None] @ s @ yt / 2
+        + g * yt[:, None] @ (tx @ b)
+        - yt[:, None] @ x_with_mean
+        - g * mean_with @ b
+    )
     half = half + (g**2 * b[:, None] @ xx @ b + mean_with_mean - g**2 * xx) / 2
-    third = half + np.transpose(half, (1, 0, 3, 2)) + lr**2 / n * (eps.mean(axis=0) - eps - eps[:, None])
+    third = (
+        half
+        + np.transpose(half, (1, 0, 3, 2))
+        + lr**2 / n * (eps.mean(axis=0) - eps - eps[:, None])
+    )
     third[range(n), range(n)] += lr**2 * eps
     scale = max(np.abs(s).max(), g**2 * np.abs(xx).max())
     return float(max(np.abs(residual).max() for residual in (first, second, third)) / scale)

@@ -24,8 +24,12 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(epilog="Example: python -m papers.exercises momentum --out momentum.csv")
 def exercise(
-    name: Annotated[str, typer.Argument(help="participation, stale, momentum, compression or richardson.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Also write the table: a .csv file.")] = None,
+    name: Annotated[
+        str, typer.Argument(help="participation, stale, momentum, compression or richardson.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also write the table: a .csv file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure one of the tutorial's exercises: a table, and what it says."""
@@ -48,8 +52,11 @@ def measure(name: str) -> Exercise:
 
     >>> measure("momentun")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: unknown exercise 'momentun' (did you mean 'momentum'?); known: ...
+    fedscaffold.checks.InputError: unknown exercise 'momentun' (did you mean 'momentum'?); known:
+        ...
     """
-    module = importlib.import_module(f"papers.exercises.{checks.choice('exercise', name, EXERCISES)}")
+    module = importlib.import_module(
+        f"papers.exercises.{checks.choice('exercise', name, EXERCISES)}"
+    )
     found: Exercise = getattr(module, name)()
     return found

@@ -11,7 +11,16 @@ from fedscaffold import data
 from fedscaffold.algorithms import scaffold
 from fedscaffold.problems import Problem, quadratic, softmax
 from fedscaffold.simulation import Run
-from papers.exercises.record import Exercise, Row, best, bytes_until, ends_at, grid, middle, residual
+from papers.exercises.record import (
+    Exercise,
+    Row,
+    best,
+    bytes_until,
+    ends_at,
+    grid,
+    middle,
+    residual,
+)
 
 __all__ = ["compression"]
 
@@ -31,8 +40,9 @@ def compression(
 ) -> Exercise:
     """Bytes up that SCAFFOLD needs, uncompressed ("none", which comes first) and compressed.
 
-    On digits (softmax, 0 % similarity, 4 of 20 clients a round, lr 0.1) to 90 % test accuracy; on quadratics (5 of 20
-    clients a round) to 1e-6 from the optimum, each at its best step size of three. "two vectors" is the textbook's
+    On digits (softmax, 0 % similarity, 4 of 20 clients a round, lr 0.1) to 90 % test accuracy; on
+    quadratics (5 of 20 clients a round) to 1e-6 from the optimum, each at its best step size of
+    three. "two vectors" is the textbook's
     message, x and c apart: the same models for twice the bytes.
 
     >>> ON_DIGITS, ON_QUADRATIC  # what is tried unless asked for
@@ -57,18 +67,36 @@ def compression(
 
 def _digits(problem: Problem, name: str, rounds: int) -> Row:
     (runs,) = grid(
-        scaffold(), problem, [0.1], 3, rounds=rounds, local_epochs=5, batch_size=0.2, cohort=4, compression=name,
+        scaffold(),
+        problem,
+        [0.1],
+        3,
+        rounds=rounds,
+        local_epochs=5,
+        batch_size=0.2,
+        cohort=4,
+        compression=name,
         metrics=["accuracy"],
-    )  # fmt: skip
+    )
     last = np.mean([run.history["accuracy"][-rounds // 6 :] for run in runs])
-    return _row("digits", name, 0.1, runs, [_first(run, "accuracy") for run in runs]) | {"accuracy": float(last)}
+    return _row("digits", name, 0.1, runs, [_first(run, "accuracy") for run in runs]) | {
+        "accuracy": float(last)
+    }
 
 
 def _square(problem: Problem, name: str, rounds: int) -> Row:
     found = grid(
-        scaffold(), problem, GRID, 2, rounds=rounds, local_steps=5, cohort=5, compression=name, precision="float64",
+        scaffold(),
+        problem,
+        GRID,
+        2,
+        rounds=rounds,
+        local_steps=5,
+        cohort=5,
+        compression=name,
+        precision="float64",
         metrics=["distance"],
-    )  # fmt: skip
+    )
     times = [[_first(run, "distance") for run in runs] for runs in found]
     chosen = best([middle(one) for one in times])
     runs = found[chosen]
@@ -108,20 +136,32 @@ def _first(run: Run, metric: str) -> int | None:
 
 def _finding(rows: list[Row]) -> str:
     def told(problem: str) -> str:
-        base = next(row for row in rows if row["problem"] == problem and row["sent"] == "two vectors")
+        base = next(
+            row for row in rows if row["problem"] == problem and row["sent"] == "two vectors"
+        )
         parts = []
         for row in rows:
             if row["problem"] == problem:
                 goal = row["bytes_to_goal"]
                 share = base["bytes_to_goal"] / goal if goal and base["bytes_to_goal"] else None
-                words = "goal not reached" if goal is None else f"{goal:,.0f} bytes in {row['rounds']:.0f} rounds"
-                parts.append(f"{row['sent']} {words}" + (f" ({share:.2g} times fewer)" if share and share != 1 else ""))
+                words = (
+                    "goal not reached"
+                    if goal is None
+                    else f"{goal:,.0f} bytes in {row['rounds']:.0f} rounds"
+                )
+                parts.append(
+                    f"{row['sent']} {words}"
+                    + (f" ({share:.2g} times fewer)" if share and share != 1 else "")
+                )
         return "; ".join(parts)
 
     return (
-        f"Digits, to {ACCURACY:.0%} accuracy: {told('digits')}. Quadratic, to {DISTANCE:g} from the optimum: "
-        f"{told('quadratic')}. One vector instead of two costs nothing: the models are the same. What a "
-        f"compressor leaves out comes later, so the limit is the optimum, and c stays the mean of the c_i: the "
+        f"Digits, to {ACCURACY:.0%} accuracy: {told('digits')}. Quadratic, to {DISTANCE:g} from "
+        "the optimum: "
+        f"{told('quadratic')}. One vector instead of two costs nothing: the models are the same. "
+        "What a "
+        f"compressor leaves out comes later, so the limit is the optimum, and c stays the mean of "
+        "the c_i: the "
         f"largest residual is "
         f"{max(row['residual'] for row in rows):.1e} of the size of the c_i, rounding."
     )

@@ -1,4 +1,7 @@
-"""What an exercise hands back: its rows, what they say in plain words, and the settings that made them."""
+"""What an exercise hands back.
+
+Its rows, what they say in plain words, and the settings that made them.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,19 @@ from fedscaffold.problems import Problem
 from fedscaffold.simulation import Run, simulate
 
 __all__ = [
-    "Exercise", "Row", "best", "bytes_until", "ends_at", "grid", "mean_and_error", "middle", "reached", "residual",
-    "said", "table",
-]  # fmt: skip
+    "Exercise",
+    "Row",
+    "best",
+    "bytes_until",
+    "ends_at",
+    "grid",
+    "mean_and_error",
+    "middle",
+    "reached",
+    "residual",
+    "said",
+    "table",
+]
 
 Row = dict[str, Any]
 
@@ -30,9 +43,17 @@ class Exercise(NamedTuple):
     settings: Row
 
 
-def grid(algorithm: Algorithm, problem: Problem, lr: Sequence[float], seeds: int, **same: Any) -> list[list[Run]]:
-    """Runs for every step size and seed. They share one program, which compiles sooner than that of a `sweep`."""
-    return [[simulate(algorithm, problem, lr=step, seed=seed, **same) for seed in range(seeds)] for step in lr]
+def grid(
+    algorithm: Algorithm, problem: Problem, lr: Sequence[float], seeds: int, **same: Any
+) -> list[list[Run]]:
+    """Runs for every step size and seed.
+
+    They share one program, which compiles sooner than that of a `sweep`.
+    """
+    return [
+        [simulate(algorithm, problem, lr=step, seed=seed, **same) for seed in range(seeds)]
+        for step in lr
+    ]
 
 
 def reached(run: Run, goal: float, metric: str = "distance") -> int | None:
@@ -52,7 +73,11 @@ def middle(values: Sequence[float | None]) -> float | None:
     >>> middle([3, 1, 2]), middle([1, None])
     (2.0, None)
     """
-    return None if None in values else float(np.median([value for value in values if value is not None]))
+    return (
+        None
+        if None in values
+        else float(np.median([value for value in values if value is not None]))
+    )
 
 
 def ends_at(runs: Sequence[Run], metric: str = "distance") -> float:
@@ -72,7 +97,9 @@ def best(scores: Sequence[float | None]) -> int:
     >>> best([None, 3.0, 2.0])
     2
     """
-    return int(np.argmin([np.inf if score is None or np.isnan(score) else score for score in scores]))
+    return int(
+        np.argmin([np.inf if score is None or np.isnan(score) else score for score in scores])
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -83,10 +110,14 @@ def table(rows: Sequence[Row]) -> str:
     sgd         12     -
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[key.replace("_", " ") for key in keys], *([said(row.get(key)) for key in keys] for row in rows)]
+    cells = [
+        [key.replace("_", " ") for key in keys],
+        *([said(row.get(key)) for key in keys] for row in rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     words = [
-        all(isinstance(row.get(key), (str, type(None))) for row in rows) and any(row.get(key) for row in rows)
+        all(isinstance(row.get(key), (str, type(None))) for row in rows)
+        and any(row.get(key) for row in rows)
         for key in keys
     ]
     aligned = (
@@ -109,7 +140,11 @@ def said(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        else str(value)
+    )
 
 
 def mean_and_error(samples: NDArray[Any]) -> tuple[float, float]:

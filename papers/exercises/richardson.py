@@ -1,8 +1,9 @@
 """The talk's open question: does Richardson-Romberg remove the bias that noise leaves in SCAFFOLD?
 
-To the order that matters E x - x* = lr b_1 + lr^2 b_2, with b_1 of order 1/N (`expand(...).bias`) and in b_2 a part
-that more clients do not reduce (`residual_bias`, of order K; the formula is for many of them). 2 x_lr - x_2lr keeps
--2 lr^2 b_2: the first is gone, the second is doubled and changes its sign.
+To the order that matters E x - x* = lr b_1 + lr^2 b_2, with b_1 of order 1/N (`expand(...).bias`)
+and in b_2 a part that more clients do not reduce (`residual_bias`, of order K; the formula is for
+many of them). 2 x_lr - x_2lr keeps -2 lr^2 b_2: the first is gone, the second is doubled and
+changes its sign.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ __all__ = ["richardson"]
 QUESTION = "Does Richardson-Romberg, 2 x_lr - x_2lr, remove FedAvg's bias, and what noise leaves in SCAFFOLD?"
 L2, RECORDS, SCALE = 0.1, 20, 2.0
 FEDAVG_GRID = (0.0125, 0.025, 0.05, 0.1)
-CASES = ((2, 1, 0.1, 128, 1600), (2, 5, 0.1, 96, 400), (100, 10, 0.05, 32, 160))  # clients, steps, lr, seeds, rounds
+CASES = (
+    (2, 1, 0.1, 128, 1600),
+    (2, 5, 0.1, 96, 400),
+    (100, 10, 0.05, 32, 160),
+)  # clients, steps, lr, seeds, rounds
 
 
 def richardson(cases: tuple[tuple[int, int, float, int, int], ...] = CASES) -> Exercise:
     """The bias along its predicted direction, at lr, at 2 lr and combined, on logistic regression with two weights.
 
-    FedAvg with full batches, where everything is exact and the slopes in lr are 1 and 2; SCAFFOLD with batches of one
-    record, as a mean over seeds and rounds with its standard error. A case is (clients, local steps, lr, seeds,
-    rounds).
+    FedAvg with full batches, where everything is exact and the slopes in lr are 1 and 2; SCAFFOLD
+    with batches of one record, as a mean over seeds and rounds with its standard error. A case is
+    (clients, local steps, lr, seeds, rounds).
 
     >>> CASES[0]  # tried unless asked for others
     (2, 1, 0.1, 128, 1600)
@@ -81,7 +86,10 @@ def along(w: Any, batch: Any) -> Any:
 
 
 def _fedavg(local_steps: int = 5) -> list[Row]:
-    """The bias of FedAvg without noise, measured and by theory, and what is left of it; slopes between neighbours."""
+    """The bias of FedAvg without noise, measured and by theory, and what is left of it.
+
+    Slopes between neighbours.
+    """
     problem = _problem(2)
     found = sweep(
         fedavg(),
@@ -118,15 +126,29 @@ def _scaffold(clients: int, local_steps: int, lr: float, seeds: int, rounds: int
     law = expand(_problem(clients), lr=lr, local_steps=local_steps, batch_size=1)
     direction = law.bias / np.linalg.norm(law.bias)
     found = sweep(
-        scaffold(), _problem(clients, direction), rounds=rounds, lr=(lr, 2 * lr), seeds=seeds, local_steps=local_steps,
-        batch_size=1, x0=law.optimum, metrics=["accuracy"],
-    )  # fmt: skip
+        scaffold(),
+        _problem(clients, direction),
+        rounds=rounds,
+        lr=(lr, 2 * lr),
+        seeds=seeds,
+        local_steps=local_steps,
+        batch_size=1,
+        x0=law.optimum,
+        metrics=["accuracy"],
+    )
     means = np.array(
-        [[run.history["accuracy"][rounds // 4 :].mean(dtype=float) for run in runs] for runs in found.runs]
+        [
+            [run.history["accuracy"][rounds // 4 :].mean(dtype=float) for run in runs]
+            for runs in found.runs
+        ]
     )
     fine, coarse = means - direction @ law.optimum
     row = _row("scaffold", clients, local_steps, lr)
-    for name, samples in (("bias", fine), ("bias_at_2lr", coarse), ("combined", extrapolate(fine, coarse))):
+    for name, samples in (
+        ("bias", fine),
+        ("bias_at_2lr", coarse),
+        ("combined", extrapolate(fine, coarse)),
+    ):
         row[name], row[name + "_error"] = mean_and_error(samples)
     row["predicted"] = float(direction @ (law.bias + law.residual_bias))
     row["combined_predicted"] = float(-2 * direction @ law.residual_bias)
@@ -135,8 +157,18 @@ def _scaffold(clients: int, local_steps: int, lr: float, seeds: int, rounds: int
 
 
 def _row(method: str, clients: int, local_steps: int, lr: float) -> Row:
-    names = ("bias", "bias_error", "predicted", "bias_at_2lr", "bias_at_2lr_error", "combined", "combined_error")
-    nothing: Row = dict.fromkeys((*names, "combined_predicted", "slope", "slope_combined", "residual"))
+    names = (
+        "bias",
+        "bias_error",
+        "predicted",
+        "bias_at_2lr",
+        "bias_at_2lr_error",
+        "combined",
+        "combined_error",
+    )
+    nothing: Row = dict.fromkeys(
+        (*names, "combined_predicted", "slope", "slope_combined", "residual")
+    )
     return {"method": method, "clients": clients, "local_steps": local_steps, "lr": lr} | nothing
 
 
@@ -151,20 +183,28 @@ def _finding(rows: list[Row]) -> str:
         if row["method"] == "scaffold"
     ]
     return (
-        f"FedAvg without noise: the bias goes as lr^{last['slope']:.2f}, what Richardson-Romberg leaves of it as "
+        f"FedAvg without noise: the bias goes as lr^{last['slope']:.2f}, what Richardson-Romberg "
+        "leaves of it as "
         f"lr^{last['slope_combined']:.2f} (at lr {first['lr']:g}: {first['bias']:.2g} becomes "
-        f"{first['combined']:.2g}). SCAFFOLD with batches of one record: {'; '.join(parts)}. By theory the part of "
-        "order lr / N goes; what is left is of order lr^2, doubled and with the other sign, and with several local "
+        f"{first['combined']:.2g}). SCAFFOLD with batches of one record: {'; '.join(parts)}. By "
+        "theory the part of "
+        "order lr / N goes; what is left is of order lr^2, doubled and with the other sign, and "
+        "with several local "
         "steps it has a part of order lr^2 K that more clients do not reduce."
     )
 
 
 def _verdict(row: Row) -> str:
     """What became of a bias, given the standard errors."""
-    before, left = abs(row["bias"]) / row["bias_error"], abs(row["combined"]) / row["combined_error"]
+    before, left = (
+        abs(row["bias"]) / row["bias_error"],
+        abs(row["combined"]) / row["combined_error"],
+    )
     if before < 3:
         return "too small to be seen before"
     if left < 3:
         return "removed as far as can be seen"
     share = abs(row["combined"] / row["bias"])
-    return f"{share:.2g} times as large" + (", with the other sign" if row["combined"] * row["bias"] < 0 else "")
+    return f"{share:.2g} times as large" + (
+        ", with the other sign" if row["combined"] * row["bias"] < 0 else ""
+    )

@@ -1,4 +1,7 @@
-"""Exercise 2, stale control variates: keep, decay, drop and refresh where each helps and where it hurts."""
+"""Exercise 2, stale control variates.
+
+Keep, decay, drop and refresh where each helps and where it hurts.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ POLICIES = ("keep", "decay:0.99", "drop:60", "refresh:30")
 def stale(*, seeds: int = 3, rounds: int = 900) -> Exercise:
     """Run SCAFFOLD with two of 20 clients a round under each policy, each at its better step size of two.
 
-    Settings: cohorts drawn from all; two halves that come in turn, 40 rounds each; five clients that leave for good
-    after 20 rounds; and noisy batches at clients that are alike, or unlike (keep and decay only).
+    Settings: cohorts drawn from all; two halves that come in turn, 40 rounds each; five clients
+    that leave for good after 20 rounds; and noisy batches at clients that are alike, or unlike
+    (keep and decay only).
 
     >>> POLICIES  # the first three settings try them all
     ('keep', 'decay:0.99', 'drop:60', 'refresh:30')
@@ -50,22 +54,45 @@ def stale(*, seeds: int = 3, rounds: int = 900) -> Exercise:
     for setting, trace in traces:
         rows += [_quiet(problem, setting, trace, policy, seeds, rounds) for policy in POLICIES]
     for setting, alike in (("noisy, alike", True), ("noisy, unlike", False)):
-        rows += [_noisy(_regression(alike), setting, policy, 4 * seeds) for policy in ("keep", "decay:0.9")]
+        rows += [
+            _noisy(_regression(alike), setting, policy, 4 * seeds)
+            for policy in ("keep", "decay:0.9")
+        ]
     settings = {
-        "problem": repr(problem), "cohort": COHORT, "local_steps": 5, "lr": list(GRID), "goal": GOAL, "seeds": seeds,
-        "rounds": rounds, "age_expected": CLIENTS / COHORT - 1,
-    }  # fmt: skip
+        "problem": repr(problem),
+        "cohort": COHORT,
+        "local_steps": 5,
+        "lr": list(GRID),
+        "goal": GOAL,
+        "seeds": seeds,
+        "rounds": rounds,
+        "age_expected": CLIENTS / COHORT - 1,
+    }
     return Exercise("stale", QUESTION, rows, _finding(rows), settings)
 
 
 def _quiet(
-    problem: Problem, setting: str, trace: NDArray[np.int64] | None, policy: str, seeds: int, rounds: int
+    problem: Problem,
+    setting: str,
+    trace: NDArray[np.int64] | None,
+    policy: str,
+    seeds: int,
+    rounds: int,
 ) -> Row:
     """Without noise: rounds and vectors to the optimum, and where the runs end."""
     found = grid(
-        scaffold(), problem, GRID, seeds, rounds=rounds, local_steps=5, cohort=COHORT, availability=trace, stale=policy,
-        precision="float64", metrics=["distance", "age"],
-    )  # fmt: skip
+        scaffold(),
+        problem,
+        GRID,
+        seeds,
+        rounds=rounds,
+        local_steps=5,
+        cohort=COHORT,
+        availability=trace,
+        stale=policy,
+        precision="float64",
+        metrics=["distance", "age"],
+    )
     times = [[reached(run, GOAL) for run in runs] for runs in found]
     ends = [ends_at(runs) for runs in found]
     done = [middle(one) for one in times]
@@ -86,14 +113,27 @@ def _quiet(
 def _noisy(problem: Problem, setting: str, policy: str, seeds: int) -> Row:
     """From the optimum on, with ten records a step: how far the runs are shaken off it."""
     (runs,) = grid(
-        scaffold(), problem, GRID[:1], seeds, rounds=300, local_steps=5, cohort=COHORT, batch_size=10, stale=policy,
-        precision="float64", metrics=["distance", "age"], x0=problem.optimum(),
-    )  # fmt: skip
+        scaffold(),
+        problem,
+        GRID[:1],
+        seeds,
+        rounds=300,
+        local_steps=5,
+        cohort=COHORT,
+        batch_size=10,
+        stale=policy,
+        precision="float64",
+        metrics=["distance", "age"],
+        x0=problem.optimum(),
+    )
     return _row(setting, policy, GRID[0], runs) | {"ends": ends_at(runs)}
 
 
 def _regression(alike: bool) -> Problem:
-    """Linear regression with noisy answers; all clients hold the same records, or each has a truth of its own."""
+    """Linear regression with noisy answers.
+
+    All clients hold the same records, or each has a truth of its own.
+    """
     rng = np.random.default_rng(0)
     truths = 2 * rng.normal(size=(CLIENTS, 5))
     features = rng.normal(size=(CLIENTS, 30, 5)) * np.linspace(0.4, 1.2, CLIENTS)[:, None, None]
@@ -105,7 +145,9 @@ def _regression(alike: bool) -> Problem:
 def _row(setting: str, policy: str, lr: float, runs: list[Run]) -> Row:
     ages = np.array([run.history["age"][run.rounds // 2 :].mean() for run in runs])
     age, error = mean_and_error(ages)
-    nothing: dict[str, Any] = dict.fromkeys(("rounds", "vectors_up", "ends", "ends_of_those_who_stay"))
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("rounds", "vectors_up", "ends", "ends_of_those_who_stay")
+    )
     head = {"setting": setting, "policy": policy, "lr": lr} | nothing
     return head | {"age": age, "age_error": error, "residual": residual(runs)}
 
@@ -119,25 +161,35 @@ def _finding(rows: list[Row]) -> str:
         return {row["policy"].partition(":")[0]: row for row in rows if row["setting"] == setting}
 
     def count(row: Row) -> str:
-        return "never" if row["rounds"] is None else f"{row['rounds']:.0f} rounds ({row['vectors_up']:.0f} vectors up)"
+        return (
+            "never"
+            if row["rounds"] is None
+            else f"{row['rounds']:.0f} rounds ({row['vectors_up']:.0f} vectors up)"
+        )
 
     usual, turns, left = of("all come"), of("in turns of 40"), of(f"{CLIENTS - STAY} leave")
     alike, unlike = of("noisy, alike"), of("noisy, unlike")
     calm = {name: alike[name]["ends"] for name in ("keep", "decay")}
     rough = {name: unlike[name]["ends"] for name in ("keep", "decay")}
     return (
-        f"Age {usual['keep']['age']:.2f} +- {usual['keep']['age_error']:.2f}, N/S - 1 = {CLIENTS / COHORT - 1:g}. "
+        f"Age {usual['keep']['age']:.2f} +- {usual['keep']['age_error']:.2f}, N/S - 1 = "
+        f"{CLIENTS / COHORT - 1:g}. "
         f"Cohorts "
-        f"from all, to {GOAL:g}: keep {count(usual['keep'])}, refresh {count(usual['refresh'])}, decay "
-        f"{count(usual['decay'])} (ends at {usual['decay']['ends']:.2g}), drop {count(usual['drop'])} (ends at "
-        f"{usual['drop']['ends']:.2g}): what is forgotten comes back as FedAvg's drift. Clients that come in turns: "
+        f"from all, to {GOAL:g}: keep {count(usual['keep'])}, refresh {count(usual['refresh'])}, "
+        "decay "
+        f"{count(usual['decay'])} (ends at {usual['decay']['ends']:.2g}), drop "
+        f"{count(usual['drop'])} (ends at "
+        f"{usual['drop']['ends']:.2g}): what is forgotten comes back as FedAvg's drift. Clients "
+        "that come in turns: "
         f"keep "
-        f"{count(turns['keep'])}, refresh {count(turns['refresh'])}. {CLIENTS - STAY} clients leave for good: keep "
+        f"{count(turns['keep'])}, refresh {count(turns['refresh'])}. {CLIENTS - STAY} clients "
+        "leave for good: keep "
         f"ends "
         f"{left['keep']['ends_of_those_who_stay']:.2g} from the optimum of those who stay and "
         f"{left['keep']['ends']:.2g} "
         f"from that of all, because the leavers' last c_i go on pulling; drop ends "
-        f"{left['drop']['ends_of_those_who_stay']:.2g} from the optimum of those who stay. Noise at clients alike: "
+        f"{left['drop']['ends_of_those_who_stay']:.2g} from the optimum of those who stay. Noise "
+        "at clients alike: "
         f"decay "
         f"shakes {calm['decay'] / calm['keep']:.2g} times as far as keep, at unlike clients "
         f"{rough['decay'] / rough['keep']:.2g} times."

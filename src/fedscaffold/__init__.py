@@ -105,7 +105,18 @@ __all__ = [
 
 _LATER = {"Problem": "problems", "heterogeneity": "theory", "plan": "theory"}
 _LATER |= dict.fromkeys(
-    ("Callback", "Look", "Run", "Simulator", "Sweep", "compression", "richardson", "simulate", "stale", "sweep"),
+    (
+        "Callback",
+        "Look",
+        "Run",
+        "Simulator",
+        "Sweep",
+        "compression",
+        "richardson",
+        "simulate",
+        "stale",
+        "sweep",
+    ),
     "simulation",
 )
 _LATER |= dict.fromkeys(("FederatedClassifier", "FederatedRegressor"), "estimators")
@@ -125,7 +136,11 @@ def __getattr__(name: str) -> _Any:
     try:
         module = _importlib.import_module(f"fedscaffold.{room}")
     except ModuleNotFoundError as error:
-        extra = {"conformance": "all", "data": "all", "deploy": "deploy", "runs": "report"}.get(room, "sim")
+        extra = {"conformance": "all", "data": "all", "deploy": "deploy", "runs": "report"}.get(
+            room, "sim"
+        )
         missing = str(error.name).partition(".")[0]
-        raise ImportError(f"fs.{name} needs {missing}: pip install 'fedscaffold[{extra}]'") from error
+        raise ImportError(
+            f"fs.{name} needs {missing}: pip install 'fedscaffold[{extra}]'"
+        ) from error
     return getattr(module, name) if name in _LATER else module

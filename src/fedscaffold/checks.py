@@ -1,7 +1,7 @@
 """Argument checks. Error messages state what is wrong, what is allowed, and what was received.
 
-Numbers are ints, floats, and NumPy or JAX scalars; bools and strings are not. Floats such as 1e9 and 5.0 are refused if
-a whole number is required.
+Numbers are ints, floats, and NumPy or JAX scalars; bools and strings are not. Floats such as 1e9
+and 5.0 are refused if a whole number is required.
 """
 
 from __future__ import annotations
@@ -32,19 +32,27 @@ __all__ = [
     "text",
     "whole",
     "written",
-]  # fmt: skip
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 LARGEST = 2**63 - 1
 """Largest whole number: 64 bits."""
 MOST_SHOWN = 120
-BY_NAME = ("weights", "key", "state", "train")  # what a function of (params, batch) may take besides
+BY_NAME = (
+    "weights",
+    "key",
+    "state",
+    "train",
+)  # what a function of (params, batch) may take besides
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 class InputError(ValueError):
-    """Invalid input, with a message of one line; the command line prints it and exits with code 2."""
+    """Invalid input, with a message of one line.
+
+    The command line prints it and exits with code 2.
+    """
 
 
 def shown(value: Any) -> str:
@@ -56,7 +64,9 @@ def shown(value: Any) -> str:
     try:
         line = " ".join(repr(value).split())
     except (ValueError, RecursionError, MemoryError):
-        return "an int of over 4300 digits" if isinstance(value, int) else f"a {type(value).__name__}"
+        return (
+            "an int of over 4300 digits" if isinstance(value, int) else f"a {type(value).__name__}"
+        )
     return line if len(line) <= MOST_SHOWN else f"{line[: MOST_SHOWN // 2]}..."
 
 
@@ -65,17 +75,24 @@ def choice(name: str, value: str, allowed: Iterable[str]) -> str:
 
     >>> choice("algorithm", "scafold", ["fedavg", "scaffold"])
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: unknown algorithm 'scafold' (did you mean 'scaffold'?); known: fedavg, scaffold
+    fedscaffold.checks.InputError: unknown algorithm 'scafold' (did you mean 'scaffold'?); known:
+        fedavg, scaffold
     """
     known = sorted(allowed)
     if isinstance(value, str) and value in known:
         return value
-    near = difflib.get_close_matches(str(value)[:MOST_SHOWN], known, n=1, cutoff=0.5) if isinstance(value, str) else []
+    near = (
+        difflib.get_close_matches(str(value)[:MOST_SHOWN], known, n=1, cutoff=0.5)
+        if isinstance(value, str)
+        else []
+    )
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise InputError(f"unknown {name} {shown(value)}{hint}; known: {', '.join(known)}")
 
 
-def number(name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf) -> float:
+def number(
+    name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf
+) -> float:
     """Return `value` as a finite Python float within its bounds.
 
     >>> number("lr", -0.1, above=0)
@@ -102,15 +119,22 @@ def whole(name: str, value: Any, *, at_least: int = 1, at_most: int = LARGEST) -
     fedscaffold.checks.InputError: rounds must be a whole number of at least 1, got 2.5
     >>> whole("seed", 1e9, at_least=0)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: seed must be a whole number of at least 0, got 1000000000.0: write 1000000000
+    fedscaffold.checks.InputError: seed must be a whole number of at least 0, got 1000000000.0:
+        write 1000000000
     """
     given = _scalar(value)
     if _is_whole(given) and at_least <= given <= at_most:
         return int(given)
     beyond = _is_whole(given) and given > at_most
     upper = f" and at most {at_most}" if at_most < LARGEST or beyond else ""
-    hint = f": write {int(given)}" if isinstance(given, float) and given.is_integer() and abs(given) < 1e15 else ""
-    raise InputError(f"{name} must be a whole number of at least {at_least}{upper}, got {shown(value)}{hint}")
+    hint = (
+        f": write {int(given)}"
+        if isinstance(given, float) and given.is_integer() and abs(given) < 1e15
+        else ""
+    )
+    raise InputError(
+        f"{name} must be a whole number of at least {at_least}{upper}, got {shown(value)}{hint}"
+    )
 
 
 def share(name: str, value: Any, of: str, *, at_most: int = LARGEST) -> float | int:
@@ -120,19 +144,24 @@ def share(name: str, value: Any, of: str, *, at_most: int = LARGEST) -> float | 
     (0.2, 5)
     >>> share("cohort", 2.0, "clients")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: cohort must be a share in (0, 1] such as 0.5, or a number of clients such as 5,
-    got 2.0
+    fedscaffold.checks.InputError: cohort must be a share in (0, 1] such as 0.5, or a number of
+    clients such as 5, got 2.0
     """
     given = _scalar(value)
     if _is_whole(given):
         return whole(name, given, at_most=at_most)
     if _is_real(given) and 0 < given <= 1:
         return float(given)
-    raise InputError(f"{name} must be a share in (0, 1] such as 0.5, or a number of {of} such as 5, got {shown(value)}")
+    raise InputError(
+        f"{name} must be a share in (0, 1] such as 0.5, or a number of {of} such as 5, got "
+        f"{shown(value)}"
+    )
 
 
 def written(word: str) -> int | float | str:
-    """Return the number that a word such as "20" or "0.5" represents; the word itself if it is not a number.
+    """Return the number that a word such as "20" or "0.5" represents.
+
+    The word itself if it is not a number.
 
     >>> written("20"), written("0.5"), written("many")
     (20, 0.5, 'many')
@@ -146,7 +175,9 @@ def written(word: str) -> int | float | str:
 
 
 def text(name: str, value: Any) -> str:
-    """Return `value` if it is text that can be written to a file: not empty, without zero bytes, valid in UTF-8.
+    """Return `value` if it is text that can be written to a file.
+
+    Not empty, without zero bytes, valid in UTF-8.
 
     >>> text("output.dir", "")
     Traceback (most recent call last):
@@ -175,7 +206,8 @@ def fits(what: str, needed: int) -> None:
 
     >>> fits("dim 99999999999", 99999999999**2 * 8)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: dim 99999999999 would take 7.45e+13 GB of memory, and this machine has ...
+    fedscaffold.checks.InputError: dim 99999999999 would take 7.45e+13 GB of memory, and this
+        machine has ...
     """
     if needed > (most := memory()):
         size = f"{needed / 2**30:.3g} GB of memory, and this machine has {most / 2**30:.3g}"
@@ -203,8 +235,8 @@ def one_number(loss: str, shape: Iterable[int]) -> None:
 
     >>> one_number("loss(params, batch)", (4,))
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: loss(params, batch) must be one number, the mean over the batch's records, got
-    shape (4,); end it with .mean()
+    fedscaffold.checks.InputError: loss(params, batch) must be one number, the mean over the batch's
+    records, got shape (4,); end it with .mean()
     """
     if tuple(shape):
         wanted = "must be one number, the mean over the batch's records"
@@ -212,7 +244,9 @@ def one_number(loss: str, shape: Iterable[int]) -> None:
 
 
 def memoised(make: Callable[P, R]) -> Callable[P, R]:
-    """`functools.cache` for functions that check their arguments: True is not 1, and a list reaches the check.
+    """`functools.cache` for functions that check their arguments.
+
+    True is not 1, and a list reaches the check.
 
     >>> memoised(lambda k: whole("k", k))([3])
     Traceback (most recent call last):
@@ -245,14 +279,16 @@ def _is_whole(value: Any) -> bool:
 
 
 def takes_weights(name: str, function: Callable[..., Any]) -> bool:
-    """Return whether a function takes `weights` by name; refuse one that cannot be called with (params, batch).
+    """Return whether a function takes `weights` by name.
+
+    Refuse one that cannot be called with (params, batch).
 
     >>> takes_weights("loss", lambda params, batch, weights: 0.0)
     True
     >>> takes_weights("loss", lambda params, x, y: 0.0)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: loss must take (params, batch), and may take weights, key, state and train by name,
-    got (params, x, y); unpack the batch inside it: x, y = batch
+    fedscaffold.checks.InputError: loss must take (params, batch), and may take weights, key, state
+    and train by name, got (params, x, y); unpack the batch inside it: x, y = batch
     """
     return "weights" in _taken_by_name(name, function)
 
@@ -291,11 +327,16 @@ def _taken_by_name(name: str, function: Callable[..., Any]) -> set[str]:
         return set()
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    more = [p for p in parameters if p not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    more = [
+        p
+        for p in parameters
+        if p not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     several = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if not several or any(p.default is p.empty and p.name not in BY_NAME for p in more):
         raise InputError(
-            f"{name} must take (params, batch), and may take {', '.join(BY_NAME[:-1])} and {BY_NAME[-1]} by name, got "
+            f"{name} must take (params, batch), and may take {', '.join(BY_NAME[:-1])} and "
+            f"{BY_NAME[-1]} by name, got "
             f"{signature}; unpack the batch inside it: x, y = batch"
         )
     return {p.name for p in more if p.name in BY_NAME and p.kind is not p.POSITIONAL_ONLY}

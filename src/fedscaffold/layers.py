@@ -26,13 +26,17 @@ class Split(NamedTuple):
     others: NDArray[np.bool_]
 
 
-def split(names: Sequence[str], shapes: Sequence[tuple[int, ...]], chosen: Collection[str]) -> Split:
+def split(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], chosen: Collection[str]
+) -> Split:
     """Find layers by name.
 
     Args:
-        names: Names of all arrays, in the order of the vector: `conv.bn.weight` or `['conv']['bn']['scale']`.
+        names: Names of all arrays, in the order of the vector: `conv.bn.weight` or
+            `['conv']['bn']['scale']`.
         shapes: Their shapes.
-        chosen: Names or patterns (`bn*`) of one part of an array's name, or of the whole name with dots.
+        chosen: Names or patterns (`bn*`) of one part of an array's name, or of the whole name with
+            dots.
 
     Raises:
         InputError: A name matches no layer.
@@ -45,7 +49,11 @@ def split(names: Sequence[str], shapes: Sequence[tuple[int, ...]], chosen: Colle
     ends = [0, *accumulate(prod(shape) for shape in shapes)]
     found: set[int] = set()
     for pattern in chosen:
-        of_it = {k for k, one in enumerate(parts) if any(fnmatchcase(part, pattern) for part in (*one, known[k]))}
+        of_it = {
+            k
+            for k, one in enumerate(parts)
+            if any(fnmatchcase(part, pattern) for part in (*one, known[k]))
+        }
         if not of_it:
             raise InputError(f"no layer is called {pattern!r}; layers: {', '.join(known)}")
         found |= of_it

@@ -47,8 +47,8 @@ DIRECTIONS = {">=": True, "<=": False}
 def explained(rounds: int, clients: int, scale: float) -> float:
     """Return the largest residual that rounding explains, ten times that of correct runs with full participation.
 
-    c and the mean of the c_i are stored in double precision for any precision of the run, so rounding errors come from
-    sums over clients and accumulate over rounds.
+    c and the mean of the c_i are stored in double precision for any precision of the run, so
+    rounding errors come from sums over clients and accumulate over rounds.
 
     Args:
         rounds: Number of rounds.
@@ -68,14 +68,18 @@ def complaint(round: int, residual: float, explained: float) -> str | None:
     >>> complaint(10, 1e-15, 7e-13) is None
     True
     >>> complaint(10, 0.5, 7e-13)
-    'after round 10 c differs from the mean of the c_i by 0.5, where rounding explains 7e-13: a bias that never ...
+    'after round 10 c differs from the mean of the c_i by 0.5, where rounding explains 7e-13: a bias
+    that never ...
     """
     if not math.isfinite(residual) or residual <= explained:
         return None
     return (
-        f"after round {round} c differs from the mean of the c_i by {residual:.3g}, where rounding explains "
-        f"{explained:.2g}: a bias that never heals. Likely causes: an algorithm whose server step and remember do not "
-        "agree (factor S/N, weights), or state that was changed or damaged between rounds (memory, disk)"
+        f"after round {round} c differs from the mean of the c_i by {residual:.3g}, where rounding "
+        "explains "
+        f"{explained:.2g}: a bias that never heals. Likely causes: an algorithm whose server step "
+        "and remember do not "
+        "agree (factor S/N, weights), or state that was changed or damaged between rounds (memory, "
+        "disk)"
     )
 
 
@@ -84,8 +88,12 @@ def rises(metric: str) -> bool:
     return metric == "accuracy"
 
 
-def target_of(text: str | tuple[str, float] | Mapping[str, float], own: Collection[str] = ()) -> tuple[str, float]:
-    """Return the metric and value of a target: "accuracy:0.9", ("accuracy", 0.9) or {"accuracy": 0.9}.
+def target_of(
+    text: str | tuple[str, float] | Mapping[str, float], own: Collection[str] = ()
+) -> tuple[str, float]:
+    """Return the metric and value of a target: "accuracy:0.9", ("accuracy", 0.9) or {"accuracy".
+
+    0.9}.
 
     >>> target_of("accuracy:0.9")
     ('accuracy', 0.9)
@@ -97,7 +105,9 @@ def target_of(text: str | tuple[str, float] | Mapping[str, float], own: Collecti
     try:
         name, value = parts
     except (TypeError, ValueError):
-        raise InputError(f"a target is a metric and a value, such as accuracy:0.9, got {checks.shown(text)}") from None
+        raise InputError(
+            f"a target is a metric and a value, such as accuracy:0.9, got {checks.shown(text)}"
+        ) from None
     number = checks.written(value) if isinstance(text, str) else value
     return checks.choice("metric", name, (*METRICS, *own)), checks.number("the target", number)
 
@@ -132,7 +142,8 @@ def stop_of(stop_at: Any, own: Mapping[str, bool | None]) -> tuple[Stop, float]:
     direction = own.get(name, rises(name)) if said is None else said
     if direction is None:
         raise InputError(
-            f"stop_at must say which way {name} goes: ({name!r}, '>=', {target:g}), ({name!r}, '<=', {target:g}), or "
+            f"stop_at must say which way {name} goes: ({name!r}, '>=', {target:g}), ({name!r}, "
+            f"'<=', {target:g}), or "
             "maximize=True or False in fs.metric"
         )
     return Stop(name, direction), target
@@ -153,7 +164,9 @@ class Metric(NamedTuple):
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of its columns in the history of a run."""
-        return tuple(f"{self.name}_{one}" for one in self.summary) if self.by_client else (self.name,)
+        return (
+            tuple(f"{self.name}_{one}" for one in self.summary) if self.by_client else (self.name,)
+        )
 
 
 def metric(
@@ -169,19 +182,22 @@ def metric(
 ) -> Metric:
     """Make a metric from a function of parameters and data.
 
-    The function receives all records of a data set at once, without padding. It is compiled with the rounds if JAX can
-    trace it; otherwise it is called with NumPy arrays, only in rounds that are evaluated.
+    The function receives all records of a data set at once, without padding. It is compiled with
+    the rounds if JAX can trace it; otherwise it is called with NumPy arrays, only in rounds that
+    are evaluated.
 
     Args:
         function: `function(params, data) -> number`.
-        on: The data: "train" (the clients' records), "test" (the problem's test data), or the user's own data in any
-            structure. With `by_client`, a list with one data set per client.
+        on: The data: "train" (the clients' records), "test" (the problem's test data), or the
+            user's own data in any structure. With `by_client`, a list with one data set per client.
         by_client: Compute one value per client; the columns are summaries over clients.
-        summary: Summaries over clients: "mean" (weighted by the p_i of the objective), "min", "max", "worst", or
-            numbers between 0 and 1 for quantiles. The columns are named `name_summary`.
-        model: "common" for x, or "own" for the personal models of an algorithm that has them (Ditto, FedBN), which
-            implies `by_client`.
-        maximize: Whether larger values are better; required for "worst", and for a target without a direction.
+        summary: Summaries over clients: "mean" (weighted by the p_i of the objective), "min",
+            "max", "worst", or numbers between 0 and 1 for quantiles. The columns are named
+            `name_summary`.
+        model: "common" for x, or "own" for the personal models of an algorithm that has them
+            (Ditto, FedBN), which implies `by_client`.
+        maximize: Whether larger values are better; required for "worst", and for a target without a
+            direction.
         compiled: True if JAX must trace the function, False if it must not, None to try.
         name: Name of the column; default: the name of the function.
 
@@ -197,13 +213,21 @@ def metric(
     ('error_worst', 'error_0.9')
     """
     if not callable(function):
-        raise InputError(f"a metric must be a function (params, data) -> number, got {checks.shown(function)}")
-    called = getattr(function, "__name__", "<lambda>") if name is None else checks.text("name", name)
+        raise InputError(
+            f"a metric must be a function (params, data) -> number, got {checks.shown(function)}"
+        )
+    called = (
+        getattr(function, "__name__", "<lambda>") if name is None else checks.text("name", name)
+    )
     if called == "<lambda>":
-        raise InputError("a metric of a function without a name needs one: fs.metric(function, name='error')")
+        raise InputError(
+            "a metric of a function without a name needs one: fs.metric(function, name='error')"
+        )
     for option, value in (("maximize", maximize), ("compiled", compiled)):
         if value not in (None, True, False):
-            raise InputError(f"{option} of {called} must be True, False or None, got {checks.shown(value)}")
+            raise InputError(
+                f"{option} of {called} must be True, False or None, got {checks.shown(value)}"
+            )
     personal = checks.choice("model of a metric", model, ("common", "own")) == "own"
     by_client = bool(by_client or personal)
     if isinstance(on, str):
@@ -211,11 +235,16 @@ def metric(
     trained = isinstance(on, str) and on == "train"
     if by_client and not (personal or trained or isinstance(on, list)):
         raise InputError(
-            f"{called} by client needs data of each: on='train', or a list with one data set for each client"
+            f"{called} by client needs data of each: on='train', or a list with one data set for "
+            "each client"
         )
-    kept = tuple(_summary(called, one) for one in ((summary,) if isinstance(summary, str) else summary))
+    kept = tuple(
+        _summary(called, one) for one in ((summary,) if isinstance(summary, str) else summary)
+    )
     if by_client and "worst" in kept and maximize is None:
-        raise InputError(f"the worst of {called} is the largest or the smallest: say maximize=False or True")
+        raise InputError(
+            f"the worst of {called} is the largest or the smallest: say maximize=False or True"
+        )
     return Metric(function, called, on, by_client, kept, model, maximize, compiled)
 
 

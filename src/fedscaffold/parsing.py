@@ -1,4 +1,7 @@
-"""Read TOML and JSON from files and command lines; invalid input raises an InputError of one line."""
+"""Read TOML and JSON from files and command lines.
+
+Invalid input raises an InputError of one line.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ def toml(text: str, source: str) -> dict[str, Any]:
     fedscaffold.checks.InputError: config.toml cannot be read: it is nested too deep
     """
     try:
-        return tomllib.loads(text.removeprefix("\ufeff"))  # the mark that some editors put before UTF-8
+        return tomllib.loads(
+            text.removeprefix("\ufeff")
+        )  # the mark that some editors put before UTF-8
     except tomllib.TOMLDecodeError as error:
         raise NotToml(f"{source} is not valid TOML: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -42,7 +47,8 @@ def json(text: str | bytes, source: str) -> Any:
 
     >>> json('{"round": 1', "status.json")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: status.json is not valid JSON: Expecting ',' delimiter: line 1 column 12 (char 11)
+    fedscaffold.checks.InputError: status.json is not valid JSON: Expecting ',' delimiter: line 1
+        column 12 (char 11)
     """
     try:
         return standard_json.loads(text)
@@ -65,14 +71,16 @@ def format_of(value: Any, newest: int, source: str) -> int:
     1
     >>> format_of(3, 2, "config.toml")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: config.toml has format 3, and this version reads formats up to 2: update fedscaffold
+    fedscaffold.checks.InputError: config.toml has format 3, and this version reads formats up to 2:
+        update fedscaffold
     """
     if value is None:
         return 1
     found = whole(f"the format of {source}", value, at_least=1)
     if found > newest:
         raise InputError(
-            f"{source} has format {found}, and this version reads formats up to {newest}: update fedscaffold"
+            f"{source} has format {found}, and this version reads formats up to {newest}: update "
+            "fedscaffold"
         )
     return found
 
@@ -115,7 +123,9 @@ def record(path: Path, **kinds: type) -> dict[str, Any]:
     for key, kind in kinds.items():
         if not isinstance(held.get(key), kind):
             got = shown(held[key]) if key in held else "nothing"
-            raise InputError(f"{path} is damaged: {key!r} must be of type {kind.__name__}, got {got}")
+            raise InputError(
+                f"{path} is damaged: {key!r} must be of type {kind.__name__}, got {got}"
+            )
     return held
 
 

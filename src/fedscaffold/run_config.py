@@ -1,7 +1,8 @@
 """`RunConfig`: the arguments of a run, each with its default, check, key in configuration files and description.
 
-`simulate`, `Simulator` and `sweep` take these arguments by name. Configuration files, the command line, the estimators
-and the settings of a deployment are derived from the same tables, `RunConfig` and `FILE_ARGUMENTS`.
+`simulate`, `Simulator` and `sweep` take these arguments by name. Configuration files, the command
+line, the estimators and the settings of a deployment are derived from the same tables, `RunConfig`
+and `FILE_ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ if TYPE_CHECKING:
     from fedscaffold.simulation.compression import Compressor
     from fedscaffold.simulation.stale import Policy
 
-__all__ = ["KEYS", "MOST", "Argument", "RunConfig", "arguments", "document", "refuse_arguments", "takes"]
+__all__ = [
+    "KEYS",
+    "MOST",
+    "Argument",
+    "RunConfig",
+    "arguments",
+    "document",
+    "refuse_arguments",
+    "takes",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,7 +50,8 @@ ROUNDS = 100
 STORES = ("array", "auto", "file", "sparse")
 
 Check = Callable[[str, Any], Any]
-"""(name, value) -> the value as it is used; raises InputError with a sentence that begins with the name."""
+"""(name, value) -> the value as it is used; raises InputError with a sentence that begins with the
+name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +96,26 @@ def _step_size(name: str, value: Any) -> Any:
 
 
 def _step_size_or_tuned(name: str, value: Any) -> float | str:
-    return value if isinstance(value, str) and value == "tuned" else checks.number(name, value, above=0)
+    return (
+        value
+        if isinstance(value, str) and value == "tuned"
+        else checks.number(name, value, above=0)
+    )
 
 
 def _steps(name: str, value: Any) -> int | list[int]:
-    return [checks.whole(name, one) for one in value] if isinstance(value, list) else checks.whole(name, value)
+    return (
+        [checks.whole(name, one) for one in value]
+        if isinstance(value, list)
+        else checks.whole(name, value)
+    )
 
 
 def _names(name: str, value: Any) -> list[str]:
     if not isinstance(value, list):
-        raise InputError(f"{name} must be a list of names such as ['loss'], got {checks.shown(value)}")
+        raise InputError(
+            f"{name} must be a list of names such as ['loss'], got {checks.shown(value)}"
+        )
     return [checks.text(name, one) for one in value]
 
 
@@ -115,7 +136,10 @@ def _callbacks(name: str, value: Any) -> tuple[Any, ...]:
         raise InputError(f"{name} must be a list, got {checks.shown(value)}")
     for one in value:
         if not hasattr(one, "after") and not callable(one):
-            raise InputError(f"{name} must be fs.Callback objects or functions of a Look, got {checks.shown(one)}")
+            raise InputError(
+                f"{name} must be fs.Callback objects or functions of a Look, got "
+                f"{checks.shown(one)}"
+            )
         if getattr(one, "every", None) is not None:
             checks.whole(f"every of the callback {type(one).__name__}", one.every)
     return tuple(value)
@@ -128,7 +152,8 @@ class RunConfig:
     >>> from fedscaffold.algorithms import scaffold
     >>> RunConfig(scaffold(), None, rounds=0)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: rounds must be a whole number of at least 1 and at most 2147483647, got 0
+    fedscaffold.checks.InputError: rounds must be a whole number of at least 1 and at most
+        2147483647, got 0
     """
 
     algorithm: Algorithm = field(kw_only=False)
@@ -142,18 +167,24 @@ class RunConfig:
         bits=False,
     )
     local_steps: int | Sequence[int] | NDArray[Any] | None = _argument(
-        None, "local steps per round: one number, or one per client", key="local.steps", written=_steps
+        None,
+        "local steps per round: one number, or one per client",
+        key="local.steps",
+        written=_steps,
     )
     local_epochs: int | None = _argument(
         None,
-        "local epochs per round, instead of `local_steps`; each is a pass over the client's records in a new order",
+        "local epochs per round, instead of `local_steps`; each is a pass over the client's "
+        "records in a new order",
         partial(checks.whole, at_most=MOST),
         key="local.epochs",
     )
     lr: float | Callable[..., float] | None = _argument(
         None,
-        "local step size, or a schedule: a function of `round` (from 1), of `step` (the local step within a round, "
-        "from 0), or of both, matched by name; a single argument with another name is taken as `step`",
+        "local step size, or a schedule: a function of `round` (from 1), of `step` (the local step "
+        "within a round, "
+        "from 0), or of both, matched by name; a single argument with another name is taken as "
+        "`step`",
         _step_size,
         key="local.lr",
         written=_step_size_or_tuned,
@@ -169,7 +200,8 @@ class RunConfig:
     sampling: str | ArrayLike | Callable[[int, np.random.Generator], ArrayLike] = _argument(
         "uniform",
         'how clients are drawn, without replacement: "uniform"; one weight per client; or a function (round, rng) '
-        "that returns at most `cohort` client indices, where rounds count from 1 and rng is a NumPy Generator with a "
+        "that returns at most `cohort` client indices, where rounds count from 1 and rng is a "
+        "NumPy Generator with a "
         "separate stream for each round",
     )
     cohorts: Sequence[Sequence[int]] | None = _argument(
@@ -177,7 +209,8 @@ class RunConfig:
     )
     batch_size: float | int | None = _argument(
         None,
-        "records per batch: a number (int), a fraction of the client's records (float), or None for all of them",
+        "records per batch: a number (int), a fraction of the client's records (float), or None "
+        "for all of them",
         partial(checks.share, of="records", at_most=MOST),
         key="local.batch_size",
     )
@@ -202,24 +235,30 @@ class RunConfig:
         _optimizer,
     )
     x0: Any = _argument(
-        None, "initial model, as a pytree like the problem's params or a flat vector; default: the problem's params"
+        None,
+        "initial model, as a pytree like the problem's params or a flat vector; default: the "
+        "problem's params",
     )
     seed: int = _argument(
         0,
-        "seed of cohorts, batches and gradient noise; the same seed and settings give the same bits",
+        "seed of cohorts, batches and gradient noise; the same seed and settings give the same "
+        "bits",
         partial(checks.whole, at_least=0, at_most=2**63 - 1),
         key="seed",
     )
-    stop_at: str | tuple[str, float] | tuple[str, str, float] | Mapping[str, float] | None = _argument(
-        None,
-        'stop when a metric reaches a target: ("accuracy", 0.9), or with a direction ("f1", ">=", 0.9)',
-        key="stop_at",
-        written=checks.text,
-        file_sentence='stop when a metric reaches a target: "accuracy:0.9"',
+    stop_at: str | tuple[str, float] | tuple[str, str, float] | Mapping[str, float] | None = (
+        _argument(
+            None,
+            'stop when a metric reaches a target: ("accuracy", 0.9), or with a direction ("f1", ">=", 0.9)',
+            key="stop_at",
+            written=checks.text,
+            file_sentence='stop when a metric reaches a target: "accuracy:0.9"',
+        )
     )
     metrics: Sequence[str | Metric | Callable[[Any, Any], Any]] | None = _argument(
         None,
-        "metrics to record every `evaluate_every` rounds: names (see `fedscaffold.metrics`), functions of (params, "
+        "metrics to record every `evaluate_every` rounds: names (see `fedscaffold.metrics`), "
+        "functions of (params, "
         "data), or results of `fs.metric`",
         key="metrics",
         written=_names,
@@ -231,7 +270,10 @@ class RunConfig:
         key="evaluate_every",
     )
     precision: str = _argument(
-        "float32", 'precision of the run: "float32" or "float64"', _choice("float32", "float64"), key="precision"
+        "float32",
+        'precision of the run: "float32" or "float64"',
+        _choice("float32", "float64"),
+        key="precision",
     )
     block: int | None = _argument(
         None,
@@ -242,7 +284,8 @@ class RunConfig:
     )
     availability: ArrayLike | Callable[[int], ArrayLike] | None = _argument(
         None,
-        "clients that can be drawn: rows of N zeros and ones, one per round, repeated; or a function (round) that "
+        "clients that can be drawn: rows of N zeros and ones, one per round, repeated; or a "
+        "function (round) that "
         "returns N zeros and ones",
         key="cohort.availability",
         written=checks.text,
@@ -250,7 +293,9 @@ class RunConfig:
         "one column per client",
     )
     server_optimizer: Any = _argument(
-        None, "an optax transformation of the server's step, such as `optax.sgd(1.0, momentum=0.9)`", _optimizer
+        None,
+        "an optax transformation of the server's step, such as `optax.sgd(1.0, momentum=0.9)`",
+        _optimizer,
     )
     stale: str | Policy = _argument(
         "keep",
@@ -279,7 +324,8 @@ class RunConfig:
     )
     checkpoint: Path | str | None = _argument(
         None,
-        "folder for checkpoints. Repeating the call resumes an interrupted run, with the same bits; SIGINT and SIGTERM "
+        "folder for checkpoints. Repeating the call resumes an interrupted run, with the same "
+        "bits; SIGINT and SIGTERM "
         "write a checkpoint before the run ends",
         checks.path,
         bits=False,
@@ -291,7 +337,9 @@ class RunConfig:
         key="output.checkpoint_every",
         bits=False,
     )
-    progress: bool | None = _argument(None, "show a progress line; default: on a terminal only", _flag, bits=False)
+    progress: bool | None = _argument(
+        None, "show a progress line; default: on a terminal only", _flag, bits=False
+    )
     callbacks: Sequence[Callback | Callable[[Look], bool | None]] = _argument(
         (),
         "`fs.Callback` objects that observe the run and may stop it, or functions of a `Look`",
@@ -300,7 +348,8 @@ class RunConfig:
     )
     devices: int | None = _argument(
         None,
-        "number of JAX devices among which clients are distributed, over all processes; results agree with those of "
+        "number of JAX devices among which clients are distributed, over all processes; results "
+        "agree with those of "
         "one device up to rounding",
         checks.whole,
         bits=False,
@@ -316,24 +365,36 @@ class RunConfig:
             if stated.check is not None and not (value is None and stated.default is None):
                 object.__setattr__(self, name, stated.check(name, value))
         if self.every is not None and self.checkpoint is None:
-            raise InputError("every says how often to write a checkpoint: give its folder, checkpoint=...")
+            raise InputError(
+                "every says how often to write a checkpoint: give its folder, checkpoint=..."
+            )
 
     def __repr__(self) -> str:
         given = {name: getattr(self, name) for name, stated in ARGUMENTS.items()}
-        said = [f"{name}={short(value)}" for name, value in given.items() if value is not ARGUMENTS[name].default]
+        said = [
+            f"{name}={short(value)}"
+            for name, value in given.items()
+            if value is not ARGUMENTS[name].default
+        ]
         return f"RunConfig({', '.join([self.algorithm.name, repr(self.problem), *said])})"
 
 
 ARGUMENTS: dict[str, Argument] = {
-    one.name: one.metadata["argument"] for one in dataclasses.fields(RunConfig) if "argument" in one.metadata
+    one.name: one.metadata["argument"]
+    for one in dataclasses.fields(RunConfig)
+    if "argument" in one.metadata
 }
 
 FILE_ARGUMENTS: dict[str, Argument] = {
     "local.optimizer": Argument(
-        default="sgd", sentence="the local optimiser by name", check=_choice("sgd", "momentum", "adam")
+        default="sgd",
+        sentence="the local optimiser by name",
+        check=_choice("sgd", "momentum", "adam"),
     ),
     "local.momentum": Argument(
-        default=0.9, sentence="momentum of the local optimiser", check=partial(checks.number, at_least=0)
+        default=0.9,
+        sentence="momentum of the local optimiser",
+        check=partial(checks.number, at_least=0),
     ),
     "server.optimizer": Argument(
         default="none",
@@ -341,10 +402,14 @@ FILE_ARGUMENTS: dict[str, Argument] = {
         check=_choice("none", "momentum", "nesterov", "adam", "yogi", "adagrad"),
     ),
     "server.lr": Argument(
-        default=1.0, sentence="step size of the server's optimiser", check=partial(checks.number, above=0)
+        default=1.0,
+        sentence="step size of the server's optimiser",
+        check=partial(checks.number, above=0),
     ),
     "server.momentum": Argument(
-        default=0.9, sentence="momentum of the server's optimiser", check=partial(checks.number, at_least=0)
+        default=0.9,
+        sentence="momentum of the server's optimiser",
+        check=partial(checks.number, at_least=0),
     ),
     "output.dir": Argument(default="runs/latest", sentence="the run's folder", check=checks.text),
 }
@@ -355,20 +420,36 @@ _size = partial(checks.number, at_least=0)
 _positive = partial(checks.number, above=0)
 PROBLEM_ARGUMENTS: dict[str, Argument] = {
     "problem.dataset": Argument(
-        default="digits", sentence="data set, or quadratic, synthetic-linear, synthetic-logistic", check=checks.text
+        default="digits",
+        sentence="data set, or quadratic, synthetic-linear, synthetic-logistic",
+        check=checks.text,
     ),
     "problem.split": Argument(
-        default="similarity:0", sentence="similarity:S, dirichlet:A, shards:K, iid or natural", check=checks.text
+        default="similarity:0",
+        sentence="similarity:S, dirichlet:A, shards:K, iid or natural",
+        check=checks.text,
     ),
     "problem.clients": Argument(default=None, sentence="number of clients", check=_count),
-    "problem.model": Argument(default="softmax", sentence="softmax, mlp:WIDTH, logistic or linear", check=checks.text),
+    "problem.model": Argument(
+        default="softmax", sentence="softmax, mlp:WIDTH, logistic or linear", check=checks.text
+    ),
     "problem.l2": Argument(default=0.0, sentence="the penalty l2/2 |params|^2", check=_size),
-    "problem.dim": Argument(default=20, sentence="dimension of a quadratic or synthetic problem", check=_count),
-    "problem.mu": Argument(default=0.01, sentence="smallest curvature of the quadratics", check=_positive),
-    "problem.smoothness": Argument(default=1.0, sentence="largest curvature of the quadratics", check=_positive),
-    "problem.noise": Argument(default=0.0, sentence="variance of the gradient noise of quadratics", check=_size),
+    "problem.dim": Argument(
+        default=20, sentence="dimension of a quadratic or synthetic problem", check=_count
+    ),
+    "problem.mu": Argument(
+        default=0.01, sentence="smallest curvature of the quadratics", check=_positive
+    ),
+    "problem.smoothness": Argument(
+        default=1.0, sentence="largest curvature of the quadratics", check=_positive
+    ),
+    "problem.noise": Argument(
+        default=0.0, sentence="variance of the gradient noise of quadratics", check=_size
+    ),
     "problem.seed": Argument(
-        default=0, sentence="seed of the split, or of the generated problem", check=partial(_count, at_least=0)
+        default=0,
+        sentence="seed of the split, or of the generated problem",
+        check=partial(_count, at_least=0),
     ),
     "problem.data": Argument(
         default=None, sentence="folder with the data files (or FEDSCAFFOLD_DATA)", check=checks.text
@@ -401,15 +482,23 @@ def arguments(*, without: Iterable[str] = ()) -> list[inspect.Parameter]:
     >>> [one.name for one in arguments()][:3]
     ['rounds', 'local_steps', 'local_epochs']
     """
-    kept = [one for one in dataclasses.fields(RunConfig) if one.name in ARGUMENTS and one.name not in set(without)]
+    kept = [
+        one
+        for one in dataclasses.fields(RunConfig)
+        if one.name in ARGUMENTS and one.name not in set(without)
+    ]
     return [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+        inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+        )
         for one in kept
     ]
 
 
 def document(*, without: Sequence[str] = ()) -> Callable[[F], F]:
-    """Decorate a function that takes `**arguments` of a run: set its signature, and add them to its docstring.
+    """Decorate a function that takes `**arguments` of a run.
+
+    Set its signature, and add them to its docstring.
 
     The line ARGUMENTS of the docstring is replaced by one line per argument.
 
@@ -419,7 +508,11 @@ def document(*, without: Sequence[str] = ()) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = [
+            one
+            for one in signature.parameters.values()
+            if one.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         rest = [one for one in arguments(without=without) if one.name not in signature.parameters]
         function.__signature__ = signature.replace(parameters=[*own, *rest])  # type: ignore[attr-defined]
         lines = [f"        {one.name}: {ARGUMENTS[one.name].sentence}." for one in rest]
@@ -431,16 +524,22 @@ def document(*, without: Sequence[str] = ()) -> Callable[[F], F]:
 
 
 def takes(stated: Callable[P, RunConfig]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """`document` for a function that takes exactly the arguments of a run; type checkers see the signature too."""
+    """`document` for a function that takes exactly the arguments of a run.
+
+    Type checkers see the signature too.
+    """
     return document()
 
 
-def refuse_arguments(driver: str, given: Iterable[str], refused: Mapping[str, str] | Iterable[str] = ()) -> None:
+def refuse_arguments(
+    driver: str, given: Iterable[str], refused: Mapping[str, str] | Iterable[str] = ()
+) -> None:
     """Raise an InputError for unknown arguments, and for arguments that a function does not support.
 
     >>> refuse_arguments("sweep", ["roundz"])
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: unknown argument of sweep 'roundz' (did you mean 'rounds'?); known: ...
+    fedscaffold.checks.InputError: unknown argument of sweep 'roundz' (did you mean 'rounds'?);
+        known: ...
     >>> refuse_arguments("sweep", ["devices"], {"devices": "it runs on one device"})
     Traceback (most recent call last):
     fedscaffold.checks.InputError: sweep does not take devices: it runs on one device
@@ -448,5 +547,9 @@ def refuse_arguments(driver: str, given: Iterable[str], refused: Mapping[str, st
     reasons = dict(refused) if isinstance(refused, Mapping) else dict.fromkeys(refused, "")
     for name in given:
         if name in reasons:
-            raise InputError(f"{driver} does not take {name}" + (f": {reasons[name]}" if reasons[name] else ""))
-        checks.choice(f"argument of {driver}", name, [one for one in ARGUMENTS if one not in reasons])
+            raise InputError(
+                f"{driver} does not take {name}" + (f": {reasons[name]}" if reasons[name] else "")
+            )
+        checks.choice(
+            f"argument of {driver}", name, [one for one in ARGUMENTS if one not in reasons]
+        )

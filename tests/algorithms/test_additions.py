@@ -42,13 +42,21 @@ def replayed(cohorts, *, policy, value, rounds_gone=0):
     return x, c, c_i, len(cohorts) - heard_at
 
 
-@pytest.mark.parametrize(("policy", "value"), [("decay", 0.8), ("drop", 3), ("refresh", 2), ("keep", 0)])
+@pytest.mark.parametrize(
+    ("policy", "value"), [("decay", 0.8), ("drop", 3), ("refresh", 2), ("keep", 0)]
+)
 def test_policies_do_to_c_what_they_do_to_the_c_i(policy, value):
     cohorts = [sorted(RNG.choice(N, 2, replace=False).tolist()) for _ in range(40)]
     x, c, c_i, age = replayed(cohorts, policy=policy, value=value)
     stale = policy if policy == "keep" else f"{policy}:{value}"
     found = run(
-        fs.scaffold(), rounds=40, local_steps=4, lr=0.15, cohorts=cohorts, stale=stale, metrics=["age", "distance"]
+        fs.scaffold(),
+        rounds=40,
+        local_steps=4,
+        lr=0.15,
+        cohorts=cohorts,
+        stale=stale,
+        metrics=["age", "distance"],
     )
     close(found.vector, x)
     close(found.server.c, c)
@@ -85,7 +93,9 @@ def test_quantisation_is_unbiased_but_for_its_factor():
     v = RNG.normal(size=100)
     keys = jax.random.split(jax.random.key(0), 4000)
     with jax.enable_x64(True):
-        seen = np.asarray(jax.vmap(lambda key: compression.quantise(3).decoded(jax.numpy.asarray(v), key))(keys))
+        seen = np.asarray(
+            jax.vmap(lambda key: compression.quantise(3).decoded(jax.numpy.asarray(v), key))(keys)
+        )
     factor = 1 / (1 + 64 / 49)
     error = seen.std(axis=0) / np.sqrt(len(keys))
     assert (np.abs(seen.mean(axis=0) - factor * v) < 5 * error + 1e-12).all()
@@ -148,7 +158,9 @@ def test_compression_with_error_feedback_ends_where_the_method_ends(name, text):
         # its messages do not vanish at its limit, so neither does the noise of a random compressor: its mean is right
         assert np.linalg.norm(found.vector - OPTIMUM - off) < 0.2
         return
-    np.testing.assert_allclose(found.vector - OPTIMUM, off, rtol=0, atol=1e-6 if name != "fedavg" else 0.2)
+    np.testing.assert_allclose(
+        found.vector - OPTIMUM, off, rtol=0, atol=1e-6 if name != "fedavg" else 0.2
+    )
 
 
 # What may be added: server optimisers
@@ -156,7 +168,11 @@ def test_compression_with_error_feedback_ends_where_the_method_ends(name, text):
 
 SERVERS = {
     "momentum": (optax.sgd(0.7, momentum=0.6), oracles.momentum(0.6), 0.7),
-    "nesterov": (optax.sgd(0.7, momentum=0.6, nesterov=True), oracles.momentum(0.6, nesterov=True), 0.7),
+    "nesterov": (
+        optax.sgd(0.7, momentum=0.6, nesterov=True),
+        oracles.momentum(0.6, nesterov=True),
+        0.7,
+    ),
     "adam": (optax.adam(0.1, b2=0.99, eps=1e-3), oracles.adam(b2=0.99, eps=1e-3), 0.1),
     "yogi": (optax.yogi(0.1, b2=0.99), oracles.yogi(b2=0.99), 0.1),
     "adagrad": (optax.adagrad(0.3), oracles.adagrad(), 0.3),
@@ -175,7 +191,10 @@ def test_server_optimisers_take_the_move_for_a_gradient(name):
 
 @pytest.mark.slow
 def test_a_server_optimiser_that_does_nothing_changes_nothing():
-    plain, wrapped = run(fs.scaffold(), cohort=3), run(fs.scaffold(), cohort=3, server_optimizer=optax.sgd(1.0))
+    plain, wrapped = (
+        run(fs.scaffold(), cohort=3),
+        run(fs.scaffold(), cohort=3, server_optimizer=optax.sgd(1.0)),
+    )
     close(wrapped.vector, plain.vector)
     close(wrapped.clients.c_i, plain.clients.c_i)
 
@@ -219,7 +238,9 @@ def test_the_residual_stays_at_rounding_for_a_thousand_rounds(name, what):
     assert found.rounds == 1000
     # each round adds the rounding of numbers of the size of the c_i, at worst all in one direction
     assert found.residual <= 1000 * 2.3e-16 * max(found.scale, 1.0) * np.sqrt(D)
-    assert np.abs(found.history["residual"]).max() <= 1000 * 2.3e-16 * max(found.scale, 1.0) * np.sqrt(D)
+    assert np.abs(found.history["residual"]).max() <= 1000 * 2.3e-16 * max(
+        found.scale, 1.0
+    ) * np.sqrt(D)
 
 
 # Availability
@@ -248,13 +269,28 @@ def test_scaffold_ends_at_the_optimum_however_unequal_the_availability():
 
 
 REFUSED = [
-    ({"algorithm": fs.scaffnew(), "cohort": 0.5}, "scaffnew is right only when all clients take part"),
-    ({"algorithm": fs.scaffold_xi(), "cohorts": [[0, 1]] * 30}, "scaffold-xi is right only when all clients"),
-    ({"algorithm": fs.scaffold_xi(), "availability": np.ones((1, N))}, "scaffold-xi is right only when all"),
-    ({"algorithm": fs.scaffnew(), "lr": None, "local_optimizer": optax.adam(0.1)}, "displacement form"),
+    (
+        {"algorithm": fs.scaffnew(), "cohort": 0.5},
+        "scaffnew is right only when all clients take part",
+    ),
+    (
+        {"algorithm": fs.scaffold_xi(), "cohorts": [[0, 1]] * 30},
+        "scaffold-xi is right only when all clients",
+    ),
+    (
+        {"algorithm": fs.scaffold_xi(), "availability": np.ones((1, N))},
+        "scaffold-xi is right only when all",
+    ),
+    (
+        {"algorithm": fs.scaffnew(), "lr": None, "local_optimizer": optax.adam(0.1)},
+        "displacement form",
+    ),
     ({"algorithm": fs.scaffnew(), "lr": lambda k: 0.1}, "displacement form"),
     ({"algorithm": fs.scaffnew(), "local_steps": [1, 2] * 3}, "one number of local steps"),
-    ({"algorithm": fs.fednova(), "lr": None, "local_optimizer": optax.adam(0.1)}, "how far an optimizer does"),
+    (
+        {"algorithm": fs.fednova(), "lr": None, "local_optimizer": optax.adam(0.1)},
+        "how far an optimizer does",
+    ),
     ({"algorithm": fs.dane(), "compression": "top_k:0.1"}, "no error feedback"),
     ({"algorithm": fs.feddyn(), "compression": "top_k:0.1"}, "would count twice"),
     ({"algorithm": fs.fedavg(), "stale": "decay:0.9"}, "keeps no control variates"),
@@ -283,6 +319,8 @@ def test_wrong_combinations_are_refused_with_the_reason(ask, words):
 
 def test_batch_statistics_are_refused():
     params = {"dense": np.ones(2), "norm": {"running_mean": np.zeros(2)}}
-    problem = fs.Problem(lambda p, b: (p["dense"] @ p["dense"]) * b.mean(), params, [np.ones(3)] * 2)
+    problem = fs.Problem(
+        lambda p, b: (p["dense"] @ p["dense"]) * b.mean(), params, [np.ones(3)] * 2
+    )
     with pytest.raises(fs.InputError, match="batch statistics"):
         fs.simulate(fs.scaffold(), problem, rounds=1, local_steps=1, lr=0.1)

@@ -18,13 +18,20 @@ from fedscaffold.conformance import reference_target
 from fedscaffold.conformance.federations import CONDITIONS, brief
 
 EVERY = pytest.mark.parametrize("name", sorted(ALGORITHMS))
-SAMPLED = pytest.mark.parametrize("name", sorted(n for n in ALGORITHMS if not needs(ALGORITHMS[n](), "everyone")))
+SAMPLED = pytest.mark.parametrize(
+    "name", sorted(n for n in ALGORITHMS if not needs(ALGORITHMS[n](), "everyone"))
+)
 # A coin is the engine's own, and has an oracle in algorithms/test_family.py.
-PLAIN = pytest.mark.parametrize("name", sorted(n for n in ALGORITHMS if not work_of(ALGORITHMS[n](), 1).geometric))
+PLAIN = pytest.mark.parametrize(
+    "name", sorted(n for n in ALGORITHMS if not work_of(ALGORITHMS[n](), 1).geometric)
+)
 # Momentum, amplified moves and FedDyn's second pull along its memory are no gradient descent, and not meant to be.
 DESCENDS = pytest.mark.parametrize(
     "name",
-    sorted(set(ALGORITHMS) - {"amplified-scaffold", "feddyn", "fedavg-m", "mime", "scafcom", "scaffold-m"}),
+    sorted(
+        set(ALGORITHMS)
+        - {"amplified-scaffold", "feddyn", "fedavg-m", "mime", "scafcom", "scaffold-m"}
+    ),
 )
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=5)
@@ -39,7 +46,11 @@ WORLDS = {
 
 def leaves(*records):
     """All vectors and numbers of records; a vector by itself is one."""
-    records = [record if isinstance(record, tuple) else (record,) for record in records if record is not None]
+    records = [
+        record if isinstance(record, tuple) else (record,)
+        for record in records
+        if record is not None
+    ]
     return [value for record in records for value in record]
 
 
@@ -57,7 +68,9 @@ def federation(algorithm, slopes, pulls):
 
 def begun(algorithm, x, *given):
     """The state after a round of both clients."""
-    return play(algorithm, begin(algorithm, x, 2), federation(algorithm, given[:2], given[2:]), [0, 1])
+    return play(
+        algorithm, begin(algorithm, x, 2), federation(algorithm, given[:2], given[2:]), [0, 1]
+    )
 
 
 def one_round(algorithm, x, *given, state=None):
@@ -65,14 +78,20 @@ def one_round(algorithm, x, *given, state=None):
     clients = federation(algorithm, given[:2], given[2:])
     state = begun(algorithm, x, *given) if state is None else state
     server, memory, own = state.server, state.memory[0], state.own[0]
-    server = server if algorithm.prepare is None else algorithm.prepare(server, clients.gradient(1, server.x))
+    server = (
+        server
+        if algorithm.prepare is None
+        else algorithm.prepare(server, clients.gradient(1, server.x))
+    )
     shift = shift_of(algorithm, server, memory)
     walk = clients.descend(0, start_of(algorithm, server.x, own), server.x, shift)
     message, kept = reply_of(algorithm, walk, shift, own)
     after = play(algorithm, state, clients, [0])
     out = leaves(server, message, kept, after.server, *after.memory, *after.own)
     out += leaves(shift)
-    out += leaves(None if algorithm.renew is None else algorithm.renew(memory, clients.gradient(0, x)))
+    out += leaves(
+        None if algorithm.renew is None else algorithm.renew(memory, clients.gradient(0, x))
+    )
     return out
 
 
@@ -133,7 +152,9 @@ def test_leaf_by_leaf_is_flat(name):
     flat = one_round(algorithm, *GIVEN)
     parts = [one_round(algorithm, *(a[cut] for a in GIVEN)) for cut in (slice(0, 2), slice(2, 5))]
     for whole, *pieces in zip(flat, *parts, strict=True):
-        np.testing.assert_array_equal(whole, np.concatenate(pieces) if np.ndim(whole) else pieces[0])
+        np.testing.assert_array_equal(
+            whole, np.concatenate(pieces) if np.ndim(whole) else pieces[0]
+        )
 
 
 @EVERY
@@ -162,7 +183,9 @@ def test_every_mean_is_kept_in_the_reference_driver(name):
     p = (p / p.sum()).tolist()
     roots, pulls = rng.normal(size=(n, dim, dim)) / 2, rng.normal(size=(n, dim))
     hessians = roots @ roots.transpose(0, 2, 1) + 0.2 * np.eye(dim)
-    counts = [work_of(algorithm, 4 if needs(algorithm, "equal steps") else 1 + i).steps for i in range(n)]
+    counts = [
+        work_of(algorithm, 4 if needs(algorithm, "equal steps") else 1 + i).steps for i in range(n)
+    ]
 
     def gradient(i, y):
         return hessians[i] @ y - pulls[i]
@@ -172,8 +195,14 @@ def test_every_mean_is_kept_in_the_reference_driver(name):
 
     state = begin(algorithm, rng.normal(size=dim), n)
     for r in range(30):
-        cohort = list(range(n)) if needs(algorithm, "everyone") else rng.permutation(n)[: 1 + r % n].tolist()
-        heard = cohort if needs(algorithm, "everyone") else cohort[: len(cohort) - r % 2]  # none at all, now and then
+        cohort = (
+            list(range(n))
+            if needs(algorithm, "everyone")
+            else rng.permutation(n)[: 1 + r % n].tolist()
+        )
+        heard = (
+            cohort if needs(algorithm, "everyone") else cohort[: len(cohort) - r % 2]
+        )  # none at all, now and then
         state = play(algorithm, state, Federation(p, steps, gradient), cohort, heard)
         for field, of in algorithm.means:
             held = [getattr(one, of) for one in state.memory]
@@ -189,7 +218,9 @@ def test_homogeneous_clients_reduce_to_gradient_descent(name):
     """Equal clients, one local step: every method is x <- x - lr grad f(x)."""
     hessian, linear = np.diag([1.0, 0.3]), np.array([1.0, -2.0])
     problem = fs.problems.quadratic(hessians=[hessian] * 3, linear=[linear] * 3, x0=[2.0, 1.0])
-    run = fs.simulate(ALGORITHMS[name](), problem, rounds=9, local_steps=1, lr=0.4, precision="float64")
+    run = fs.simulate(
+        ALGORITHMS[name](), problem, rounds=9, local_steps=1, lr=0.4, precision="float64"
+    )
     x = np.array([2.0, 1.0])
     for _ in range(9):
         x = x - 0.4 * (hessian @ x - linear)
@@ -202,14 +233,18 @@ def test_a_silent_round_changes_nothing(name):
     problem = fs.problems.quadratic(num_clients=3, dim=2, seed=1)
     ask = {"local_steps": 2, "lr": 0.4, "precision": "float64"}
     loud = fs.simulate(ALGORITHMS[name](), problem, rounds=2, cohorts=[[0, 1], [2]], **ask)
-    silent = fs.simulate(ALGORITHMS[name](), problem, rounds=4, cohorts=[[0, 1], [], [2], []], **ask)
+    silent = fs.simulate(
+        ALGORITHMS[name](), problem, rounds=4, cohorts=[[0, 1], [], [2], []], **ask
+    )
     np.testing.assert_array_equal(loud.vector, silent.vector)
 
 
 @EVERY
 def test_every_algorithm_learns(name):
     problem = fs.problems.quadratic(num_clients=4, dim=3, mu=0.3, seed=3)
-    run = fs.simulate(ALGORITHMS[name](), problem, rounds=100, local_steps=3, lr=0.2, metrics=["loss"])
+    run = fs.simulate(
+        ALGORITHMS[name](), problem, rounds=100, local_steps=3, lr=0.2, metrics=["loss"]
+    )
     assert run.history["loss"][-1] < run.history["loss"][0]
 
 
@@ -220,7 +255,10 @@ def test_plain_sgd_travels_its_mean_direction(scale, steps, lr):
     found = travelled(np.ones(4), y, steps, lr)
     # cancellation in x - y costs eps |x| / (steps lr), nothing more
     np.testing.assert_allclose(
-        found, directions.mean(axis=0), rtol=1e-12, atol=4e-16 * (1 + np.abs(y).max()) / (steps * lr)
+        found,
+        directions.mean(axis=0),
+        rtol=1e-12,
+        atol=4e-16 * (1 + np.abs(y).max()) / (steps * lr),
     )
 
 
@@ -264,9 +302,13 @@ def test_the_compiled_engine_is_the_plain_one(name):
         precision="float64",
     )
     trace = reference_target.run(algorithm, case)
-    np.testing.assert_allclose(run.vector, trace.x[-1], rtol=0, atol=1e-12 * (1 + np.abs(trace.x).max()))
+    np.testing.assert_allclose(
+        run.vector, trace.x[-1], rtol=0, atol=1e-12 * (1 + np.abs(trace.x).max())
+    )
     if run.clients.c_i is not None:
-        np.testing.assert_allclose(run.clients.c_i, trace.c_i[-1], rtol=0, atol=1e-11 * (1 + np.abs(trace.c_i).max()))
+        np.testing.assert_allclose(
+            run.clients.c_i, trace.c_i[-1], rtol=0, atol=1e-11 * (1 + np.abs(trace.c_i).max())
+        )
 
 
 @EVERY

@@ -48,7 +48,10 @@ def test_the_biased_are_those_known_to_be():
 @pytest.mark.slow
 def test_the_xi_form_is_the_c_form_with_half_the_messages_down():
     for server_lr in (1.0, 0.7):
-        c_form, xi_form = run(fs.scaffold(server_lr=server_lr)), run(fs.scaffold_xi(server_lr=server_lr))
+        c_form, xi_form = (
+            run(fs.scaffold(server_lr=server_lr)),
+            run(fs.scaffold_xi(server_lr=server_lr)),
+        )
         close(xi_form.vector, c_form.vector, ulps=200)
         close(xi_form.clients.c_i, c_form.clients.c_i, ulps=4000)
     vector = PROBLEM.dim * 8 * N
@@ -72,7 +75,13 @@ def test_saga_is_one_client_and_one_step():
     clients = RNG.integers(0, N, 40).tolist()
     expected = oracles.saga(HESSIANS, LINEAR, X0, 0.1, clients)[-1]
     for option in (1, 2):
-        found = run(fs.scaffold(option=option), rounds=40, local_steps=1, lr=0.1, cohorts=[[i] for i in clients])
+        found = run(
+            fs.scaffold(option=option),
+            rounds=40,
+            local_steps=1,
+            lr=0.1,
+            cohorts=[[i] for i in clients],
+        )
         close(found.vector, expected)
 
 
@@ -116,9 +125,13 @@ def test_scaffnew_decreases_its_lyapunov_function(seed, p, share):
 
     server, memory = Server(x, c), [Memory(one) for one in c_i]
     shifts = [algorithm.shift(server, one) for one in memory]
-    ahead = np.stack([y[i] - lr * algorithm.direction(partial(grad, i), y[i], x, shifts[i]) for i in range(N)])
+    ahead = np.stack(
+        [y[i] - lr * algorithm.direction(partial(grad, i), y[i], x, shifts[i]) for i in range(N)]
+    )
     messages = [Message(p * (x - one) / lr, x - one) for one in ahead]
-    new = np.stack([algorithm.remember(*one).c_i for one in zip(memory, shifts, messages, strict=True)])
+    new = np.stack(
+        [algorithm.remember(*one).c_i for one in zip(memory, shifts, messages, strict=True)]
+    )
     mean = Message(*(np.mean(field, axis=0) for field in zip(*messages, strict=True)))
     new_c = algorithm.update(server, server, mean, 1.0).c
     quiet = psi(ahead, c_i - c)
@@ -131,7 +144,9 @@ def test_scaffnew_needs_fewer_rounds_where_the_problem_is_ill_conditioned():
     """With p = sqrt(mu / L) about sqrt(L / mu) log(1/eps) rounds; gradient descent takes L / mu log(1/eps)."""
     spread = np.random.default_rng(4).uniform(0.8, 1.0, size=(6, 8))
     hessians = np.einsum("nd,de->nde", spread * np.geomspace(0.002, 1, 8), np.eye(8))
-    problem = fs.problems.quadratic(hessians=hessians, linear=np.random.default_rng(5).normal(size=(6, 8)))
+    problem = fs.problems.quadratic(
+        hessians=hessians, linear=np.random.default_rng(5).normal(size=(6, 8))
+    )
     mean = round(1 / np.sqrt(0.002))
     ask = {"lr": 1.0, "stop_at": ("distance", 1e-6), "metrics": ["distance"], **EXACT}
     scaffnew = fs.simulate(fs.scaffnew(), problem, rounds=2000, local_steps=mean, **ask)
@@ -178,18 +193,29 @@ def test_the_correction_of_mime_and_dane_uses_the_same_batch():
 
     problem = fs.Problem(loss, np.array([3.0, 3.0]), [records] * 3)
     runs = [
-        fs.simulate(fs.dane(), problem, rounds=1, local_steps=1, lr=0.5, batch_size=1, seed=seed, **EXACT)
+        fs.simulate(
+            fs.dane(), problem, rounds=1, local_steps=1, lr=0.5, batch_size=1, seed=seed, **EXACT
+        )
         for seed in range(3)
     ]
-    close(runs[0].vector, X := np.array([3.0, 3.0]) - 0.5 * (np.diag([0.6, 0.6]) @ [3.0, 3.0] - [1.0, 0.0]))
+    close(
+        runs[0].vector,
+        X := np.array([3.0, 3.0]) - 0.5 * (np.diag([0.6, 0.6]) @ [3.0, 3.0] - [1.0, 0.0]),
+    )
     close(runs[1].vector, X)
     close(runs[2].vector, X)
 
 
 def test_fednova_divides_by_what_each_client_travelled():
-    steps, cohorts, weights = [1 + i % 4 for i in range(N)], cohorts_of(4, 20), np.arange(1.0, N + 1)
+    steps, cohorts, weights = (
+        [1 + i % 4 for i in range(N)],
+        cohorts_of(4, 20),
+        np.arange(1.0, N + 1),
+    )
     weights /= weights.sum()
-    expected = oracles.fednova(HESSIANS, LINEAR, X0, 0.2, steps, cohorts, weights=weights, server_lr=0.9)[-1]
+    expected = oracles.fednova(
+        HESSIANS, LINEAR, X0, 0.2, steps, cohorts, weights=weights, server_lr=0.9
+    )[-1]
     ask = {"rounds": 20, "local_steps": steps, "weights": weights, "cohorts": cohorts}
     close(run(fs.fednova(server_lr=0.9), **ask).vector, expected)
     close(run(fs.fednova(server_lr=0.9), lr=lambda k: 0.2, **ask).vector, expected)
@@ -226,7 +252,10 @@ def test_richardson_raises_the_order_of_fedavgs_bias():
     def off(lr):
         return fs.theory.bias(PROBLEM, lr=lr, local_steps=5, algorithm=fs.fedavg())
 
-    sizes = [(np.linalg.norm(off(lr)), np.linalg.norm(2 * off(lr) - off(2 * lr))) for lr in (0.002, 0.001)]
+    sizes = [
+        (np.linalg.norm(off(lr)), np.linalg.norm(2 * off(lr) - off(2 * lr)))
+        for lr in (0.002, 0.001)
+    ]
     plain, combined = np.log2(np.divide(*sizes))
     assert plain == pytest.approx(1, abs=0.02)
     assert combined == pytest.approx(2, abs=0.05)

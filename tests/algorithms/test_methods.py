@@ -26,7 +26,14 @@ def grad(i, y):
 
 
 def simulate(algorithm, **given):
-    asked = {"rounds": ROUNDS, "cohorts": COHORTS, "local_steps": STEPS, "lr": LR, "weights": P, "precision": "float64"}
+    asked = {
+        "rounds": ROUNDS,
+        "cohorts": COHORTS,
+        "local_steps": STEPS,
+        "lr": LR,
+        "weights": P,
+        "precision": "float64",
+    }
     return fs.simulate(algorithm, PROBLEM, **(asked | given))
 
 
@@ -55,7 +62,12 @@ def momentum(beta, server_lr, controlled):
 def test_scaffold_m_follows_the_papers_lines(beta, server_lr):
     x, m, c_i = momentum(beta, server_lr, controlled=True)
     run = simulate(fs.scaffold_m(beta=beta, server_lr=server_lr))
-    for found, expected in ((run.vector, x), (run.server.m, m), (run.clients.c_i, c_i), (run.server.c, P @ c_i)):
+    for found, expected in (
+        (run.vector, x),
+        (run.server.m, m),
+        (run.clients.c_i, c_i),
+        (run.server.c, P @ c_i),
+    ):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     assert run.residual < 1e-13
 
@@ -70,11 +82,18 @@ def test_fedavg_m_follows_the_papers_lines(beta):
 
 @pytest.mark.slow
 def test_with_beta_of_one_they_are_scaffold_and_fedavg():
-    for with_it, without in ((fs.scaffold_m(beta=1.0), fs.scaffold()), (fs.fedavg_m(beta=1.0), fs.fedavg())):
-        np.testing.assert_allclose(simulate(with_it).vector, simulate(without).vector, rtol=0, atol=1e-13)
+    for with_it, without in (
+        (fs.scaffold_m(beta=1.0), fs.scaffold()),
+        (fs.fedavg_m(beta=1.0), fs.fedavg()),
+    ):
+        np.testing.assert_allclose(
+            simulate(with_it).vector, simulate(without).vector, rtol=0, atol=1e-13
+        )
 
 
-@pytest.mark.parametrize("given", [{}, {"compression": "top_k:0.5"}, {"stale": "refresh:3"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"compression": "top_k:0.5"}, {"stale": "refresh:3"}], ids=str
+)
 def test_scaffold_m_ends_at_the_optimum_and_keeps_the_mean(given):
     """Its limit is exact under sampling, weights and unequal steps; FedAvg-M's is not."""
     asked = {"rounds": 1500, "cohorts": None, "cohort": 0.5} | given
@@ -116,7 +135,10 @@ def test_dittos_personal_models_end_between_the_clients_own_optimum_and_the_comm
     """At the end (H_i + lam) v_i = b_i + lam x."""
     lam = 0.4
     run = simulate(fs.ditto(lam=lam), rounds=1500, cohorts=None, cohort=1.0)
-    ends = [np.linalg.solve(h + lam * np.eye(D), b + lam * run.vector) for h, b in zip(HESSIANS, LINEAR, strict=True)]
+    ends = [
+        np.linalg.solve(h + lam * np.eye(D), b + lam * run.vector)
+        for h, b in zip(HESSIANS, LINEAR, strict=True)
+    ]
     np.testing.assert_allclose(run.clients.own.v, ends, rtol=0, atol=1e-9)
 
 
@@ -164,7 +186,12 @@ PERIODIC = [[[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]][r % 6] for r in ran
 
 @pytest.mark.parametrize(
     ("cohorts", "window", "gamma", "server_lr"),
-    [(PERIODIC, 6, 1.5, 1.0), (PERIODIC, 4, 1.2, 0.7), (COHORTS, 5, 1.3, 1.0), (COHORTS, 1, 1.0, 0.5)],
+    [
+        (PERIODIC, 6, 1.5, 1.0),
+        (PERIODIC, 4, 1.2, 0.7),
+        (COHORTS, 5, 1.3, 1.0),
+        (COHORTS, 1, 1.0, 0.5),
+    ],
     ids=["periodic", "longer than a window", "sampled", "window of one"],
 )
 def test_amplified_scaffold_follows_its_authors_lines(cohorts, window, gamma, server_lr):
@@ -172,7 +199,12 @@ def test_amplified_scaffold_follows_its_authors_lines(cohorts, window, gamma, se
     algorithm = fs.amplified_scaffold(window=window, gamma=gamma, server_lr=server_lr)
     run = simulate(algorithm, cohorts=cohorts, rounds=len(cohorts))
     x, control, mean_control = amplified(cohorts, window, gamma, server_lr)
-    found = ((run.vector, x), (run.server.h, mean_control), (run.server.c, P @ control), (run.clients.c_i, control))
+    found = (
+        (run.vector, x),
+        (run.server.h, mean_control),
+        (run.server.c, P @ control),
+        (run.clients.c_i, control),
+    )
     for value, expected in found if len(cohorts) % window == 0 else found[:2]:
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
     assert run.residual < 1e-13
@@ -187,13 +219,23 @@ def test_a_window_of_one_round_without_amplification_is_scaffold():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [{}, {"compression": "top_k:0.5"}, {"precision": "float32"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"compression": "top_k:0.5"}, {"precision": "float32"}], ids=str
+)
 def test_amplified_scaffold_ends_at_the_optimum_where_clients_come_in_turns(given):
     """Groups of unlike weight, so each round's mean is of its own group: only frozen corrections make them agree."""
-    asked = {"rounds": 6 * 400, "cohorts": PERIODIC * 50, "local_steps": 3, "lr": 0.03, "weights": "equal"} | given
+    asked = {
+        "rounds": 6 * 400,
+        "cohorts": PERIODIC * 50,
+        "local_steps": 3,
+        "lr": 0.03,
+        "weights": "equal",
+    } | given
     run = simulate(fs.amplified_scaffold(window=6, gamma=1.5), **asked)
     optimum = np.linalg.solve(HESSIANS.mean(axis=0), LINEAR.mean(axis=0))
-    np.testing.assert_allclose(run.vector, optimum, rtol=0, atol=1e-10 if "precision" not in given else 1e-4)
+    np.testing.assert_allclose(
+        run.vector, optimum, rtol=0, atol=1e-10 if "precision" not in given else 1e-4
+    )
     assert run.fault is None
 
 
@@ -201,14 +243,20 @@ def test_amplified_scaffold_ends_at_the_optimum_where_clients_come_in_turns(give
 def test_amplified_scaffold_keeps_clients_in_a_sparse_store(tmp_path):
     asked = {"metrics": ("distance",), "local_steps": 3, "cohorts": None, "cohort": 0.5}
     algorithm = fs.amplified_scaffold(window=4, gamma=1.2)
-    whole, sparse = (simulate(algorithm, client_state=kind, **asked) for kind in ("array", "sparse"))
+    whole, sparse = (
+        simulate(algorithm, client_state=kind, **asked) for kind in ("array", "sparse")
+    )
     assert whole.vector.tobytes() == sparse.vector.tobytes()
     simulate(algorithm, checkpoint=tmp_path, **asked, rounds=17)
-    assert simulate(algorithm, checkpoint=tmp_path, **asked).vector.tobytes() == whole.vector.tobytes()
+    assert (
+        simulate(algorithm, checkpoint=tmp_path, **asked).vector.tobytes() == whole.vector.tobytes()
+    )
 
 
 def test_counters_are_no_control_variates_to_fade():
-    with pytest.raises(fs.InputError, match=r"remember came, h_i, window beside control variates, and decay"):
+    with pytest.raises(
+        fs.InputError, match=r"remember came, h_i, window beside control variates, and decay"
+    ):
         simulate(fs.amplified_scaffold(), stale="decay:0.9")
 
 
@@ -235,7 +283,12 @@ def test_scafcom_follows_its_lines_with_a_compressor(server_lr):
             c_i[i] += delta
     asked = {"local_steps": steps, "compression": "top_k:0.5"}
     run = simulate(fs.scafcom(beta=beta, server_lr=server_lr), **asked)
-    for found, expected in ((run.vector, x), (run.server.c, c), (run.clients.c_i, c_i), (run.clients.own.v, v)):
+    for found, expected in (
+        (run.vector, x),
+        (run.server.c, c),
+        (run.clients.c_i, c_i),
+        (run.clients.own.v, v),
+    ):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11)
     assert run.residual < 1e-13
     assert run.history["bytes_up"][0] == 3 * kept * (8 + 4)
@@ -243,7 +296,13 @@ def test_scafcom_follows_its_lines_with_a_compressor(server_lr):
 
 @pytest.mark.slow
 def test_scafcom_ends_at_the_optimum_whatever_is_left_out():
-    asked = {"rounds": 3000, "cohorts": None, "cohort": 0.5, "local_steps": 3, "compression": "top_k:0.25"}
+    asked = {
+        "rounds": 3000,
+        "cohorts": None,
+        "cohort": 0.5,
+        "local_steps": 3,
+        "compression": "top_k:0.25",
+    }
     run = simulate(fs.scafcom(beta=0.3), **asked)
     np.testing.assert_allclose(run.vector, OPTIMUM, rtol=0, atol=1e-10)
     assert run.fault is None
@@ -252,17 +311,23 @@ def test_scafcom_ends_at_the_optimum_whatever_is_left_out():
 @pytest.mark.slow
 def test_scafcom_with_beta_of_one_is_scaffold():
     same = {"local_steps": 3, "compression": "top_k:0.5"}
-    plain, with_it = (simulate(algorithm, **same).vector for algorithm in (fs.scaffold(), fs.scafcom(beta=1.0)))
+    plain, with_it = (
+        simulate(algorithm, **same).vector for algorithm in (fs.scaffold(), fs.scafcom(beta=1.0))
+    )
     np.testing.assert_allclose(with_it, plain, rtol=0, atol=1e-12)
 
 
 def test_travel_is_not_asked_of_an_optimizer():
     problem = fs.problems.quadratic(num_clients=3, dim=2, seed=1)
     given = {"rounds": 2, "local_steps": 2, "local_optimizer": optax.sgd(0.1, momentum=0.9)}
-    with pytest.raises(fs.InputError, match="scafcom makes the server's step from the sum of step sizes"):
+    with pytest.raises(
+        fs.InputError, match="scafcom makes the server's step from the sum of step sizes"
+    ):
         fs.simulate(fs.scafcom(), problem, **given)
     undeclared = fs.scafcom()._replace(needs=())
-    with pytest.raises(fs.InputError, match="reads the sum of step sizes, which an optimizer does not have"):
+    with pytest.raises(
+        fs.InputError, match="reads the sum of step sizes, which an optimizer does not have"
+    ):
         fs.simulate(undeclared, problem, **given)
 
 
@@ -300,17 +365,25 @@ def test_two_vectors_with_error_feedback_are_compressed_apart():
 
 AVERAGE = fs.fedavg()
 BAD = {
-    "a function of arrays": AVERAGE._replace(direction=lambda g, y, x, shift: jnp.clip(g(y), -1, 1)),
+    "a function of arrays": AVERAGE._replace(
+        direction=lambda g, y, x, shift: jnp.clip(g(y), -1, 1)
+    ),
     "a power": AVERAGE._replace(direction=lambda g, y, x, shift: g(y) ** 2),
     "a message that is no record": AVERAGE._replace(message=lambda walk, shift: walk.move),
-    "a field that no walk has": AVERAGE._replace(message=lambda walk, shift: Two(walk.mvoe, walk.d)),
+    "a field that no walk has": AVERAGE._replace(
+        message=lambda walk, shift: Two(walk.mvoe, walk.d)
+    ),
     "a mean of nothing": fs.scaffold()._replace(means=(("q", "c_i"),)),
     "a memory that nobody renews": fs.scaffold()._replace(remember=None),
-    "an update that is no record": AVERAGE._replace(update=lambda server, sent, mean, heard: server.x - mean.move),
+    "an update that is no record": AVERAGE._replace(
+        update=lambda server, sent, mean, heard: server.x - mean.move
+    ),
     "an update without a field": fs.scaffold()._replace(
         update=lambda server, sent, mean, heard: AVERAGE.init(server.x)
     ),
-    "a memory that is no record": fs.scaffold()._replace(remember=lambda memory, shift, message: message.d),
+    "a memory that is no record": fs.scaffold()._replace(
+        remember=lambda memory, shift, message: message.d
+    ),
     "a memory of another length": fs.scaffold()._replace(memory=lambda x: Memory(np.zeros(7))),
     "an update of another length": AVERAGE._replace(
         update=lambda server, sent, mean, heard: server._replace(x=np.zeros(7))
@@ -321,7 +394,8 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_functions_that_cannot_be_run_are_one_line(what):
     with pytest.raises(
-        fs.InputError, match=r"a function of .* cannot be run|must have both memory and remember|must return a record"
+        fs.InputError,
+        match=r"a function of .* cannot be run|must have both memory and remember|must return a record",
     ) as error:
         simulate(BAD[what])
     assert "\n" not in str(error.value)

@@ -17,7 +17,10 @@ COHORTS = [sorted(RNG.choice(N, 2, replace=False).tolist()) for _ in range(ROUND
 
 def loss(params, batch):
     x, t = batch
-    return 0.5 * ((params["norm"]["scale"] * (x @ params["w"]) + params["norm"]["shift"] - t) ** 2).mean()
+    return (
+        0.5
+        * ((params["norm"]["scale"] * (x @ params["w"]) + params["norm"]["shift"] - t) ** 2).mean()
+    )
 
 
 PROBLEM = fs.Problem(loss, PARAMS, CLIENTS)
@@ -27,11 +30,21 @@ def slopes(i, w, scale, shift):
     """The gradients of client i's loss, by hand."""
     x, t = CLIENTS[i]
     off = scale * (x @ w) + shift - t
-    return scale * (x.T @ off) / len(t), np.mean(off * (x @ w), keepdims=True), np.mean(off, keepdims=True)
+    return (
+        scale * (x.T @ off) / len(t),
+        np.mean(off * (x @ w), keepdims=True),
+        np.mean(off, keepdims=True),
+    )
 
 
 def simulate(algorithm, **given):
-    asked = {"rounds": ROUNDS, "cohorts": COHORTS, "local_steps": STEPS, "lr": LR, "weights": "records"}
+    asked = {
+        "rounds": ROUNDS,
+        "cohorts": COHORTS,
+        "local_steps": STEPS,
+        "lr": LR,
+        "weights": "records",
+    }
     return fs.simulate(algorithm, PROBLEM, precision="float64", metrics=(), **(asked | given))
 
 
@@ -103,7 +116,11 @@ def test_scaffold_corrects_the_shared_layers_alone():
             for _ in range(STEPS):
                 dw, dscale, dshift = slopes(i, at, scale, shift)
                 seen.append(dw)
-                at, scale, shift = at - LR * (dw - c_i[i] + c), scale - LR * dscale, shift - LR * dshift
+                at, scale, shift = (
+                    at - LR * (dw - c_i[i] + c),
+                    scale - LR * dscale,
+                    shift - LR * dshift,
+                )
             ends.append(at)
             norms[i], new[i] = (scale, shift), np.mean(seen, axis=0)
         w, c_i = share @ np.stack(ends), new

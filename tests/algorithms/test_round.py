@@ -195,7 +195,9 @@ def test_late_replies_keep_the_mean_and_reach_the_optimum(option):
     tasks, copies, ages = {}, {}, []
     for arrival in range(4000):
         idle = [i for i in range(N) if i not in tasks]
-        for i in idle if not tasks else rng.permutation(idle)[: rng.integers(0, len(idle) + 1)].tolist():
+        for i in (
+            idle if not tasks else rng.permutation(idle)[: rng.integers(0, len(idle) + 1)].tolist()
+        ):
             shift = shift_of(algorithm, server, memory[i])
             tasks[i] = (arrival, server, shift, work(algorithm, i, server.x, shift)[0])
             copies[i] = (x, P @ c_i)
@@ -211,7 +213,9 @@ def test_late_replies_keep_the_mean_and_reach_the_optimum(option):
             y = y - LR * (grad(i, y) - c_i[i] + c_sent)
         x, c_i[i] = x - server_lr * (x_sent - y), grad(i, x_sent) if option == 1 else total / K
         if arrival < 200:
-            assert gauge(server, memory) < 1e-14 * (1 + max(np.abs(one.c_i).max() for one in memory))
+            assert gauge(server, memory) < 1e-14 * (
+                1 + max(np.abs(one.c_i).max() for one in memory)
+            )
             np.testing.assert_allclose(server.x, x, **CLOSE)
     assert max(ages[:200]) >= N
     np.testing.assert_allclose(server.x, OPTIMUM, **CLOSE)

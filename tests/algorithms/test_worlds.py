@@ -14,7 +14,11 @@ torch = pytest.importorskip("torch")
 
 # The coin of Scaffnew is the engine's; here it would be SCAFFOLD.
 TRIED = {
-    **{name: factory() for name, factory in ALGORITHMS.items() if not work_of(factory(), 1).geometric},
+    **{
+        name: factory()
+        for name, factory in ALGORITHMS.items()
+        if not work_of(factory(), 1).geometric
+    },
     "scaffold, option I": scaffold(option=1),
 }
 
@@ -41,7 +45,9 @@ def cases(draw):
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     root = random.standard_normal((n, dim, dim)) / dim
     steps = tuple(draw(st.lists(st.integers(1, 4), min_size=n, max_size=n)))
-    cohorts = tuple(tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1)))) for _ in range(rounds))
+    cohorts = tuple(
+        tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=1)))) for _ in range(rounds)
+    )
     weights = random.uniform(0.1, 1.0, n)
     case = federation(
         root @ root.swapaxes(1, 2),
@@ -62,7 +68,9 @@ def cases(draw):
     )
 
 
-@given(cases(), st.sampled_from(sorted(set(ALGORITHMS) - {"scaffnew"})), st.sampled_from([0.5, 1.0]))
+@given(
+    cases(), st.sampled_from(sorted(set(ALGORITHMS) - {"scaffnew"})), st.sampled_from([0.5, 1.0])
+)
 @settings(max_examples=60, deadline=None)
 def test_numpy_and_torch_agree_on_any_federation(case, name, server_lr):
     assert_same(ALGORITHMS[name](server_lr=server_lr), case)

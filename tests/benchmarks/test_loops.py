@@ -27,7 +27,9 @@ def small(model: str, cohort: int = 4) -> Workload:
         y = np.where(rng.random(n) < 0.7, i % classes, rng.integers(0, classes, n))
         x = rng.standard_normal((n, 5), np.float32) + np.float32(0.5 * i)
         clients.append((x, y))
-    return Workload("small", clients, model, 6 if model == "mlp" else 0, classes, cohort, 5, 4, 0.1, ROUNDS)
+    return Workload(
+        "small", clients, model, 6 if model == "mlp" else 0, classes, cohort, 5, 4, 0.1, ROUNDS
+    )
 
 
 def gradients(workload: Workload, arrays, x, y):
@@ -60,7 +62,10 @@ def reference(workload: Workload, cohorts, draws):
             y = list(x)
             for batch in client_records:
                 g = gradients(workload, y, features[batch].astype(np.float64), labels[batch])
-                y = [a - workload.lr * (b - m + s) for a, b, m, s in zip(y, g, c_all[i], c, strict=True)]
+                y = [
+                    a - workload.lr * (b - m + s)
+                    for a, b, m, s in zip(y, g, c_all[i], c, strict=True)
+                ]
             travel = workload.local_steps * workload.lr
             new = [m - s + (a - b) / travel for m, s, a, b in zip(c_all[i], c, x, y, strict=True)]
             dy = [d + b - a for d, a, b in zip(dy, x, y, strict=True)]
@@ -133,14 +138,23 @@ def test_the_reference_gradient_is_the_slope_of_the_loss():
         module = torch_loops.module(workload, SEED).double()
         arrays = [p.detach().numpy().copy() for p in module.parameters()]
         away = [rng.standard_normal(a.shape) for a in arrays]
-        slope = sum(np.sum(g * a) for g, a in zip(gradients(workload, arrays, x.astype(float), y), away, strict=True))
+        slope = sum(
+            np.sum(g * a)
+            for g, a in zip(gradients(workload, arrays, x.astype(float), y), away, strict=True)
+        )
         labels = torch.from_numpy(y).to(torch.float64 if model == "logistic" else torch.int64)
         ends = []
         for step in (1e-6, -1e-6):
             with torch.no_grad():
                 for p, a, d in zip(module.parameters(), arrays, away, strict=True):
                     p.copy_(torch.from_numpy(a + step * d))
-                ends.append(float(torch_loops.mean_loss(module, torch.from_numpy(x).double(), labels, workload)))
+                ends.append(
+                    float(
+                        torch_loops.mean_loss(
+                            module, torch.from_numpy(x).double(), labels, workload
+                        )
+                    )
+                )
         assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-8)
 
 
@@ -160,9 +174,14 @@ def test_gemm_flops_are_those_torch_counts():
 def test_networks_are_the_same_in_jax_and_torch(name):
     classes, size, channels = (10, 32, 3) if name == "resnet8" else (62, 28, 1)
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(2, size, size, channels)).astype(np.float32), rng.integers(0, classes, 2)
+    x, y = (
+        rng.normal(size=(2, size, size, channels)).astype(np.float32),
+        rng.integers(0, classes, 2),
+    )
     module, start = networks.torch_module(name, classes, SEED), networks.start(name, classes, SEED)
-    expected = torch.nn.functional.cross_entropy(module(torch_loops.tensor(x)), torch.from_numpy(y)).item()
+    expected = torch.nn.functional.cross_entropy(
+        module(torch_loops.tensor(x)), torch.from_numpy(y)
+    ).item()
     assert float(networks.jax_loss(name)(start, (x, y))) == pytest.approx(expected, rel=1e-5)
 
 
@@ -171,7 +190,9 @@ def test_an_epoch_of_the_tutorial_loop_is_scaffold():
     result = torch_loops.tutorial(workload, ROUNDS, SEED, 1)
     rng = np.random.default_rng(SEED)
     chosen = [sampled(rng, workload)[0] for _ in range(ROUNDS)]
-    assert result.client_steps == sum(-(-len(workload.clients[i][1]) // 4) for cohort in chosen for i in cohort)
+    assert result.client_steps == sum(
+        -(-len(workload.clients[i][1]) // 4) for cohort in chosen for i in cohort
+    )
     assert result.residual < 100 * EPS
 
 

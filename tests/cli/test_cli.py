@@ -37,7 +37,12 @@ def in_a_new_process(*words, cwd=None, env=None):
     """Run the command line as a shell does; `fedscaffold` forks a process that has imported everything."""
     command = [sys.executable, "-c", COMMAND, *words]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, check=False
+        command,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        check=False,
     )
 
 
@@ -73,7 +78,9 @@ def test_run_leaves_its_folder_and_says_so(tmp_path):
     assert {"loss", "accuracy", "residual", "bytes_up", "bytes_down"} <= set(lines[0])
     assert (folder / "report.html").read_text().lower().startswith("<!doctype html>")
     # the resolved config is a config: it gives the same bits again
-    again = fedscaffold("run", "out/config.toml", "--set", "output.dir=again", "--json", cwd=tmp_path)
+    again = fedscaffold(
+        "run", "out/config.toml", "--set", "output.dir=again", "--json", cwd=tmp_path
+    )
     assert json.loads(again.stdout)["digest"] == answer["digest"]
     (folder / "report.html").unlink()
     assert fedscaffold("report", "out", cwd=tmp_path).returncode == 0
@@ -102,7 +109,17 @@ def test_compare_prints_a_table_and_keeps_csv_latex_and_page(tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 def test_data_show_prints_and_draws(tmp_path):
-    done = fedscaffold("data", "show", "--split", "dirichlet:0.1", "--clients", "5", "--out", "split.png", cwd=tmp_path)
+    done = fedscaffold(
+        "data",
+        "show",
+        "--split",
+        "dirichlet:0.1",
+        "--clients",
+        "5",
+        "--out",
+        "split.png",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^client", done.stdout, re.M)) == 5
     assert (tmp_path / "split.png").read_bytes().startswith(b"\x89PNG")
@@ -132,7 +149,9 @@ def test_conform_judges_ours_and_others(tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 def test_divergence_is_a_result_not_an_error(tmp_path):
-    (tmp_path / "config.toml").write_text(CONFIG.replace('dataset = "digits"', 'dataset = "quadratic"'))
+    (tmp_path / "config.toml").write_text(
+        CONFIG.replace('dataset = "digits"', 'dataset = "quadratic"')
+    )
     changes = ["--set", "local.lr=50.0", "--set", "rounds=500", "--set", "local.batch_size=1.0"]
     done = fedscaffold("run", "config.toml", *changes, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -157,20 +176,47 @@ MISTAKES = [
     (["run", "config.toml", "--set", "problem.model=resnet"], "unknown model"),
     (["run", "config.toml", "--set", "problem.model=mlp:wide"], "mlp:WIDTH"),
     (["run", "config.toml", "--set", "problem.clients=5000"], "clients"),
-    (["run", "config.toml", "--set", "problem.dataset=a9a", "--data", "nowhere"], "a9a not found in nowhere"),
+    (
+        ["run", "config.toml", "--set", "problem.dataset=a9a", "--data", "nowhere"],
+        "a9a not found in nowhere",
+    ),
     (["run", "config.toml", "--set", "stop_at=accuracy"], "accuracy:0.9"),
     (["run", "config.toml", "--set", "problem.foo=1"], "unknown key 'problem.foo'"),
-    (["run", "config.toml", "--set", "problem.mu=0.1"], "dataset 'digits' makes no use of problem.mu"),
-    (["run", "config.toml", "--set", "problem.dim=20"], "makes no use of problem.dim"),  # its default all the same
+    (
+        ["run", "config.toml", "--set", "problem.mu=0.1"],
+        "dataset 'digits' makes no use of problem.mu",
+    ),
+    (
+        ["run", "config.toml", "--set", "problem.dim=20"],
+        "makes no use of problem.dim",
+    ),  # its default all the same
     (["run", "idle.toml"], "dataset 'quadratic' makes no use of problem.l2"),
-    (["run", "config.toml", "--set", "local.momentum=0.5"], "local.optimizer 'sgd' makes no use of local.momentum"),
-    (["run", "config.toml", "--set", "server.lr=0.5"], "server.optimizer 'none' makes no use of server.lr"),
-    (["compare", "--local-steps", "1", "--dataset", "quadratic", "--model", "mlp:3"], "no use of problem.model"),
-    (["compare", "--local-steps", "1", "--set", "problem.noise=1"], "dataset 'digits' makes no use of problem.noise"),
-    (["plan", "--target", "0.1", "--seeds", "0"], "seeds must be a whole number of at least 1, got 0"),
+    (
+        ["run", "config.toml", "--set", "local.momentum=0.5"],
+        "local.optimizer 'sgd' makes no use of local.momentum",
+    ),
+    (
+        ["run", "config.toml", "--set", "server.lr=0.5"],
+        "server.optimizer 'none' makes no use of server.lr",
+    ),
+    (
+        ["compare", "--local-steps", "1", "--dataset", "quadratic", "--model", "mlp:3"],
+        "no use of problem.model",
+    ),
+    (
+        ["compare", "--local-steps", "1", "--set", "problem.noise=1"],
+        "dataset 'digits' makes no use of problem.noise",
+    ),
+    (
+        ["plan", "--target", "0.1", "--seeds", "0"],
+        "seeds must be a whole number of at least 1, got 0",
+    ),
     (["run", "broken.toml"], "not valid TOML"),
     (["compare", "--rounds", "2"], "--local-epochs or --local-steps"),
-    (["compare", "--local-steps", "1", "--algorithms", "scaffold,fedavgg"], "did you mean 'fedavg'"),
+    (
+        ["compare", "--local-steps", "1", "--algorithms", "scaffold,fedavgg"],
+        "did you mean 'fedavg'",
+    ),
     (["compare", "--local-steps", "1", "--target", "acuracy:0.5"], "did you mean 'accuracy'"),
     (["compare", "--local-steps", "1", "--seeds", "0"], "seeds must be"),
     (["compare", "--local-steps", "many"], "local.steps"),
@@ -202,7 +248,9 @@ json.dump(answers, sys.stdout)
 def test_a_users_mistake_is_one_line_and_exit_2(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG)
     (tmp_path / "broken.toml").write_text("rounds = = 3")
-    (tmp_path / "idle.toml").write_text("problem = {dataset = 'quadratic', l2 = 0.1}\nlocal.steps = 1")
+    (tmp_path / "idle.toml").write_text(
+        "problem = {dataset = 'quadratic', l2 = 0.1}\nlocal.steps = 1"
+    )
     asked = json.dumps([words for words, _ in MISTAKES])
     done = run(DRIVER, input=asked, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -219,7 +267,9 @@ def test_a_users_mistake_is_one_line_and_exit_2(tmp_path):
 @pytest.mark.process
 def test_a_resolved_configuration_runs_again(tmp_path):
     """It names every key, also those that its data set and optimisers make nothing of."""
-    (tmp_path / "config.toml").write_text("rounds = 2\nproblem.dataset = 'quadratic'\nlocal.steps = 1")
+    (tmp_path / "config.toml").write_text(
+        "rounds = 2\nproblem.dataset = 'quadratic'\nlocal.steps = 1"
+    )
     assert fedscaffold("run", "config.toml", "--set", "output.dir=a", cwd=tmp_path).returncode == 0
     assert "l2 = " in (tmp_path / "a" / "config.toml").read_text()
     again = fedscaffold("run", "a/config.toml", "--set", "output.dir=b", cwd=tmp_path)
@@ -242,7 +292,11 @@ def test_a_second_process_finds_the_compiled_program(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_COMPILATION_CACHE_DIR": ""}
     compiled = []
     for _ in range(2):
-        assert in_a_new_process("run", "config.toml", "--json", cwd=tmp_path, env=env).returncode == 0
-        compiled.append({path.name for path in (tmp_path / "cache" / "fedscaffold" / "jax").glob("*-cache")})
+        assert (
+            in_a_new_process("run", "config.toml", "--json", cwd=tmp_path, env=env).returncode == 0
+        )
+        compiled.append(
+            {path.name for path in (tmp_path / "cache" / "fedscaffold" / "jax").glob("*-cache")}
+        )
     assert compiled[0]
     assert compiled[1] == compiled[0]

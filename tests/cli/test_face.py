@@ -33,7 +33,9 @@ SMALL = fs.problems.quadratic(num_clients=3, dim=2, mu=0.1, noise=0.01)
 ASK = {"rounds": 3, "local_steps": 2}
 RESULTS = {
     "run": lambda: fs.simulate(fs.scaffold(), PROBLEM, lr=0.1, **ASK),
-    "sweep": lambda: fs.sweep(fs.scaffold(), PROBLEM, lr=np.geomspace(0.01, 0.1, 10), seeds=3, **ASK),
+    "sweep": lambda: fs.sweep(
+        fs.scaffold(), PROBLEM, lr=np.geomspace(0.01, 0.1, 10), seeds=3, **ASK
+    ),
     "richardson": lambda: fs.richardson(fs.fedavg(), PROBLEM, lr=0.1, **ASK),
     "plan": lambda: fs.plan(SMALL, target=0.5),
     "heterogeneity": lambda: fs.heterogeneity(PROBLEM),

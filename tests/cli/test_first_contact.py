@@ -20,7 +20,9 @@ STATES = {"ok", "warning", "missing"}
 
 def typed(*words, first="", last="main()"):
     script = f"import sys\n{first}\nsys.argv = ['fedscaffold', *{list(words)!r}]\n{MAIN}{last}"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.process
@@ -46,9 +48,17 @@ def test_doctor_finds_this_installation_usable():
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["usable"]) == (0, True)
     found = {finding["what"]: finding for finding in answer["findings"]}
-    assert {"Python", "extra sim", "extra cli", "extra report", "extra torch", "JAX", "data", "cache", "disk"} <= set(
-        found
-    )
+    assert {
+        "Python",
+        "extra sim",
+        "extra cli",
+        "extra report",
+        "extra torch",
+        "JAX",
+        "data",
+        "cache",
+        "disk",
+    } <= set(found)
     assert {finding["state"] for finding in found.values()} <= STATES
     assert all(finding["mend"] for finding in found.values() if finding["state"] != "ok")
     assert found["JAX"]["state"] == found["extra sim"]["state"] == "ok"
@@ -59,7 +69,11 @@ def test_doctor_finds_this_installation_usable():
 def test_doctor_says_what_is_needed_and_missing():
     done = typed("doctor", first="sys.modules['jax'] = None")
     assert done.returncode == 1
-    assert re.search(r"^missing  extra sim: jax not installed\n +pip install 'fedscaffold\[sim\]'", done.stdout, re.M)
+    assert re.search(
+        r"^missing  extra sim: jax not installed\n +pip install 'fedscaffold\[sim\]'",
+        done.stdout,
+        re.M,
+    )
     assert re.search(r"^missing  JAX: does not start", done.stdout, re.M)
     assert done.stdout.endswith("not usable: mend what is needed and missing\n")
 
@@ -128,9 +142,13 @@ def test_doctor_asks_for_extras_that_there_are():
 @pytest.mark.process
 @pytest.mark.parametrize(
     "start",
-    [[Path(sys.executable).with_name("fedscaffold")], [sys.executable, "-m", "papers"], [sys.executable, "-m", "papers.exercises"]],
+    [
+        [Path(sys.executable).with_name("fedscaffold")],
+        [sys.executable, "-m", "papers"],
+        [sys.executable, "-m", "papers.exercises"],
+    ],
     ids=["fedscaffold", "python -m papers", "python -m papers.exercises"],
-)  # fmt: skip
+)
 def test_the_commands_as_a_shell_starts_them(start):
     done = subprocess.run([*start, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

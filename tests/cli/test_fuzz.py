@@ -91,7 +91,9 @@ def desk(tmp_path, monkeypatch):
 
 
 def contents(folder):
-    return sorted((str(path), path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*"))
+    return sorted(
+        (str(path), path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*")
+    )
 
 
 @pytest.mark.parametrize("case", WORDS)
@@ -131,7 +133,13 @@ def test_a_run_writes_through_no_link_in_its_folder(name, desk, monkeypatch, cap
 @pytest.mark.process
 def test_bytes_that_are_no_text_are_shown(desk):
     """As the system gives them: an argument that is not UTF-8."""
-    words = [sys.executable, "-c", "from fedscaffold.cli import main; main()", "report", b"\xff\xfe"]
+    words = [
+        sys.executable,
+        "-c",
+        "from fedscaffold.cli import main; main()",
+        "report",
+        b"\xff\xfe",
+    ]
     done = subprocess.run(words, capture_output=True, cwd=desk, env=dict(os.environ), check=False)
     assert done.returncode == 2
     assert done.stderr.count(b"\n") == 1
@@ -146,14 +154,41 @@ def is_refused_or_whole(ask):
     return not isinstance(found, Config) or parse(to_toml(found)) == found
 
 
-KEYS = st.sampled_from([
-    "rounds", "seed", "local.steps", "local.lr", "cohort.size", "problem.dim", "output.dir", "metrics", "stop_at", "algorithm",
-    "algorithm.name", "algorithm.mu", "local", "a.b", "", ".", "deploy.sites", "deploy.quorum", "deploy", "weights",
-])  # fmt: skip
+KEYS = st.sampled_from(
+    [
+        "rounds",
+        "seed",
+        "local.steps",
+        "local.lr",
+        "cohort.size",
+        "problem.dim",
+        "output.dir",
+        "metrics",
+        "stop_at",
+        "algorithm",
+        "algorithm.name",
+        "algorithm.mu",
+        "local",
+        "a.b",
+        "",
+        ".",
+        "deploy.sites",
+        "deploy.quorum",
+        "deploy",
+        "weights",
+    ]
+)
 VALUES = st.one_of(
-    st.text(max_size=20), st.integers().map(str), st.floats().map(repr), st.booleans().map(lambda b: str(b).lower()),
-    st.recursive(st.just("1"), lambda inner: inner.map(lambda s: f"[{s}]") | inner.map(lambda s: f"{{a={s}}}"), max_leaves=50),
-)  # fmt: skip
+    st.text(max_size=20),
+    st.integers().map(str),
+    st.floats().map(repr),
+    st.booleans().map(lambda b: str(b).lower()),
+    st.recursive(
+        st.just("1"),
+        lambda inner: inner.map(lambda s: f"[{s}]") | inner.map(lambda s: f"{{a={s}}}"),
+        max_leaves=50,
+    ),
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -166,7 +201,9 @@ def test_any_override_is_refused_in_one_line_or_taken(pairs):
 @given(
     st.one_of(
         st.text(max_size=60),
-        st.lists(st.tuples(KEYS, VALUES), max_size=3).map(lambda ps: "\n".join(f"{k} = {v}" for k, v in ps)),
+        st.lists(st.tuples(KEYS, VALUES), max_size=3).map(
+            lambda ps: "\n".join(f"{k} = {v}" for k, v in ps)
+        ),
     )
 )
 def test_any_toml_is_refused_in_one_line_or_taken(text):

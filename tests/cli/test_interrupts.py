@@ -154,7 +154,13 @@ cli.main()
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_second_interrupt_ends_a_long_round_at_once(tmp_path):
-    words = ("run", "first.toml", "--fresh", "--set", "local.steps=2_000_000_000")  # a round takes minutes
+    words = (
+        "run",
+        "first.toml",
+        "--fresh",
+        "--set",
+        "local.steps=2_000_000_000",
+    )  # a round takes minutes
     run = begun(tmp_path, *words, start=TELLING)
     assert run.stdout.readline() == "in a round\n"
     run.send_signal(signal.SIGINT)
@@ -170,7 +176,9 @@ def test_a_second_interrupt_ends_a_long_round_at_once(tmp_path):
 @pytest.mark.process
 def test_ctrl_c_ends_a_live_page_in_peace(tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/rounds.jsonl").write_text('{"event": "begin", "after": 0, "clients": 3, "rounds": 9}\n')
+    (tmp_path / "run/rounds.jsonl").write_text(
+        '{"event": "begin", "after": 0, "clients": 3, "rounds": 9}\n'
+    )
     page = begun(tmp_path, "watch", "run", "--no-open")
     assert page.stdout.readline().startswith("live page: ")
     assert page.stdout.readline() == "Ctrl-C ends it; the run goes on.\n"

@@ -63,28 +63,72 @@ def contents(folder):
 
 RUN = ["run", "config.toml", "--set"]
 COMMANDS = {
-    "a typo in a key": ([*RUN, "local.batchsize=3"], "unknown key 'local.batchsize'", "did you mean 'local.batch_size'"),
-    "a typo in a name": ([*RUN, "algorithm.name=scafold"], "unknown algorithm 'scafold'", "did you mean 'scaffold'"),
-    "a typo in a metric": ([*RUN, "metrics=['los']"], "unknown metric 'los'", "did you mean 'loss'"),
+    "a typo in a key": (
+        [*RUN, "local.batchsize=3"],
+        "unknown key 'local.batchsize'",
+        "did you mean 'local.batch_size'",
+    ),
+    "a typo in a name": (
+        [*RUN, "algorithm.name=scafold"],
+        "unknown algorithm 'scafold'",
+        "did you mean 'scaffold'",
+    ),
+    "a typo in a metric": (
+        [*RUN, "metrics=['los']"],
+        "unknown metric 'los'",
+        "did you mean 'loss'",
+    ),
     "a typo in a verb": (["rnu", "config.toml"], "No such command 'rnu'", "run"),
     "no such file": (["run", "confg.toml"], "confg.toml not found", "give the path of a TOML"),
     "a folder for a file": (["run", "folder.toml"], "Is a directory", "give the path of a TOML"),
     "a picture for a file": (["run", "binary.toml"], "can't decode", "give the path of a TOML"),
     "broken TOML": (["run", "broken.toml"], "not valid TOML", "line 1"),
     "a file for a folder": ([*RUN, "output.dir=file"], "file: ", "choose another folder"),
-    "a file on the way": (["compare", "--local-steps", "1", "--rounds", "1", "--out", "file/x"], "file: File exists", "choose"),
+    "a file on the way": (
+        ["compare", "--local-steps", "1", "--rounds", "1", "--out", "file/x"],
+        "file: File exists",
+        "choose",
+    ),
     "too few clients": ([*RUN, "cohort.size=11"], "got 11", "at most 10"),
     "too many clients": ([*RUN, "problem.clients=5000"], "5000", "clients"),
-    "a model for two classes": ([*RUN, "problem.model=logistic"], "needs two classes, and digits has 10", "use model 'softmax'"),
-    "the wrong algorithm": ([*RUN, "algorithm.name=scaffnew"], "only when all clients take part", "use scaffold with sampling"),
-    "a trace of others": ([*RUN, "cohort.availability=trace.csv"], "(2, 2)", "rows of 10 zeros and ones"),
-    "data that is elsewhere": ([*RUN, "problem.dataset=a9a", "--data", "nowhere"], "a9a not found in nowhere", "pass --data DIR"),
+    "a model for two classes": (
+        [*RUN, "problem.model=logistic"],
+        "needs two classes, and digits has 10",
+        "use model 'softmax'",
+    ),
+    "the wrong algorithm": (
+        [*RUN, "algorithm.name=scaffnew"],
+        "only when all clients take part",
+        "use scaffold with sampling",
+    ),
+    "a trace of others": (
+        [*RUN, "cohort.availability=trace.csv"],
+        "(2, 2)",
+        "rows of 10 zeros and ones",
+    ),
+    "data that is elsewhere": (
+        [*RUN, "problem.dataset=a9a", "--data", "nowhere"],
+        "a9a not found in nowhere",
+        "pass --data DIR",
+    ),
     "a damaged run": (["report", "cut"], "cut holds a damaged run", "run it again"),
-    "an emptied run": (["report", "bare"], "bare holds a damaged run: 'format' of run.json is missing", "run it again"),
+    "an emptied run": (
+        ["report", "bare"],
+        "bare holds a damaged run: 'format' of run.json is missing",
+        "run it again",
+    ),
     "another kind of file": (["report", "odd"], "odd holds a damaged run", "run it again"),
-    "resume of nothing": (["resume", "nowhere"], "nowhere holds no run", "`fedscaffold run CONFIG.toml` starts one"),
-    "a status of nothing": (["deploy", "status", "nowhere"], "no status.json", "nothing was started there"),
-}  # fmt: skip
+    "resume of nothing": (
+        ["resume", "nowhere"],
+        "nowhere holds no run",
+        "`fedscaffold run CONFIG.toml` starts one",
+    ),
+    "a status of nothing": (
+        ["deploy", "status", "nowhere"],
+        "no status.json",
+        "nothing was started there",
+    ),
+}
 
 
 @pytest.mark.parametrize("mistake", COMMANDS)
@@ -118,7 +162,9 @@ def test_a_port_in_use(monkeypatch, capsys):
     assert "end it or give another port" in line
 
 
-def test_other_failures_of_the_system_are_one_line_too_and_a_traceback_for_those_who_ask(monkeypatch, capsys):
+def test_other_failures_of_the_system_are_one_line_too_and_a_traceback_for_those_who_ask(
+    monkeypatch, capsys
+):
     def refused(*words):
         raise OSError(errno.EIO, "Input/output error", "disk")
 
@@ -133,13 +179,23 @@ def test_other_failures_of_the_system_are_one_line_too_and_a_traceback_for_those
 @pytest.mark.parametrize(
     ("module", "code", "said"),
     [
-        ("jax", "from fedscaffold.cli import main; main()", "this needs jax: pip install 'fedscaffold[sim]'"),
-        ("sklearn", "import fedscaffold as fs; fs.FederatedRegressor", "needs sklearn: pip install 'fedscaffold[sim]'"),
+        (
+            "jax",
+            "from fedscaffold.cli import main; main()",
+            "this needs jax: pip install 'fedscaffold[sim]'",
+        ),
+        (
+            "sklearn",
+            "import fedscaffold as fs; fs.FederatedRegressor",
+            "needs sklearn: pip install 'fedscaffold[sim]'",
+        ),
     ],
 )
 def test_a_missing_extra(module, code, said, desk):
     script = f"import sys; sys.modules[{module!r}] = None; sys.argv = ['fedscaffold', 'run', 'config.toml']\n{code}"
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
     assert said in done.stderr.splitlines()[-1]
     assert done.returncode != 0
     assert not Path("out").exists()
@@ -152,33 +208,78 @@ def loss(w, batch):
 
 def made(*widths, rows=4, start=3):
     rng = np.random.default_rng(0)
-    return fs.Problem(loss, np.zeros(start), [(rng.normal(size=(4, width)), rng.normal(size=rows)) for width in widths])
+    return fs.Problem(
+        loss,
+        np.zeros(start),
+        [(rng.normal(size=(4, width)), rng.normal(size=rows)) for width in widths],
+    )
 
 
 def run(problem=None, **changes):
     usual = {"rounds": 2, "local_steps": 2, "lr": 0.1}
-    return fs.simulate(fs.scaffold(), made(3, 3) if problem is None else problem, **{**usual, **changes})
+    return fs.simulate(
+        fs.scaffold(), made(3, 3) if problem is None else problem, **{**usual, **changes}
+    )
 
 
 PYTHON = {
-    "a start of another shape": (lambda: run(x0=np.zeros(4)), "x0 must be shaped like", "flat vector of 3 numbers"),
+    "a start of another shape": (
+        lambda: run(x0=np.zeros(4)),
+        "x0 must be shaped like",
+        "flat vector of 3 numbers",
+    ),
     "a start that is not finite": (lambda: run(x0=np.full(3, np.nan)), "x0 must be finite", "NaN"),
     "rows that do not match": (lambda: made(3, rows=5), "one row per record", r"lengths \[4, 5\]"),
-    "widths that do not match": (lambda: made(3, 2), "same structure and row shape", r"client 1 holds rows of shape \(2,\) in \[0\], client 0 of shape \(3,\)"),
-    "holes in the data": (lambda: fs.Problem(loss, np.zeros(1), [np.array([1.0, np.nan])]), "must be finite", "got 1 NaN"),
-    "nobody": (lambda: fs.Problem(loss, np.zeros(1), []), "at least one client", "got an empty list"),
-    "a client without rows": (lambda: fs.Problem(loss, np.zeros(1), [np.zeros((0, 1))]), "client 0 holds no records", "at least one"),
-    "a name for an algorithm": (lambda: fs.simulate("scaffold", made(3), rounds=1), "such as fs.scaffold", "got 'scaffold'"),
+    "widths that do not match": (
+        lambda: made(3, 2),
+        "same structure and row shape",
+        r"client 1 holds rows of shape \(2,\) in \[0\], client 0 of shape \(3,\)",
+    ),
+    "holes in the data": (
+        lambda: fs.Problem(loss, np.zeros(1), [np.array([1.0, np.nan])]),
+        "must be finite",
+        "got 1 NaN",
+    ),
+    "nobody": (
+        lambda: fs.Problem(loss, np.zeros(1), []),
+        "at least one client",
+        "got an empty list",
+    ),
+    "a client without rows": (
+        lambda: fs.Problem(loss, np.zeros(1), [np.zeros((0, 1))]),
+        "client 0 holds no records",
+        "at least one",
+    ),
+    "a name for an algorithm": (
+        lambda: fs.simulate("scaffold", made(3), rounds=1),
+        "such as fs.scaffold",
+        "got 'scaffold'",
+    ),
     "no step size": (lambda: run(lr=None), "lr must be given", "number above 0"),
     "a share beyond all": (lambda: run(cohort=1.5), "share in", "got 1.5"),
-    "two kinds of steps": (lambda: run(local_epochs=1), "either local_steps or local_epochs", "one of the two"),
-    "weights of others": (lambda: run(weights=[1, 2, 3]), "each of the 2 clients", r"got shape \(3,\)"),
-    "labels from one": (lambda: fs.problems.softmax([(np.zeros((2, 1)), np.array([1, 9]))], classes=9), "below classes = 9", "got 9"),
-    "a loss that is NaN": (
-        lambda: fs.FederatedRegressor(lr=1e30, local_steps=5).fit(np.eye(4), np.arange(4.0), clients=[0, 0, 1, 1]),
-        "diverged at round 1: lr 1e.30 is above 2/L", "try ",
+    "two kinds of steps": (
+        lambda: run(local_epochs=1),
+        "either local_steps or local_epochs",
+        "one of the two",
     ),
-}  # fmt: skip
+    "weights of others": (
+        lambda: run(weights=[1, 2, 3]),
+        "each of the 2 clients",
+        r"got shape \(3,\)",
+    ),
+    "labels from one": (
+        lambda: fs.problems.softmax([(np.zeros((2, 1)), np.array([1, 9]))], classes=9),
+        "below classes = 9",
+        "got 9",
+    ),
+    "a loss that is NaN": (
+        lambda: fs.FederatedRegressor(lr=1e30, local_steps=5).fit(
+            np.eye(4), np.arange(4.0), clients=[0, 0, 1, 1]
+        ),
+        "diverged at round 1: lr 1e.30 is above 2/L",
+        "try ",
+    ),
+}
 
 
 @pytest.mark.parametrize("mistake", PYTHON)

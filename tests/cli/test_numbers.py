@@ -17,7 +17,23 @@ from papers.bounds.speed_up import speed_up
 
 nan, inf = float("nan"), float("inf")
 HUGE = (2**63, 10**30, 10**5000)
-NEVER = (True, False, np.True_, nan, inf, -inf, "5", "", b"5", [5], {}, 1j, np.array([5, 5]), lambda: 5, 10**5000)
+NEVER = (
+    True,
+    False,
+    np.True_,
+    nan,
+    inf,
+    -inf,
+    "5",
+    "",
+    b"5",
+    [5],
+    {},
+    1j,
+    np.array([5, 5]),
+    lambda: 5,
+    10**5000,
+)
 BAD = {
     "count": (*NEVER, 0, -1, 1.5, 5.0, 1e9, np.float32(5), fractions.Fraction(1, 2), *HUGE),
     "seed": (*NEVER, -1, 1.5, 5.0, 1e9, *HUGE),
@@ -74,37 +90,70 @@ def fitted(**given):
 
 FUNCTIONS = {
     "simulate": (
-        fs.simulate, ASK,
-        {"rounds": "count", "local_steps": "count", "lr": "positive", "cohort": "share", "batch_size": "share",
-         "seed": "seed", "evaluate_every": "count", "block": "count", "devices": "count"},
+        fs.simulate,
+        ASK,
+        {
+            "rounds": "count",
+            "local_steps": "count",
+            "lr": "positive",
+            "cohort": "share",
+            "batch_size": "share",
+            "seed": "seed",
+            "evaluate_every": "count",
+            "block": "count",
+            "devices": "count",
+        },
     ),
     "simulate, epochs": (fs.simulate, {**ASK, "local_steps": None}, {"local_epochs": "count"}),
     "sweep": (
-        fs.sweep, {**ASK, "seeds": [0]},
+        fs.sweep,
+        {**ASK, "seeds": [0]},
         {"rounds": "count", "local_steps": "count", "lr": "positive", "evaluate_every": "count"},
     ),
     "richardson": (fs.richardson, ASK, {"lr": "positive", "rounds": "count"}),
     "quadratic": (
-        fs.problems.quadratic, QUADRATIC,
-        {"num_clients": "count", "dim": "count", "mu": "positive", "smoothness": "positive", "noise": "number",
-         "seed": "seed"},
+        fs.problems.quadratic,
+        QUADRATIC,
+        {
+            "num_clients": "count",
+            "dim": "count",
+            "mu": "positive",
+            "smoothness": "positive",
+            "noise": "number",
+            "seed": "seed",
+        },
     ),
     "dialled": (
-        fs.problems.dialled, QUADRATIC,
-        {"num_clients": "count", "dim": "count", "mu": "positive", "smoothness": "positive", "seed": "seed",
-         "gradient_dissimilarity": "number", "hessian_dissimilarity": "number", "noise": "number"},
+        fs.problems.dialled,
+        QUADRATIC,
+        {
+            "num_clients": "count",
+            "dim": "count",
+            "mu": "positive",
+            "smoothness": "positive",
+            "seed": "seed",
+            "gradient_dissimilarity": "number",
+            "hessian_dissimilarity": "number",
+            "noise": "number",
+        },
     ),
     "lower_bound_pair": (fs.problems.lower_bound_pair, {}, {"mu": "positive"}),
     "two_datasets": (
-        fs.problems.two_datasets, {"kind": "linear", "num_clients": 2, "records": 5, "dim": 3},
+        fs.problems.two_datasets,
+        {"kind": "linear", "num_clients": 2, "records": 5, "dim": 3},
         {"num_clients": "count", "records": "count", "dim": "count", "l2": "number"},
     ),
     "softmax": (fs.problems.softmax, {"clients": CLIENTS}, {"l2": "number", "classes": "count"}),
-    "mlp": (fs.problems.mlp, {"clients": CLIENTS}, {"hidden": "count", "l2": "number", "seed": "seed"}),
+    "mlp": (
+        fs.problems.mlp,
+        {"clients": CLIENTS},
+        {"hidden": "count", "l2": "number", "seed": "seed"},
+    ),
     "linear": (fs.problems.linear, {"clients": CLIENTS}, {"l2": "number"}),
     "logistic": (fs.problems.logistic, {"clients": CLIENTS}, {"l2": "number"}),
     "garnet": (
-        fs.problems.garnet, {"num_states": 3, "branching": 2},
+        fs.problems.garnet,
+        {"num_states": 3, "branching": 2},
         {"num_states": "count", "num_actions": "count", "branching": "count", "seed": "seed"},
     ),
     "scaffold": (fs.scaffold, {}, {"option": "count", "server_lr": "positive"}),
@@ -125,36 +174,63 @@ FUNCTIONS = {
     "top_k": (compression.top_k, {}, {"share": "positive"}),
     "random_k": (compression.random_k, {}, {"share": "positive"}),
     "plan": (
-        fs.plan, {"problem": PROBLEM, "target": 0.1, "max_rounds": 10},
-        {"target": "positive", "cost_of_round": "number", "cost_of_step": "number", "max_rounds": "count"},
+        fs.plan,
+        {"problem": PROBLEM, "target": 0.1, "max_rounds": 10},
+        {
+            "target": "positive",
+            "cost_of_round": "number",
+            "cost_of_step": "number",
+            "max_rounds": "count",
+        },
     ),
-    "heterogeneity": (fs.heterogeneity, {"problem": PROBLEM}, {"lr": "positive", "local_steps": "count", "seed": "seed"}),
+    "heterogeneity": (
+        fs.heterogeneity,
+        {"problem": PROBLEM},
+        {"lr": "positive", "local_steps": "count", "seed": "seed"},
+    ),
     "advise": (
-        advise, {"found": fs.heterogeneity(PROBLEM), "problem": PROBLEM},
+        advise,
+        {"found": fs.heterogeneity(PROBLEM), "problem": PROBLEM},
         {"rounds": "count", "lr": "positive", "local_steps": "count"},
     ),
-    "bias": (fs.theory.bias, {"problem": PROBLEM, "lr": 0.1, "local_steps": 2}, {"lr": "positive", "local_steps": "count"}),
+    "bias": (
+        fs.theory.bias,
+        {"problem": PROBLEM, "lr": 0.1, "local_steps": 2},
+        {"lr": "positive", "local_steps": "count"},
+    ),
     "contraction_rate": (
-        fs.theory.contraction_rate, {"problem": PROBLEM, "lr": 0.1, "local_steps": 2},
+        fs.theory.contraction_rate,
+        {"problem": PROBLEM, "lr": 0.1, "local_steps": 2},
         {"lr": "positive", "local_steps": "count"},
     ),
     "mean_squared_error": (
-        fs.theory.mean_squared_error, {"problem": PROBLEM, "lr": 0.1, "local_steps": 2, "rounds": 2, "noise": 0.1},
+        fs.theory.mean_squared_error,
+        {"problem": PROBLEM, "lr": 0.1, "local_steps": 2, "rounds": 2, "noise": 0.1},
         {"lr": "positive", "local_steps": "count", "rounds": "count", "noise": "number"},
     ),
     "speed_up": (
-        speed_up, {"eigenvalues": [0.1, 1.0], "lr": 0.1, "local_steps": 2}, {"lr": "positive", "local_steps": "count"},
+        speed_up,
+        {"eigenvalues": [0.1, 1.0], "lr": 0.1, "local_steps": 2},
+        {"lr": "positive", "local_steps": "count"},
     ),
     "split": (
-        fs.data.split, {"spec": "iid", "labels": [0, 1] * 5, "num_clients": 2, "seed": 0},
+        fs.data.split,
+        {"spec": "iid", "labels": [0, 1] * 5, "num_clients": 2, "seed": 0},
         {"num_clients": "count", "seed": "seed"},
     ),
     "classifier": (
-        fitted, {"rounds": 1, "local_epochs": 1},
-        {"rounds": "count", "local_epochs": "count", "lr": "positive", "cohort": "share", "batch_size": "share",
-         "l2": "number"},
+        fitted,
+        {"rounds": 1, "local_epochs": 1},
+        {
+            "rounds": "count",
+            "local_epochs": "count",
+            "lr": "positive",
+            "cohort": "share",
+            "batch_size": "share",
+            "l2": "number",
+        },
     ),
-}  # fmt: skip
+}
 CASES = [(name, key) for name, (_, _, keys) in FUNCTIONS.items() for key in keys]
 
 
@@ -211,27 +287,54 @@ TOML = {
     "texts": ("true", "5", '"loss"', "[5]", '[""]'),
 }
 CONFIG = {
-    "count": ("rounds", "evaluate_every", "block", "problem.clients", "problem.dim", "local.epochs", "output.checkpoint_every"),
+    "count": (
+        "rounds",
+        "evaluate_every",
+        "block",
+        "problem.clients",
+        "problem.dim",
+        "local.epochs",
+        "output.checkpoint_every",
+    ),
     "seed": ("seed", "problem.seed"),
     "positive": ("problem.mu", "problem.smoothness", "server.lr"),
     "number": ("problem.l2", "problem.noise", "local.momentum", "server.momentum"),
     "share": ("local.batch_size", "cohort.size"),
     "text": (
-        "stop_at", "stale", "compression", "problem.dataset", "problem.split", "problem.model", "problem.data",
-        "algorithm.name", "cohort.availability", "output.dir",
+        "stop_at",
+        "stale",
+        "compression",
+        "problem.dataset",
+        "problem.split",
+        "problem.model",
+        "problem.data",
+        "algorithm.name",
+        "cohort.availability",
+        "output.dir",
     ),
-    "word": ("weights", "precision", "client_state", "local.draw", "local.optimizer", "server.optimizer"),
+    "word": (
+        "weights",
+        "precision",
+        "client_state",
+        "local.draw",
+        "local.optimizer",
+        "server.optimizer",
+    ),
     "steps": ("local.steps",),
     "lr": ("local.lr",),
     "texts": ("metrics",),
-}  # fmt: skip
+}
 
 
 def test_every_key_of_the_configuration_is_in_the_table():
-    assert sorted(keys_of(config_file.Config)) == sorted(key for keys in CONFIG.values() for key in keys)
+    assert sorted(keys_of(config_file.Config)) == sorted(
+        key for keys in CONFIG.values() for key in keys
+    )
 
 
-@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, keys in CONFIG.items() for key in keys])
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind, keys in CONFIG.items() for key in keys]
+)
 def test_what_is_no_value_of_its_kind_is_refused_in_a_configuration(kind, key):
     for value in TOML[kind]:
         for text, sets in ((f"{key} = {value}", []), ("", [f"{key}={value}"])):
@@ -247,12 +350,20 @@ SETTINGS = {
     "number": ("local.momentum", "deploy.wait"),
     "share": ("local.batch_size", "cohort.size", "deploy.quorum"),
     "word": (
-        "weights", "precision", "local.draw", "local.optimizer", "local.buffers", "deploy.state", "algorithm.name",
+        "weights",
+        "precision",
+        "local.draw",
+        "local.optimizer",
+        "local.buffers",
+        "deploy.state",
+        "algorithm.name",
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, keys in SETTINGS.items() for key in keys])
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind, keys in SETTINGS.items() for key in keys]
+)
 def test_what_is_no_value_of_its_kind_is_refused_in_a_deployment(kind, key):
     for value in TOML[kind]:
         with pytest.raises(InputError) as error:
@@ -270,7 +381,11 @@ LINES = {
 @pytest.mark.parametrize("case", LINES)
 def test_toml_that_python_cannot_read_is_refused_in_one_line(case):
     text, said = LINES[case]
-    asked = [lambda: config_file.parse(text), lambda: config_file.parse("", [text]), lambda: settings.parse(text)]
+    asked = [
+        lambda: config_file.parse(text),
+        lambda: config_file.parse("", [text]),
+        lambda: settings.parse(text),
+    ]
     for ask in asked:
         with pytest.raises(InputError) as error:
             ask()
@@ -332,7 +447,9 @@ def test_a_schedule_of_cohorts_that_is_none(case):
     one_line(error, "cohorts must", said)
 
 
-@pytest.mark.parametrize("cohorts", [[(3,), []], np.array([[0, 1], [2, 3]], np.uint8), [np.array([0]), range(4)]])
+@pytest.mark.parametrize(
+    "cohorts", [[(3,), []], np.array([[0, 1], [2, 3]], np.uint8), [np.array([0]), range(4)]]
+)
 def test_a_schedule_of_cohorts_in_any_kind_of_row(cohorts):
     run = fs.simulate(**ASK, cohorts=cohorts)
     assert run.rounds == 2
@@ -340,28 +457,125 @@ def test_a_schedule_of_cohorts_in_any_kind_of_row(cohorts):
 
 
 ARRAYS = {
-    "local_steps": ([1, 2, 3], [1, 2, 3, True], [1, 2, 3, 4.0], [1, 2, 3, 0], [[1, 2], [3]], [[1, 2, 3, 4]], [1, 2, 3, None],
-                    np.ones(4), np.ones(4, bool), np.array([1, 2, 3, 2**31]), lambda i: 2, {}, [], 2**31, 2**31 + 0.5),
-    "availability": ([[1, 0]], [1, 0, 2, 1], [[1, 0, 1, 1], [1]], [["a", "b", "c", "d"]], np.full((2, 4), nan), lambda r: 1, lambda: 1, {},
-                     [], [[0, 0, 0, 0]], [None] * 4, np.ones((1, 1, 4))),
-    "weights": ([1, 2], [1, 2, 3, -1], [0, 0, 0, 0], [1, nan, 1, 1], [1, inf, 1, 1], ["a"] * 4, [True, True, False, True], [[1], [2, 3]],
-                lambda: 1, {}, None, 5, "some", [1, 2, 3, None], [10**400, 1, 1, 1], [1j, 1, 1, 1]),
-    "stop_at": ("loss", "loss:x", ("loss", True), ("loss", nan), {"loss": 1, "gap": 2}, 5, ("other", 1), ("loss", None), [], "loss:inf"),
+    "local_steps": (
+        [1, 2, 3],
+        [1, 2, 3, True],
+        [1, 2, 3, 4.0],
+        [1, 2, 3, 0],
+        [[1, 2], [3]],
+        [[1, 2, 3, 4]],
+        [1, 2, 3, None],
+        np.ones(4),
+        np.ones(4, bool),
+        np.array([1, 2, 3, 2**31]),
+        lambda i: 2,
+        {},
+        [],
+        2**31,
+        2**31 + 0.5,
+    ),
+    "availability": (
+        [[1, 0]],
+        [1, 0, 2, 1],
+        [[1, 0, 1, 1], [1]],
+        [["a", "b", "c", "d"]],
+        np.full((2, 4), nan),
+        lambda r: 1,
+        lambda: 1,
+        {},
+        [],
+        [[0, 0, 0, 0]],
+        [None] * 4,
+        np.ones((1, 1, 4)),
+    ),
+    "weights": (
+        [1, 2],
+        [1, 2, 3, -1],
+        [0, 0, 0, 0],
+        [1, nan, 1, 1],
+        [1, inf, 1, 1],
+        ["a"] * 4,
+        [True, True, False, True],
+        [[1], [2, 3]],
+        lambda: 1,
+        {},
+        None,
+        5,
+        "some",
+        [1, 2, 3, None],
+        [10**400, 1, 1, 1],
+        [1j, 1, 1, 1],
+    ),
+    "stop_at": (
+        "loss",
+        "loss:x",
+        ("loss", True),
+        ("loss", nan),
+        {"loss": 1, "gap": 2},
+        5,
+        ("other", 1),
+        ("loss", None),
+        [],
+        "loss:inf",
+    ),
     "metrics": ("loss", ["other"], [5], 5, [None]),
-    "stale": ("decay", "decay:x", "decay:2", "drop:0", "drop:1.5", "drop:" + "9" * 5000, "other", 5, None, "drop:nan", "refresh:1e400"),
-    "compression": ("top_k", "top_k:2", "quantise:1.5", "quantise:99", "other", 5, "random_k:nan", np.array([1, 2]), {}),
+    "stale": (
+        "decay",
+        "decay:x",
+        "decay:2",
+        "drop:0",
+        "drop:1.5",
+        "drop:" + "9" * 5000,
+        "other",
+        5,
+        None,
+        "drop:nan",
+        "refresh:1e400",
+    ),
+    "compression": (
+        "top_k",
+        "top_k:2",
+        "quantise:1.5",
+        "quantise:99",
+        "other",
+        5,
+        "random_k:nan",
+        np.array([1, 2]),
+        {},
+    ),
     "x0": (5, "a", [1.0], np.full(3, nan), np.zeros(2), lambda: 0, ["a", "b", "c"], {}),
     "precision": ("float16", 32, None, True),
     "draw": ("other", 5, True),
-    "lr": (lambda k: nan, lambda k: -1, lambda k: "a", lambda k: True, [0.1], None, 5e-324, 1e-40, 1e39, 1e308, 10**30 * 1e9,
-           lambda k: 1e-40, lambda k: 1e39, lambda round: 1e-50, lambda round: 1e39),
+    "lr": (
+        lambda k: nan,
+        lambda k: -1,
+        lambda k: "a",
+        lambda k: True,
+        [0.1],
+        None,
+        5e-324,
+        1e-40,
+        1e39,
+        1e308,
+        10**30 * 1e9,
+        lambda k: 1e-40,
+        lambda k: 1e39,
+        lambda round: 1e-50,
+        lambda round: 1e39,
+    ),
     "client_state": ("other", 5, None),
     "evaluate_every": (2**31, 2**62),
     "server_optimizer": ("adam", {}, set(), 5, lambda: 0),
     "local_optimizer": ("adam", {}, set(), 5, lambda: 0),
-    "sampling": (lambda round: [0], lambda: [0], lambda round, rng, more: [0], lambda round, rng: 1, lambda round, rng: None),
+    "sampling": (
+        lambda round: [0],
+        lambda: [0],
+        lambda round, rng, more: [0],
+        lambda round, rng: 1,
+        lambda round, rng: None,
+    ),
     "progress": (5, "", "no", 1.0, np.array([True, False]), []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("where", ["records", "noise"])
@@ -375,7 +589,12 @@ def test_numbers_that_overflow_the_precision_of_a_run_are_refused(where):
     with pytest.raises(InputError) as error:
         fs.simulate(**{**ASK, "problem": problem, "metrics": []})
     one_line(error, where, "too large for float32")
-    assert fs.simulate(**{**ASK, "problem": problem, "metrics": [], "lr": 1e-100, "precision": "float64"}).rounds == 2
+    assert (
+        fs.simulate(
+            **{**ASK, "problem": problem, "metrics": [], "lr": 1e-100, "precision": "float64"}
+        ).rounds
+        == 2
+    )
 
 
 @pytest.mark.parametrize("key", ARRAYS)
@@ -387,13 +606,20 @@ def test_rows_and_words_that_are_none_are_refused_in_one_line(key):
 
 
 def test_very_large_weights_are_shares_too():
-    np.testing.assert_allclose(weights_of(PROBLEM, [1e308, 1e308, 1e308, 3e307]), np.array([1, 1, 1, 0.3]) / 3.3)
+    np.testing.assert_allclose(
+        weights_of(PROBLEM, [1e308, 1e308, 1e308, 3e307]), np.array([1, 1, 1, 0.3]) / 3.3
+    )
 
 
 def test_true_is_not_one_even_where_one_was_asked_for_before():
     stale.drop(1)
     fs.scaffold(1)
-    for ask in (lambda: stale.drop(True), lambda: stale.drop(1.0), lambda: fs.scaffold(True), lambda: fs.scaffold(1.0)):
+    for ask in (
+        lambda: stale.drop(True),
+        lambda: stale.drop(1.0),
+        lambda: fs.scaffold(True),
+        lambda: fs.scaffold(1.0),
+    ):
         with pytest.raises(InputError):
             ask()
     assert fs.scaffold(1) is fs.scaffold(1)

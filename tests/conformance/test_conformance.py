@@ -44,7 +44,14 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "conformance.md"
 SIGNATURES = ROOT / "src" / "fedscaffold" / "conformance" / "signatures.json"
 EVERY_MUTANT = MISTAKES | OUR_MUTANTS
-FEATURE_ROWS = ["tensors", "buffers", "loss scaling", "private optimiser", "clipping", "clipping corrected"]
+FEATURE_ROWS = [
+    "tensors",
+    "buffers",
+    "loss scaling",
+    "private optimiser",
+    "clipping",
+    "clipping corrected",
+]
 FEW = select(["mean: all", "mean: sampling", "moves: all", "moves: sampling", "optimum: all"])
 
 
@@ -71,7 +78,9 @@ def test_right_implementations_pass_every_row(name, precision):
     judgement = judge(RIGHT[name], precision=precision)
     offered = [verdict for verdict in judgement.verdicts if verdict.outcome != "not offered"]
     assert {verdict.outcome for verdict in offered} == {"holds"}, table(judgement.verdicts)
-    assert len(offered) == len(IDENTITIES) - (4 if name == "ours" else 0)  # one vector, no buffers, no privacy
+    assert len(offered) == len(IDENTITIES) - (
+        4 if name == "ours" else 0
+    )  # one vector, no buffers, no privacy
     assert judgement.met == ("heard so far" in name)
     assert diagnose(judgement) == []
 
@@ -92,7 +101,11 @@ def test_every_mistake_is_caught(name):
 @pytest.mark.slow
 def test_no_verdict_hangs_on_the_last_digits():
     judged = [(name, verdict) for name in EVERY_MUTANT for verdict in verdicts(name)]
-    measured = [(name, verdict) for name, verdict in judged if verdict.violation is not None and verdict.tolerance]
+    measured = [
+        (name, verdict)
+        for name, verdict in judged
+        if verdict.violation is not None and verdict.tolerance
+    ]
     assert not [one for one in measured if 0.99 < one[1].violation / one[1].tolerance < 1.01]
 
 
@@ -103,7 +116,11 @@ def test_every_row_catches_a_mistake():
 
 
 def test_rows_are_named_and_stated_once():
-    assert len({identity.name for identity in IDENTITIES}) == len({i.statement for i in IDENTITIES}) == len(IDENTITIES)
+    assert (
+        len({identity.name for identity in IDENTITIES})
+        == len({i.statement for i in IDENTITIES})
+        == len(IDENTITIES)
+    )
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
@@ -133,7 +150,9 @@ def test_what_is_not_offered_neither_holds_nor_fails():
     judged = {verdict.name: verdict for verdict in conform(plain_sgd_only)}
     missing = {name for name, verdict in judged.items() if verdict.outcome == "not offered"}
     features = {one.name for one in select(FEATURE_ROWS)}
-    assert missing == {name for name in judged if "momentum" in name or "together" in name} | features
+    assert (
+        missing == {name for name in judged if "momentum" in name or "together" in name} | features
+    )
     assert judged["mean: momentum"].note == "momentum"
     assert judged["mean: all"].outcome == "holds"
     assert table(list(judged.values())).endswith(
@@ -148,7 +167,10 @@ def test_what_is_not_offered_neither_holds_nor_fails():
         (lambda case: sys.exit("two\nlines"), "error SystemExit: two lines (" + __file__),
         (lambda case: case.gradient(0, [1.0]), "error ValueError: matmul"),
         (lambda case: {}, "error the adapter returned a dict, not a Trace"),
-        (lambda case: Trace(*(states[1:] for states in ours(case).vectors)), "error x has shape (75, 3), not (76, 3)"),
+        (
+            lambda case: Trace(*(states[1:] for states in ours(case).vectors)),
+            "error x has shape (75, 3), not (76, 3)",
+        ),
         (
             lambda case: Trace(*(states.astype("f4") for states in ours(case).vectors)),
             "error x is float32, not float64",
@@ -157,7 +179,10 @@ def test_what_is_not_offered_neither_holds_nor_fails():
             lambda case: ours(case)._replace(c=np.full((case.rounds + 1, 3), np.nan)),
             "fails diverged: c is not finite after round 0",
         ),
-        (lambda case: ours(case._replace(lr=(1e4,) * 4)), "fails diverged: x is not finite after round"),
+        (
+            lambda case: ours(case._replace(lr=(1e4,) * 4)),
+            "fails diverged: x is not finite after round",
+        ),
     ],
 )
 def test_nothing_stops_the_suite(adapter, note):
@@ -172,15 +197,23 @@ def test_an_error_names_the_line_that_raised_and_the_line_that_called():
         return json.loads("{")  # raised elsewhere
 
     note = conform(adapter, select(["start"]))[0].note
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# raised elsewhere" in text)
-    assert re.search(rf"JSONDecodeError: .*json.decoder\.py:\d+, from {re.escape(__file__)}:{line}\)$", note), note
+    line = next(
+        n
+        for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "# raised elsewhere" in text
+    )
+    assert re.search(
+        rf"JSONDecodeError: .*json.decoder\.py:\d+, from {re.escape(__file__)}:{line}\)$", note
+    ), note
 
 
 def test_a_gradient_asked_for_wrongly_is_the_adapters_error():
     def adapter(case):
         case.gradient(0, np.zeros(99))
 
-    assert re.search(rf"\({re.escape(__file__)}:\d+\)$", conform(adapter, select(["start"]))[0].note)
+    assert re.search(
+        rf"\({re.escape(__file__)}:\d+\)$", conform(adapter, select(["start"]))[0].note
+    )
 
 
 def test_the_suite_stops_when_everything_errs():
@@ -205,7 +238,9 @@ def test_errors_among_runs_stop_nothing():
             raise KeyError("weights")
         return ours(case)
 
-    outcomes = {verdict.name: verdict.outcome for verdict in conform(adapter, select(["mean", "moves"]))}
+    outcomes = {
+        verdict.name: verdict.outcome for verdict in conform(adapter, select(["mean", "moves"]))
+    }
     assert outcomes["mean: weights"] == outcomes["moves: together"] == "error"
     assert outcomes["mean: restart"] == "holds"
 
@@ -223,17 +258,24 @@ def test_slow_is_told_from_wrong():
         assert verdict.violation > 0.05
     (verdict,) = conform(lambda case: ours(case._replace(lr=(0.0002,) * 4)), rows[:1])
     assert verdict.outcome == "fails"
-    assert re.fullmatch(r"slow: the distance still falls, by 0\.99\d* a round after 1200 rounds", verdict.note)
+    assert re.fullmatch(
+        r"slow: the distance still falls, by 0\.99\d* a round after 1200 rounds", verdict.note
+    )
 
 
 @pytest.mark.slow
 def test_c_is_the_mean_over_all_or_over_those_met_and_never_a_mixture():
     met = RIGHT_IN_ANOTHER_WAY["c as the mean over the clients heard so far"]
     assert failing(conform(met, select(["mean", "SAGA", "golden", "conserved"]))) == []
-    mixed = conform(lambda case: (met if case.momentum else ours)(case), select(["mean: sampling", "mean: momentum"]))
+    mixed = conform(
+        lambda case: (met if case.momentum else ours)(case),
+        select(["mean: sampling", "mean: momentum"]),
+    )
     assert failing(mixed) == []  # with all clients there is no difference
     together = CONDITIONS["together"].case
-    mixed = conform(lambda case: (met if case.lr == together.lr else ours)(case), select(["mean", "SAGA"]))
+    mixed = conform(
+        lambda case: (met if case.lr == together.lr else ours)(case), select(["mean", "SAGA"])
+    )
     assert failing(mixed) == ["mean: together"]
 
 
@@ -306,7 +348,10 @@ def test_a_mistake_that_is_in_no_table_is_described():
 @pytest.mark.parametrize(
     ("hooks", "words"),
     [
-        ({"model": lambda m: m.x + m.case.server_lr * m.share * m.move}, "the moves of x are divided by N, not by"),
+        (
+            {"model": lambda m: m.x + m.case.server_lr * m.share * m.move},
+            "the moves of x are divided by N, not by",
+        ),
         ({"renew": lambda v: v.mean + v.c}, "- c is left out where c_i becomes"),
         ({"renew": lambda v: v.mean - v.c_i}, "the old c_i is left out where c_i becomes"),
         ({"renew": lambda v: v.mean - v.c_i + v.c}, "c_i - c is left out where c_i becomes"),
@@ -321,7 +366,9 @@ def test_a_term_that_was_left_out_is_named_and_nothing_is_guessed(hooks, words):
 
 
 def test_what_a_wrong_correction_does_to_c_i_is_no_second_mistake():
-    spoiled = replace(right, correct=lambda g, v: g + v.c_i - v.c, renew=travelling(lambda v: sum(v.lr)))
+    spoiled = replace(
+        right, correct=lambda g, v: g + v.c_i - v.c, renew=travelling(lambda v: sum(v.lr))
+    )
     said = diagnose(judge(spoiled, FEW))
     assert said[0].startswith("the sign of the correction is wrong")
     assert not any(line.startswith("c_i") for line in said), said
@@ -345,7 +392,11 @@ def test_features_are_asked_for_only_where_they_are_offered():
 
 
 def test_rows_are_chosen_by_name_or_family():
-    assert [one.name for one in select(["start", "golden"])] == ["start", "golden: all", "golden: sampling"]
+    assert [one.name for one in select(["start", "golden"])] == [
+        "start",
+        "golden: all",
+        "golden: sampling",
+    ]
     assert select([]) == IDENTITIES
     with pytest.raises(InputError, match="unknown row 'optimun'"):
         select(["optimun"])
@@ -354,7 +405,10 @@ def test_rows_are_chosen_by_name_or_family():
 
 
 def test_numbers_too_large_to_compare_are_a_failure():
-    verdict = conform(lambda case: ours(case)._replace(c_i=np.full((case.rounds + 1, 4, 3), 1e308)), [IDENTITIES[0]])[0]
+    verdict = conform(
+        lambda case: ours(case)._replace(c_i=np.full((case.rounds + 1, 4, 3), 1e308)),
+        [IDENTITIES[0]],
+    )[0]
     assert verdict.outcome == "fails"
 
 
@@ -374,7 +428,9 @@ def test_gradients_need_not_be_asked_for():
 
 
 def test_targets_are_found_in_the_current_folder(tmp_path, monkeypatch):
-    (tmp_path / "somebodys.py").write_text("from fedscaffold.conformance import ours as mine\nnumber = 3\n")
+    (tmp_path / "somebodys.py").write_text(
+        "from fedscaffold.conformance import ours as mine\nnumber = 3\n"
+    )
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
     (tmp_path / "loud.py").write_text("raise RuntimeError('two\\nlines')\n")
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from fedscaffold.conformance import Trace, Unsupported, conform, diagnose, judge, offers, select, table
+from fedscaffold.conformance import (
+    Trace,
+    Unsupported,
+    conform,
+    diagnose,
+    judge,
+    offers,
+    select,
+    table,
+)
 from fedscaffold.conformance.torch_model import Quadratic, batch, loss, vector
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +39,9 @@ sys.exit(main(sys.argv[1:]))
 
 def alone(*arguments, cwd=None):
     """The command in a process that has NumPy and nothing else."""
-    return subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, cwd=cwd
+    )
 
 
 @pytest.mark.process
@@ -44,12 +55,16 @@ def test_the_command_needs_numpy_only(tmp_path):
         "def drifts(case):\n    return run(fedavg(case.server_lr), case)\n"
         "def breaks(case):\n    return undefined\n"
     )
-    drifts = alone("theirs:drifts", "--only", "optimum: all", "--precision", "float32", cwd=tmp_path)
+    drifts = alone(
+        "theirs:drifts", "--only", "optimum: all", "--precision", "float32", cwd=tmp_path
+    )
     assert drifts.returncode == 1
     assert "fails        optimum: all" in drifts.stdout
     breaks = alone("theirs:breaks", "--only", "start", cwd=tmp_path)
     assert breaks.returncode == 2
-    assert f"NameError: name 'undefined' is not defined ({tmp_path / 'theirs.py'}:6)" in breaks.stdout
+    assert (
+        f"NameError: name 'undefined' is not defined ({tmp_path / 'theirs.py'}:6)" in breaks.stdout
+    )
     for arguments in (["theirs:nothing"], ["--only", "nothing"], ["nobody:adapter"], ["theirs"]):
         wrong = alone(*arguments, cwd=tmp_path)
         assert (wrong.returncode, wrong.stdout) == (2, "")
@@ -75,7 +90,16 @@ def test_rows_are_pytest_items(tmp_path):
         test_breaks = conformance(breaks, only=rows)
         """)
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "test_theirs.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rA",
+        "-p",
+        "no:cacheprovider",
+        "test_theirs.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert "4 failed, 4 passed, 1 skipped" in done.stdout
     assert "PASSED test_theirs.py::test_right[mean: all]" in done.stdout
@@ -92,7 +116,10 @@ class Client:
         self.c_i = [torch.zeros_like(p) for p in self.model.parameters()]
 
     def train(self, server, c):
-        case, model = self.case, copy.deepcopy(server)  # a copy asks, and is counted by, the same case
+        case, model = (
+            self.case,
+            copy.deepcopy(server),
+        )  # a copy asks, and is counted by, the same case
         parameters = list(model.parameters())
         optimizer = torch.optim.SGD(parameters, lr=case.lr[0], momentum=case.momentum)
         total = [torch.zeros_like(p) for p in parameters]
@@ -122,25 +149,47 @@ def in_torch(case):
     buffers = [vector(server.buffers())] if case.buffers is not None else None
     states = [(vector(server.parameters()), vector(c), [vector(client.c_i) for client in clients])]
     for r, cohort in enumerate(case.cohorts):
-        trained = {i: clients[i].train(server, c) for i in cohort}  # those who are lost train as well
+        trained = {
+            i: clients[i].train(server, c) for i in cohort
+        }  # those who are lost train as well
         heard = case.heard(r)
         share = sum(case.weights[i] for i in heard)
         with torch.no_grad():
             for k, p in enumerate(list(server.parameters()) if heard else []):
                 moves = [case.weights[i] * (list(trained[i][0].parameters())[k] - p) for i in heard]
                 p += case.server_lr * sum(moves) / share
-                c[k] = c[k] + sum(case.weights[i] * (trained[i][1][k] - clients[i].c_i[k]) for i in heard)
+                c[k] = c[k] + sum(
+                    case.weights[i] * (trained[i][1][k] - clients[i].c_i[k]) for i in heard
+                )
         for i in heard:
             clients[i].c_i = trained[i][1]
         if buffers is not None:
-            server.statistics = sum(case.weights[i] * trained[i][0].statistics for i in heard) / share
+            server.statistics = (
+                sum(case.weights[i] * trained[i][0].statistics for i in heard) / share
+            )
             buffers.append(vector(server.buffers()))
-        states.append((vector(server.parameters()), vector(c), [vector(client.c_i) for client in clients]))
+        states.append(
+            (vector(server.parameters()), vector(c), [vector(client.c_i) for client in clients])
+        )
     return Trace(*map(np.array, zip(*states, strict=True)), buffers and np.array(buffers))
 
 
-ROWS = ["mean: sampling", "mean: lost replies", "moves: together", "gradients seen: momentum", "golden", "start"]
-FEATURES = ["tensors", "buffers", "loss scaling", "clipping", "clipping corrected: moves", "clipping corrected: mean"]
+ROWS = [
+    "mean: sampling",
+    "mean: lost replies",
+    "moves: together",
+    "gradients seen: momentum",
+    "golden",
+    "start",
+]
+FEATURES = [
+    "tensors",
+    "buffers",
+    "loss scaling",
+    "clipping",
+    "clipping corrected: moves",
+    "clipping corrected: mean",
+]
 
 
 @pytest.mark.slow
@@ -161,6 +210,8 @@ def test_a_bug_in_a_torch_loop_is_named(monkeypatch):
     monkeypatch.setattr(Client, "train", forgetful)
     assert diagnose(judge(in_torch, select(["mean: sampling"]))) == []
     # The correction is written to copies: `.grad` of a detached tensor is another tensor.
-    monkeypatch.setattr(Client, "train", lambda self, server, c: train(self, server, [0 * one for one in c]))
+    monkeypatch.setattr(
+        Client, "train", lambda self, server, c: train(self, server, [0 * one for one in c])
+    )
     said = diagnose(judge(in_torch, select(["moves: all", "moves: sampling", "mean: sampling"])))
     assert said[0].startswith("the correction is 0 c -1 c_i, not c - c_i"), said

@@ -28,7 +28,11 @@ from fedscaffold.data.splits import holdout
 
 REAL = Path(os.environ.get("FEDSCAFFOLD_DATA") or "nowhere")
 HEART = [f"heart/processed.{hospital}.data" for hospital in loaders.HOSPITALS]
-FASHION = [f"fashion-mnist/{a}-{b}-ubyte" for a in ("train", "t10k") for b in ("images-idx3", "labels-idx1")]
+FASHION = [
+    f"fashion-mnist/{a}-{b}-ubyte"
+    for a in ("train", "t10k")
+    for b in ("images-idx3", "labels-idx1")
+]
 # files; features and labels; training and test records of the real files, and of the small ones
 FACTS: dict[str, Any] = {
     "digits": ([], (64, 10), (1400, 397), (1400, 397)),
@@ -48,14 +52,31 @@ def at_hand(name: str) -> bool:
 
 
 CASES = [("small", name) for name in FACTS] + [("real", name) for name in FACTS if at_hand(name)]
-SVM = ["1 3:nan", "1 3:inf", "1 3:1e39", "nan 3:1", "1 0:1", "1 9:1", "1 2", "1:1", "1 2:3:4", "1 x:1"]
+SVM = [
+    "1 3:nan",
+    "1 3:inf",
+    "1 3:1e39",
+    "nan 3:1",
+    "1 0:1",
+    "1 9:1",
+    "1 2",
+    "1:1",
+    "1 2:3:4",
+    "1 x:1",
+]
 CSV = ["NaN,1", "inf,1", "1e39,1", ",1", "x,1", "1", "1,1,1"]
 FILES = [(name, path) for name in FACTS for path in FACTS[name][0]]
-MINE = Dataset("mine", np.zeros((4, 2), "f4"), np.arange(4) % 2, np.zeros((4, 2), "f4"), np.zeros(4, int), 2)
+MINE = Dataset(
+    "mine", np.zeros((4, 2), "f4"), np.arange(4) % 2, np.zeros((4, 2), "f4"), np.zeros(4, int), 2
+)
 
 
 def idx(array: Any) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + bytes(array.astype("u1"))
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + np.array(array.shape, ">u4").tobytes()
+        + bytes(array.astype("u1"))
+    )
 
 
 def npz(**arrays: Any) -> bytes:
@@ -74,9 +95,18 @@ def write(folder: Path) -> Path:
         (folder / file).write_bytes(npz(x_train=x, y_train=y, x_test=x_test, y_test=y_test))
     for path in HEART:
         cells = np.where(rng.random((35, 13)) < 0.2, "?", rng.integers(1, 99, (35, 13)).astype(str))
-        (folder / path).write_text("".join(f"{','.join(row)},{i % 5}\n" for i, row in enumerate(cells)))
-    for file, low, high, records in (("a9a", -1, 1, 60), ("a9a.t", -1, 1, 30), ("mushrooms", 1, 2, 60)):
-        lines = [f"{(high, low)[i % 2]:+d} {i + 1}:1 {i + 9}:.25 {i + 40}:-2e-1 \n" for i in range(records)]
+        (folder / path).write_text(
+            "".join(f"{','.join(row)},{i % 5}\n" for i, row in enumerate(cells))
+        )
+    for file, low, high, records in (
+        ("a9a", -1, 1, 60),
+        ("a9a.t", -1, 1, 30),
+        ("mushrooms", 1, 2, 60),
+    ):
+        lines = [
+            f"{(high, low)[i % 2]:+d} {i + 1}:1 {i + 9}:.25 {i + 40}:-2e-1 \n"
+            for i in range(records)
+        ]
         (folder / "libsvm" / file).write_text("".join(lines))
     for path, n in zip(FASHION, (20, 20, 10, 10), strict=True):
         raw = idx(rng.integers(0, 256, (n, 28, 28)) if "images" in path else np.arange(n) % 10)
@@ -91,7 +121,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_line(error: pytest.ExceptionInfo[Exception]) -> str:
     assert "\n" not in str(error.value)
-    assert error.value.__suppress_context__ or error.value.__context__ is None  # no traceback behind it
+    assert (
+        error.value.__suppress_context__ or error.value.__context__ is None
+    )  # no traceback behind it
     return str(error.value)
 
 
@@ -103,13 +135,20 @@ def test_every_data_set_keeps_the_contract(kind: str, name: str, small: Path) ->
     train, test = real if kind == "real" else synthetic
     assert (data.name, data.classes, data.source[-1]) == (name, classes, ".")
     assert (data.x.shape, data.x_test.shape) == ((train, features), (test, features))
-    assert (data.x.dtype, data.x_test.dtype, data.y.dtype, data.y_test.dtype) == ("f4", "f4", "i4", "i4")
+    assert (data.x.dtype, data.x_test.dtype, data.y.dtype, data.y_test.dtype) == (
+        "f4",
+        "f4",
+        "i4",
+        "i4",
+    )
     assert set(np.unique(data.y)) == set(range(classes))
     if name not in ("heart", "a9a", "mushrooms"):
         assert (data.x.min(), data.x.max()) == (0, 1)
 
 
-@pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] in ("a9a", "mushrooms")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [case for case in CASES if case[1] in ("a9a", "mushrooms")]
+)
 def test_libsvm_text_is_read_as_scikit_learn_reads_it(kind: str, name: str, small: Path) -> None:
     path, features = (REAL if kind == "real" else small) / "libsvm" / name, FACTS[name][1][0]
     x, labels = libsvm_table(path.read_bytes(), features, name)
@@ -132,7 +171,9 @@ def test_heart_is_standardised_and_divided_by_hospital(kind: str, name: str, sma
     assert np.abs(kept - 0.75 * records).max() < 2  # two strata, each off by less than one record
 
 
-def test_where_files_are_looked_for(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_files_are_looked_for(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDSCAFFOLD_DATA", str(tmp_path))
     assert len(load("a9a", str(small)).x) == len(load("a9a", small / "libsvm").x) == 60
     monkeypatch.setenv("FEDSCAFFOLD_DATA", str(small))
@@ -142,7 +183,9 @@ def test_where_files_are_looked_for(small: Path, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
-def test_a_missing_file_is_explained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_explained(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("FEDSCAFFOLD_DATA", raising=False)
     monkeypatch.setattr(loaders, "DEBIAN", tmp_path / "none")
     file = Path(FACTS[name][0][0]).name
@@ -150,16 +193,26 @@ def test_a_missing_file_is_explained(name: str, tmp_path: Path, monkeypatch: pyt
     for folder, looked in ((tmp_path, f"in {tmp_path}/"), (None, "")):
         with pytest.raises(FileNotFoundError, match=f"^{file} not found {looked}") as error:
             load(name, folder)
-        assert re.search(f"({public}).*, then set FEDSCAFFOLD_DATA or pass --data DIR$", one_line(error))
+        assert re.search(
+            f"({public}).*, then set FEDSCAFFOLD_DATA or pass --data DIR$", one_line(error)
+        )
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "nothing"])
 @pytest.mark.parametrize(("name", "path"), FILES)
-def test_a_damaged_file_is_refused_in_one_line(name: str, path: str, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_in_one_line(
+    name: str, path: str, damage: str, tmp_path: Path
+) -> None:
     file = write(tmp_path) / (path + ".gz" * ("t10k" in path))
     raw = file.read_bytes()
     # a text cut between two words cannot be told from a whole one: cut after a colon, before the last column
-    end = raw.rindex(b":") + 1 if "libsvm" in path else raw.rindex(b",") if name == "heart" else len(raw) - 1
+    end = (
+        raw.rindex(b":") + 1
+        if "libsvm" in path
+        else raw.rindex(b",")
+        if name == "heart"
+        else len(raw) - 1
+    )
     file.write_bytes({"cut": raw[:end], "garbage": b"\x00\xff 1:x", "nothing": b""}[damage])
     with pytest.raises(InputError, match=re.escape(Path(path).name)) as error:
         load(name, tmp_path)
@@ -196,22 +249,31 @@ def test_a_data_set_that_does_not_fit_together_is_refused(change: Any, message: 
         federate(MINE._replace(**change), "iid", 2)
 
 
-def test_the_recipe_of_the_documentation_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_of_the_documentation_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     lying = np.arange(784).reshape(1, 28, 28) % 256
     for part in ("train", "test"):
         for kind, array in (("images-idx3", lying), ("labels-idx1", np.array([61]))):
-            (tmp_path / f"emnist-byclass-{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(idx(array)))
+            (tmp_path / f"emnist-byclass-{part}-{kind}-ubyte.gz").write_bytes(
+                gzip.compress(idx(array))
+            )
     monkeypatch.chdir(tmp_path)
     exec(recipe, {})
-    np.testing.assert_array_equal(np.rint(load("emnist", tmp_path).x * 255).reshape(28, 28), lying[0].T)
+    np.testing.assert_array_equal(
+        np.rint(load("emnist", tmp_path).x * 255).reshape(28, 28), lying[0].T
+    )
 
 
 @pytest.mark.process
 def test_importing_the_room_loads_nothing_heavy() -> None:
     code = "import sys, fedscaffold.data; print({'jax', 'scipy', 'sklearn', 'torch'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "set()\n"
+    )
 
 
 @settings(deadline=None, max_examples=150)
@@ -221,14 +283,21 @@ def test_what_every_split_promises(rows: list[int], seed: int, data: st.DataObje
     each, percent = data.draw(st.integers(1, len(rows) // clients)), data.draw(st.integers(1, 100))
     alpha = data.draw(st.sampled_from([5e-324, 0.01, 0.3, 5.0, 1e308]))
     divide = partial(split, labels=labels, num_clients=clients, seed=seed)
-    for kind, value in (("similarity", percent), ("similarity", 0), ("dirichlet", alpha), ("shards", each)):
+    for kind, value in (
+        ("similarity", percent),
+        ("similarity", 0),
+        ("dirichlet", alpha),
+        ("shards", each),
+    ):
         parts = divide(f"{kind}:{value}")
         np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
         sizes, pairs = [len(part) for part in parts], sum(len(set(labels[part])) for part in parts)
         spread = {"similarity": 1, "shards": each}.get(kind, len(labels))
         cuts = clients * each if kind == "shards" else len(labels) if value else clients
         assert (len(sizes), min(sizes) >= max(1, max(sizes) - spread)) == (clients, True)
-        assert pairs < cuts + len(set(labels))  # a cut through sorted labels adds one (client, label) at most
+        assert pairs < cuts + len(
+            set(labels)
+        )  # a cut through sorted labels adds one (client, label) at most
         assert all(map(np.array_equal, parts, divide(f"{kind}:{value}")))
     assert all(map(np.array_equal, divide("iid"), divide("similarity:100")))
     assert all(labels[a].max() <= labels[b].min() for a, b in pairwise(divide("similarity:0")))
@@ -239,7 +308,9 @@ def test_similarity_mixes_in_proportion(percent: int) -> None:
     labels = np.repeat(np.arange(10), 1000)
     parts = split(f"similarity:{percent}", labels, 10, seed=1)
     counts = np.array([np.bincount(labels[part], minlength=10) for part in parts])
-    far = np.abs(np.subtract.outer(np.arange(10), np.arange(10))) > 1  # by chance alone: a tenth of 10 * percent
+    far = (
+        np.abs(np.subtract.outer(np.arange(10), np.arange(10))) > 1
+    )  # by chance alone: a tenth of 10 * percent
     assert np.abs(counts[far] - percent).max() <= 5 * np.sqrt(0.9 * percent)
 
 
@@ -247,15 +318,28 @@ def test_dirichlet_shares_have_the_variance_of_the_law() -> None:
     labels, clients, alpha = np.repeat(np.arange(2000), 100), 5, 0.5
     parts = split(f"dirichlet:{alpha}", labels, clients, seed=3)
     shares = np.array([np.bincount(labels[part], minlength=2000) for part in parts]) / 100
-    squares, law = (shares - 1 / clients) ** 2, (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
-    assert abs(squares.mean() - law) < 5 * squares.std() / np.sqrt(squares.size) + 1e-4  # rounded to records
+    squares, law = (
+        (shares - 1 / clients) ** 2,
+        (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1),
+    )
+    assert (
+        abs(squares.mean() - law) < 5 * squares.std() / np.sqrt(squares.size) + 1e-4
+    )  # rounded to records
 
 
 @pytest.mark.parametrize(
     ("spec", "clients", "message"),
     [
-        ("similarty:10", 2, r"unknown split 'similarty' \(did you mean 'similarity'\?\); known: dirichlet"),
-        ("similarity:101", 2, "similarity:S with S from 0 to 100, as in similarity:10, got 'similarity:101'"),
+        (
+            "similarty:10",
+            2,
+            r"unknown split 'similarty' \(did you mean 'similarity'\?\); known: dirichlet",
+        ),
+        (
+            "similarity:101",
+            2,
+            "similarity:S with S from 0 to 100, as in similarity:10, got 'similarity:101'",
+        ),
         ("dirichlet:0", 2, "ALPHA above 0"),
         ("shards:1.5", 2, "K a whole number"),
         ("shards:4", 2, "K at most 3, got 4"),
@@ -265,7 +349,9 @@ def test_dirichlet_shares_have_the_variance_of_the_law() -> None:
         ("natural", None, "needs data with clients of their own"),
     ],
 )
-def test_a_split_that_cannot_be_is_refused_in_one_line(spec: Any, clients: int | None, message: str) -> None:
+def test_a_split_that_cannot_be_is_refused_in_one_line(
+    spec: Any, clients: int | None, message: str
+) -> None:
     with pytest.raises(InputError, match=message) as error:
         split(spec, [0, 1, 2, 0, 1, 2], clients, seed=0)
     assert one_line(error)
@@ -275,22 +361,34 @@ def test_a_regression_is_divided_by_its_targets() -> None:
     data = MINE._replace(y=np.array([4, 1, 3, 2], "f4"), y_test=np.zeros(4, "f4"), classes=0)
     federated = federate(data, "similarity:0", 2)
     assert [sorted(y) for _, y in federated.clients] == [[1, 2], [3, 4]]
-    assert (federated.label_counts.tolist(), describe(federated)["heterogeneity"]) == ([[2], [2]], None)
+    assert (federated.label_counts.tolist(), describe(federated)["heterogeneity"]) == (
+        [[2], [2]],
+        None,
+    )
 
 
 def test_a_federation_holds_the_records_and_is_described_in_json() -> None:
     data = load("digits")
-    federated, parts = federate(data, "dirichlet:0.3", 12, seed=5), split("dirichlet:0.3", data.y, 12, seed=5)
+    federated, parts = (
+        federate(data, "dirichlet:0.3", 12, seed=5),
+        split("dirichlet:0.3", data.y, 12, seed=5),
+    )
     for part, (x, y), counts in zip(parts, federated.clients, federated.label_counts, strict=True):
         np.testing.assert_array_equal(x, data.x[part])
         np.testing.assert_array_equal(np.bincount(y, minlength=10), counts)
     facts = json.loads(json.dumps(describe(federated)))
-    assert (facts["records"], facts["clients"], facts["largest"]) == (1400, 12, max(map(len, parts)))
+    assert (facts["records"], facts["clients"], facts["largest"]) == (
+        1400,
+        12,
+        max(map(len, parts)),
+    )
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=60), st.data())
-def test_a_holdout_takes_the_same_share_of_every_stratum(strata: list[int], data: st.DataObject) -> None:
+def test_a_holdout_takes_the_same_share_of_every_stratum(
+    strata: list[int], data: st.DataObject
+) -> None:
     size = data.draw(st.integers(1, len(strata) - 1))
     train, test = holdout(strata, size, seed=0)
     assert (len(test), sorted([*train, *test])) == (size, list(range(len(strata))))

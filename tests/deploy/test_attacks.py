@@ -62,7 +62,9 @@ def attacked(server, config, folder, change, by=("ant",), present=SITES):
 def full_of(value):
     """All vectors of a reply full of one number."""
     return lambda site, reply: reply._replace(
-        blobs={name: blob(np.full(item.shape, value, item.dtype)) for name, item in reply.blobs.items()}
+        blobs={
+            name: blob(np.full(item.shape, value, item.dtype)) for name, item in reply.blobs.items()
+        }
     )
 
 
@@ -131,7 +133,9 @@ def test_a_large_reply_leaves_no_bias_behind(precision, value, tmp_path):
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("algorithm", DEPLOYED)
-def test_the_clip_bounds_what_a_site_does_to_the_model_whatever_steps_it_claims(algorithm, steps, tmp_path):
+def test_the_clip_bounds_what_a_site_does_to_the_model_whatever_steps_it_claims(
+    algorithm, steps, tmp_path
+):
     """The same round with two opposite attacks: the models differ by no more than twice the site's share of the cap."""
     steps = 1 if algorithm == "sgd" else steps
     config, ends = settings(deploy="clip = 2.0", algorithm=f"name = '{algorithm}'"), []
@@ -146,7 +150,9 @@ def test_the_clip_bounds_what_a_site_does_to_the_model_whatever_steps_it_claims(
 
         assert attacked(server, config, folder, change).heard == SITES
         ends.append(server.state.x)
-    most = 2 * 2.0 / len(SITES) * (2 if algorithm == "feddyn" else 1)  # FedDyn's server counts a move in x and in c
+    most = (
+        2 * 2.0 / len(SITES) * (2 if algorithm == "feddyn" else 1)
+    )  # FedDyn's server counts a move in x and in c
     assert np.linalg.norm(ends[0] - ends[1]) <= most * (1 + 1e-12)
 
 
@@ -156,13 +162,18 @@ def test_a_buffer_that_drowns_the_others_is_refused(tmp_path):
     one = learner()
     one.schema = one.schema._replace(buffers=(("mean", (2,), "float32"),))
     config = settings()
-    server = Server(config, one.schema, one.start, tmp_path, buffers={"mean": np.ones(2, np.float32)})
+    server = Server(
+        config, one.schema, one.start, tmp_path, buffers={"mean": np.ones(2, np.float32)}
+    )
     for site in SITES:
         server.hello(site, greeting(one, config, site))
     requests = server.open(SITES)
     for site, request in requests.items():
         value = 3e38 if site == "ant" else 2.0
-        facts = {key: request.facts[key] for key in ("site", "round", "nonce", "schema")} | {"records": 2, "steps": 1}
+        facts = {key: request.facts[key] for key in ("site", "round", "nonce", "schema")} | {
+            "records": 2,
+            "steps": 1,
+        }
         facts["records"] = server.roster[site].records
         blobs = {"d": blob(np.ones(2)), "buffer.mean": blob(np.full(2, value, np.float32))}
         server.receive(site, Packet({**facts, "kind": "train"}, blobs))
@@ -201,10 +212,22 @@ def test_it_is_named_and_told(tmp_path):
     config = settings()
     server = server_of(config, tmp_path)
     everybody(server, config)
-    assert attacked(server, config, tmp_path, full_of(1e200)).refused["ant"].startswith("norm: its update is")
-    assert attacked(server, config, tmp_path, full_of(1.7e308)).refused["ant"].startswith("overflow: numbers up to")
+    assert (
+        attacked(server, config, tmp_path, full_of(1e200))
+        .refused["ant"]
+        .startswith("norm: its update is")
+    )
+    assert (
+        attacked(server, config, tmp_path, full_of(1.7e308))
+        .refused["ant"]
+        .startswith("overflow: numbers up to")
+    )
     assert "overflow" in server.open(SITES)["ant"].facts["told"]
-    codes = [event["code"] for event in read_verified(tmp_path / "audit.jsonl") if event["event"] == "refused"]
+    codes = [
+        event["code"]
+        for event in read_verified(tmp_path / "audit.jsonl")
+        if event["event"] == "refused"
+    ]
     assert codes == ["norm", "overflow"]
 
 
@@ -213,7 +236,9 @@ def test_it_is_named_and_told(tmp_path):
 def test_when_all_overflow_the_round_is_abandoned_and_nothing_changes(algorithm, state, tmp_path):
     """Each is finite, a majority is huge, and the server's own factor makes the sum infinite."""
     rate = "" if algorithm in ("sgd", "fednova") or "#" in algorithm else "\nserver_lr = 1e10"
-    config = settings(deploy=f"state = '{state}'\nretries = 1", algorithm=f"name = '{algorithm}'{rate}")
+    config = settings(
+        deploy=f"state = '{state}'\nretries = 1", algorithm=f"name = '{algorithm}'{rate}"
+    )
     server = server_of(config, tmp_path)
     everybody(server, config)
     play(server, config, tmp_path)
@@ -233,7 +258,9 @@ def test_a_c_i_that_would_overflow_is_refused_alone(tmp_path):
     everybody(server, config)
     play(server, config, tmp_path)
     most = np.finfo(np.float64).max
-    server.state.memory["ant"] = Memory(np.array([most, 0.0]))  # what no gate has seen: a state restored by hand, say
+    server.state.memory["ant"] = Memory(
+        np.array([most, 0.0])
+    )  # what no gate has seen: a state restored by hand, say
     requests = server.open(SITES)
     for site in SITES:
         reply = answer(requests[site], learner(), config, site, tmp_path)
@@ -247,7 +274,9 @@ def test_a_c_i_that_would_overflow_is_refused_alone(tmp_path):
     assert "with it ant would not be finite" in outcome.refused["ant"]
 
 
-values = some.floats(width=64) | some.sampled_from([5e-324, -5e-324, 1e-310, 1e150, 1e155, -1e299, 1.79e308, 0.0])
+values = some.floats(width=64) | some.sampled_from(
+    [5e-324, -5e-324, 1e-310, 1e150, 1e155, -1e299, 1.79e308, 0.0]
+)
 
 
 @contextmanager
@@ -265,7 +294,9 @@ def host(clip, precision):
 
 @limits(max_examples=60, deadline=None)
 @given(
-    wrong=some.dictionaries(some.sampled_from(SITES), some.tuples(values, values), min_size=1, max_size=4),
+    wrong=some.dictionaries(
+        some.sampled_from(SITES), some.tuples(values, values), min_size=1, max_size=4
+    ),
     steps=some.sampled_from([1, 2, 3]),
     metric=some.floats() | some.sampled_from([1e308, -1e308, 10**400, True, "x", None]),
     clip=some.booleans(),
@@ -275,7 +306,10 @@ def test_mutated_numbers_never_stop_or_spoil_a_server(wrong, steps, metric, clip
     def change(site, reply):
         kept = reply.facts | {"steps": steps, "metric.loss": metric, "metric.\x1b[2J": 1.0}
         with np.errstate(over="ignore"):
-            blobs = {name: blob(np.array(wrong[site]).astype(item.dtype)) for name, item in reply.blobs.items()}
+            blobs = {
+                name: blob(np.array(wrong[site]).astype(item.dtype))
+                for name, item in reply.blobs.items()
+            }
         return Packet(kept, blobs)
 
     with host(clip, precision) as (server, config, folder):
@@ -301,14 +335,18 @@ def test_norms_neither_overflow_nor_vanish():
         assert norm(scale * v) == pytest.approx(exact, rel=1e-6)
 
 
-@pytest.mark.parametrize("metrics", [{}, {"metric.evil": 1.0}, {"metric.loss": "x"}, {"metric.round": 7.0}])
+@pytest.mark.parametrize(
+    "metrics", [{}, {"metric.evil": 1.0}, {"metric.loss": "x"}, {"metric.round": 7.0}]
+)
 def test_one_site_neither_takes_a_metric_away_nor_adds_one(metrics, tmp_path):
     config = settings()
     server = server_of(config, tmp_path)
     everybody(server, config)
 
     def change(site, reply):
-        kept = {name: value for name, value in reply.facts.items() if not name.startswith("metric.")}
+        kept = {
+            name: value for name, value in reply.facts.items() if not name.startswith("metric.")
+        }
         return reply._replace(facts=kept | metrics)
 
     outcome = attacked(server, config, tmp_path, change)
@@ -323,11 +361,26 @@ def test_one_site_neither_takes_a_metric_away_nor_adds_one(metrics, tmp_path):
 @pytest.mark.parametrize(
     "odd",
     [
-        float("inf"), float("-inf"), float("nan"), 10**5000, -(10**5000), "\ud800\udfff", "\x00\x1b[2J", b"\xff", {1: {2: 3}},
-        np.float32(1.5), np.array([1, 2]), {"a": float("nan")}, [[[[[[1]]]]]], {1, 2}, object(), "x" * 10**6, 1j,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+        10**5000,
+        -(10**5000),
+        "\ud800\udfff",
+        "\x00\x1b[2J",
+        b"\xff",
+        {1: {2: 3}},
+        np.float32(1.5),
+        np.array([1, 2]),
+        {"a": float("nan")},
+        [[[[[[1]]]]]],
+        {1, 2},
+        object(),
+        "x" * 10**6,
+        1j,
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_no_log_line_ends_a_server(odd, tmp_path):
     log = Audit(tmp_path / "audit.jsonl")
     log.write("odd", value=odd, inner={"deep": [odd]})
@@ -350,7 +403,9 @@ def test_lines_that_the_disk_does_not_take_are_kept_until_it_does(tmp_path, monk
     for i in range(3):
         log.write("unwritten", number=i)
     assert "No space left" in log.trouble
-    assert [event["event"] for event in read_verified(tmp_path / "audit.jsonl", log.head)] == ["first"]
+    assert [event["event"] for event in read_verified(tmp_path / "audit.jsonl", log.head)] == [
+        "first"
+    ]
     monkeypatch.undo()
     log.write("last")
     events = read_verified(tmp_path / "audit.jsonl", log.head)
@@ -370,7 +425,9 @@ odd_things = some.recursive(
     | some.text(max_size=20)
     | some.sampled_from(["x" * 10**5, "\ud800", "\x1b[2J", "ant", "n"])
     | some.binary(max_size=20),
-    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 names = some.sampled_from(
@@ -389,13 +446,19 @@ names = some.sampled_from(
         "x",
     ]
 )
-odd_blobs = some.none() | odd_things | some.builds(
-    Blob,
-    odd_things | some.just("float64"),
-    odd_things | some.lists(some.integers(-2, 2**80), max_size=3).map(tuple)
-    | some.sampled_from([4301, 5000]).map(lambda digits: (10**digits, 2)) | some.just((2,)),
-    odd_things | some.binary(min_size=16, max_size=16),
-)  # fmt: skip
+odd_blobs = (
+    some.none()
+    | odd_things
+    | some.builds(
+        Blob,
+        odd_things | some.just("float64"),
+        odd_things
+        | some.lists(some.integers(-2, 2**80), max_size=3).map(tuple)
+        | some.sampled_from([4301, 5000]).map(lambda digits: (10**digits, 2))
+        | some.just((2,)),
+        odd_things | some.binary(min_size=16, max_size=16),
+    )
+)
 nested = []
 for _ in range(5000):
     nested = [nested]
@@ -403,7 +466,14 @@ for _ in range(5000):
 
 def told():
     schema = learner().schema
-    facts = {"site": "ant", "round": 2, "nonce": "n", "schema": schema.digest, "records": 2, "steps": 3}
+    facts = {
+        "site": "ant",
+        "round": 2,
+        "nonce": "n",
+        "schema": schema.digest,
+        "records": 2,
+        "steps": 3,
+    }
     return Packet(facts, {"d": blob(np.ones(2))}), Asked(
         "ant", 2, "n", {"d": ((2,), "float64")}, schema, records=2, most_steps=3, lr=0.5
     )
@@ -413,7 +483,10 @@ def told():
 @limits(max_examples=150, deadline=None)
 @given(
     facts=some.dictionaries(names, odd_things) | odd_things,
-    blobs=some.dictionaries(some.sampled_from(["d", "", "x" * 999, "\ud800"]), odd_blobs, max_size=2) | odd_things,
+    blobs=some.dictionaries(
+        some.sampled_from(["d", "", "x" * 999, "\ud800"]), odd_blobs, max_size=2
+    )
+    | odd_things,
     keep=some.booleans(),
 )
 def test_every_entry_of_the_gate_refuses_whatever_comes(facts, blobs, keep):
@@ -440,8 +513,12 @@ def test_every_entry_of_the_gate_refuses_whatever_comes(facts, blobs, keep):
         assert said.isprintable()
 
 
-@pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**63, nested, "9" * 5000, {"a": nested}], ids=range(6))
-@pytest.mark.parametrize("where", ["round", "records", "steps", "nonce", "site", "schema", "memory", "kind", "reason"])
+@pytest.mark.parametrize(
+    "value", [10**5000, -(10**5000), 2**63, nested, "9" * 5000, {"a": nested}], ids=range(6)
+)
+@pytest.mark.parametrize(
+    "where", ["round", "records", "steps", "nonce", "site", "schema", "memory", "kind", "reason"]
+)
 def test_long_numbers_and_deep_nests_are_refused_at_the_server(value, where, tmp_path):
     config = settings()
     server = server_of(config, tmp_path)
@@ -453,7 +530,10 @@ def test_long_numbers_and_deep_nests_are_refused_at_the_server(value, where, tmp
     everybody(server, config, SITES[:1])
     for kind in ("train", "lost", "refusal"):
         outcome = attacked(
-            server, config, tmp_path, lambda s, r, k=kind: r._replace(facts={**r.facts, "kind": k, where: value})
+            server,
+            config,
+            tmp_path,
+            lambda s, r, k=kind: r._replace(facts={**r.facts, "kind": k, where: value}),
         )
         assert outcome.committed
         assert where in ("kind", "reason") or outcome.heard == SITES[1:]
@@ -461,7 +541,8 @@ def test_long_numbers_and_deep_nests_are_refused_at_the_server(value, where, tmp
 
 
 @pytest.mark.parametrize(
-    "shape", [(10**5000,), (2, 10**5000), (2**63,), (-1,), (2,) * 40, [2], (2.0,), (True, 2), nested]
+    "shape",
+    [(10**5000,), (2, 10**5000), (2**63,), (-1,), (2,) * 40, [2], (2.0,), (True, 2), nested],
 )
 def test_shapes_of_any_size_are_refused(shape):
     packet, asked = told()
@@ -480,7 +561,10 @@ def test_what_a_site_says_cannot_steer_a_terminal(tmp_path):
 
     outcome = attacked(server, config, tmp_path, refuses)
     assert outcome.refused["ant"].isprintable()
-    assert all(str(event.get("reason", "")).isprintable() for event in read_verified(tmp_path / "audit.jsonl"))
+    assert all(
+        str(event.get("reason", "")).isprintable()
+        for event in read_verified(tmp_path / "audit.jsonl")
+    )
 
 
 # The log's head
@@ -515,8 +599,19 @@ def called(words, monkeypatch):
     return left.value.code
 
 
-HOW = ["cut by one", "cut by five", "emptied", "beheaded", "one removed", "reordered", "changed", "doubled", "deleted",
-       "replaced tail", "replaced"]  # fmt: skip
+HOW = [
+    "cut by one",
+    "cut by five",
+    "emptied",
+    "beheaded",
+    "one removed",
+    "reordered",
+    "changed",
+    "doubled",
+    "deleted",
+    "replaced tail",
+    "replaced",
+]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -526,7 +621,10 @@ def test_whatever_is_done_to_the_log_is_found(how, tmp_path, monkeypatch, capsys
     assert len(read_verified(path, head)) == head.lines == len(lines)
     if how == "deleted":
         path.unlink()
-    elif how in ("replaced", "replaced tail"):  # a chain of its own, whole, and longer than the old one
+    elif how in (
+        "replaced",
+        "replaced tail",
+    ):  # a chain of its own, whole, and longer than the old one
         path.write_text("".join(line + "\n" for line in ([] if how == "replaced" else lines[:-2])))
         forger = Audit(path)
         for i in range(len(lines) + 3):
@@ -569,7 +667,9 @@ def test_a_crash_at_any_point_is_no_alarm(tmp_path):
         seen_longer = seen_longer or (head is not None and len(found) > head.lines)
         again = server_of(config, folder)
         assert again.audit.broken == ""
-        assert "broken" not in {event["event"] for event in read_verified(folder / "audit.jsonl", again.audit.head)}
+        assert "broken" not in {
+            event["event"] for event in read_verified(folder / "audit.jsonl", again.audit.head)
+        }
     assert points > 15
     assert seen_longer
 
@@ -585,7 +685,9 @@ def test_record_counts_are_agreed_once(weights, tmp_path):
     before = shares(server.roster)
     hello = greeting(learner(), config, "ant")
     for lie in (10**9, 1, 3):
-        with pytest.raises(Refused, match=r"where 2 were registered; .* ant = \d+ under \[deploy.records\]"):
+        with pytest.raises(
+            Refused, match=r"where 2 were registered; .* ant = \d+ under \[deploy.records\]"
+        ):
             server.hello("ant", hello._replace(facts={**hello.facts, "records": lie}))
         server = server_of(config, tmp_path)  # nor after a restart
     assert shares(server.roster) == before
@@ -600,7 +702,9 @@ def test_the_operator_confirms_another_count(state, tmp_path):
     def grown(site):
         return tuple(np.repeat(a[:1], more.get(site, 4), axis=0) for a in (data(site)))
 
-    config = settings(deploy=f"state = '{state}'", top="weights = 'records'", local="steps = 3\nlr = 0.3")
+    config = settings(
+        deploy=f"state = '{state}'", top="weights = 'records'", local="steps = 3\nlr = 0.3"
+    )
     first = learner(data=lambda site: tuple(np.repeat(a[:1], 4, axis=0) for a in data(site)))
     server = Server(config, first.schema, first.start, tmp_path)
     drive(server, InProcess(first, config, tmp_path), 3)
@@ -609,7 +713,9 @@ def test_the_operator_confirms_another_count(state, tmp_path):
     drive(server, InProcess(again, config, tmp_path), 4)
     assert server.roster["ant"].records == 4
     assert "ant" not in {
-        site for event in read_verified(tmp_path / "audit.jsonl")[-4:] for site in event.get("heard", [])
+        site
+        for event in read_verified(tmp_path / "audit.jsonl")[-4:]
+        for site in event.get("heard", [])
     }
     confirmed = config._replace(deploy=config.deploy._replace(records=more))
     server = Server(confirmed, again.schema, again.start, tmp_path)
@@ -633,7 +739,9 @@ def test_a_first_claim_is_held_against_the_operators_word_or_shown(tmp_path):
     server = server_of(config, tmp_path / "other")
     everybody(server, config, SITES[1:])
     server.hello("ant", hello._replace(facts={**hello.facts, "records": 10**9}))
-    assert any(said.startswith("ant has 100% of all weight by its own word") for said in server.warnings)
+    assert any(
+        said.startswith("ant has 100% of all weight by its own word") for said in server.warnings
+    )
 
 
 def test_nothing_bounds_a_site_without_clip_and_the_operator_is_told(tmp_path, monkeypatch, capsys):
@@ -670,7 +778,9 @@ def test_metrics_are_not_written_through_a_link(there, tmp_path):
     run_quietly(settings(), tmp_path / "run", rounds=2)
     assert outside.exists() == there
     assert not there or outside.read_text() == "theirs"
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["round"] for row in rows] == [0, 1, 2]
 
 
@@ -681,12 +791,17 @@ def test_a_state_that_is_gone_or_older_than_its_log_is_told(tmp_path):
     assert not server_of(config, folder).behind
     run_quietly(config, folder, rounds=4)
     assert not server_of(config, folder).behind
-    for put_back, words in ((tmp_path / "old", "state is that of round 1"), (None, "state is gone")):
+    for put_back, words in (
+        (tmp_path / "old", "state is that of round 1"),
+        (None, "state is gone"),
+    ):
         shutil.rmtree(folder / "state")
         if put_back is not None:
             shutil.copytree(put_back, folder / "state")
         server = server_of(config, folder)
-        assert any("the log knows of 4 rounds" in said and words in said for said in server.warnings)
+        assert any(
+            "the log knows of 4 rounds" in said and words in said for said in server.warnings
+        )
         assert read_verified(folder / "audit.jsonl")[-2]["event"] == "behind"
 
 
@@ -702,7 +817,9 @@ def pretends(site, reply):
 def worst(server):
     """What costs the others most: to be honest where a lie would be seen, and to have lost all where it would not."""
     return lambda site, reply: (
-        pretends(site, reply) if reply.facts["kind"] == "train" and server.roster[site].digest else reply
+        pretends(site, reply)
+        if reply.facts["kind"] == "train" and server.roster[site].digest
+        else reply
     )
 
 
@@ -718,7 +835,9 @@ def test_members_that_lose_their_c_i_each_time_hardly_slow_the_others_down(tmp_p
             server = server_of(config, tmp_path)  # a restart forgets nothing
     lost = opened - server.state.round
     assert 3 < lost <= 3 + math.log2(opened / 4)  # those of both are repaired at once
-    resting = [event for event in read_verified(tmp_path / "audit.jsonl") if event["event"] == "resting"]
+    resting = [
+        event for event in read_verified(tmp_path / "audit.jsonl") if event["event"] == "resting"
+    ]
     assert {event["site"] for event in resting} == set(liars)
 
 
@@ -728,7 +847,9 @@ def test_who_rests_is_named_and_the_optimum_is_still_everybodys(tmp_path):
     everybody(server, config)
     while not any(said.startswith("ant has lost its c_i 4 times") for said in server.warnings):
         attacked(server, config, tmp_path, worst(server))
-    while any("lost its c_i" in said for said in server.warnings):  # it rests, then it is asked again
+    while any(
+        "lost its c_i" in said for said in server.warnings
+    ):  # it rests, then it is asked again
         assert server.roster["ant"].applied < play(server, config, tmp_path).round
     for _ in range(32):
         assert play(server, config, tmp_path).heard == SITES
@@ -746,9 +867,14 @@ def test_a_loss_in_every_round_ends_a_run_that_cannot_do_without_the_site(tmp_pa
             came = super().collect()
             asked.extend(came)
             assert len(asked) < 500, "the run does not end"
-            return [(site, worst(server)(site, reply) if site == "ant" else reply) for site, reply in came]
+            return [
+                (site, worst(server)(site, reply) if site == "ant" else reply)
+                for site, reply in came
+            ]
 
-    with pytest.raises(Stopped, match=r"round 2 failed its quorum 4 times in a row \(.*ant: c_i 1234 is expected"):
+    with pytest.raises(
+        Stopped, match=r"round 2 failed its quorum 4 times in a row \(.*ant: c_i 1234 is expected"
+    ):
         drive(server, Lying(learner(), config, tmp_path), 30, sleep=lambda seconds: None)
 
 
@@ -773,7 +899,8 @@ def test_zeros_cannot_be_lost(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "state"), [("fedavg", "client"), ("fednova", "client"), ("scaffold", "server"), ("fedavg", "server")]
+    ("algorithm", "state"),
+    [("fedavg", "client"), ("fednova", "client"), ("scaffold", "server"), ("fedavg", "server")],
 )
 def test_a_c_i_that_nobody_asked_a_site_to_keep_cannot_be_named_or_lost(algorithm, state, tmp_path):
     """Believed, its loss called for a resync where there is no c: the server ended there, after every restart too."""
@@ -800,7 +927,10 @@ def test_an_operators_word_on_records_makes_no_resync_where_the_server_keeps_the
     everybody(server, config)
     play(server, config, tmp_path)
     server._commit(
-        server.state._replace(roster={s: m._replace(digest="e" * 32) for s, m in server.roster.items()}), True
+        server.state._replace(
+            roster={s: m._replace(digest="e" * 32) for s, m in server.roster.items()}
+        ),
+        True,
     )
     config = settings(top="weights = 'records'", deploy="records = {ant = 7}")
     server = server_of(config, tmp_path)
@@ -816,7 +946,10 @@ def test_the_c_i_that_a_site_holds_is_named_by_its_fingerprint(memory, tmp_path)
     server = server_of(config, tmp_path)
     everybody(server, config)
     outcome = attacked(
-        server, config, tmp_path, lambda site, reply: reply._replace(facts={**reply.facts, "memory": memory})
+        server,
+        config,
+        tmp_path,
+        lambda site, reply: reply._replace(facts={**reply.facts, "memory": memory}),
     )
     assert outcome.heard == SITES[1:]
     assert "which c_i it holds" in outcome.refused["ant"]
@@ -828,10 +961,37 @@ def test_the_c_i_that_a_site_holds_is_named_by_its_fingerprint(memory, tmp_path)
 @pytest.mark.parametrize(
     "name",
     [
-        "server", "Server", "AUTHORITY", "ca", "secrets", "logs", "state", "link", "con", "NUL", "com1", "LPT9", "..", ".",
-        "a/b", "../up", "-rf", "_x", "", "a" * 65, "a.b", "nоrth", "north\u200b", "a\n", "a b", "ﬁr", "a\x00", "~root", "*",
+        "server",
+        "Server",
+        "AUTHORITY",
+        "ca",
+        "secrets",
+        "logs",
+        "state",
+        "link",
+        "con",
+        "NUL",
+        "com1",
+        "LPT9",
+        "..",
+        ".",
+        "a/b",
+        "../up",
+        "-rf",
+        "_x",
+        "",
+        "a" * 65,
+        "a.b",
+        "nоrth",
+        "north\u200b",
+        "a\n",
+        "a b",
+        "ﬁr",
+        "a\x00",
+        "~root",
+        "*",
     ],
-)  # fmt: skip
+)
 def test_names_that_collide_or_deceive_are_refused(name):
     with pytest.raises(InputError, match=r"deploy\.sites"):
         parse(f"[deploy]\nsites = ['north', {json.dumps(name)}]")
@@ -840,7 +1000,11 @@ def test_names_that_collide_or_deceive_are_refused(name):
 def test_names_differ_by_more_than_capitals():
     with pytest.raises(InputError, match="not by capitals alone"):
         parse("[deploy]\nsites = ['north', 'North']")
-    assert parse("[deploy]\nsites = ['n-1_A', '2nd', 'servers']").deploy.sites == ("n-1_A", "2nd", "servers")
+    assert parse("[deploy]\nsites = ['n-1_A', '2nd', 'servers']").deploy.sites == (
+        "n-1_A",
+        "2nd",
+        "servers",
+    )
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

@@ -69,27 +69,40 @@ def notes(folder):
 def closed(folder):
     """(absent, failed) of each round that was committed."""
     events = read_verified(folder / "audit.jsonl")
-    return [(e["absent"], e["failed"]) for e in events if e["event"] == "committed" and e["kind"] == "train"]
+    return [
+        (e["absent"], e["failed"])
+        for e in events
+        if e["event"] == "committed" and e["kind"] == "train"
+    ]
 
 
 def test_a_site_that_cannot_read_its_data_is_named_with_the_cause(folder):
     server, summary = run(settings(), broken(bee=None), folder)
     cause = "reading its data failed: FileNotFoundError (reference "
     one = summary.missed["bee"]
-    assert (one["round"], one["times"], one["never_counted"], cause in one["cause"]) == (3, 4, True, True)
+    assert (one["round"], one["times"], one["never_counted"], cause in one["cause"]) == (
+        3,
+        4,
+        True,
+        True,
+    )
     assert list(summary.missed) == never(server) == ["bee"]
     assert all(cause in absent["bee"] for absent, _ in closed(folder))
     assert len(closed(folder)) == 3
     shown = status(folder)
     assert shown["absent"] == ["bee"]
     assert shown["missed"]["bee"] == one
-    assert f"bee never counted, at last not in the evaluation after round 3: {cause}" in notes(folder)
+    assert f"bee never counted, at last not in the evaluation after round 3: {cause}" in notes(
+        folder
+    )
 
 
 def test_a_site_whose_training_raises_is_named_with_the_cause(folder):
     _, summary = run(settings(), broken(bee=raising), folder)
     cause = "training failed: ZeroDivisionError (reference "
-    assert summary.missed["bee"]["sentence"].startswith(f"bee never counted, at last not in round 3: {cause}")
+    assert summary.missed["bee"]["sentence"].startswith(
+        f"bee never counted, at last not in round 3: {cause}"
+    )
     assert all(cause in failed["bee"] for _, failed in closed(folder))
     assert cause in notes(folder)
     assert cause in status(folder)["missed"]["bee"]["cause"]
@@ -109,7 +122,9 @@ def test_a_site_that_comes_back_has_missed_rounds_and_counts(folder):
     server = server_of(config, folder)
     summary = drive(server, InProcess(one, config, folder), 4, tell=tell)
     assert (summary.missed["bee"]["never_counted"], summary.missed["bee"]["round"]) == (False, 2)
-    assert summary.missed["bee"]["sentence"].startswith("bee missed 2 rounds, the last was round 2: reading")
+    assert summary.missed["bee"]["sentence"].startswith(
+        "bee missed 2 rounds, the last was round 2: reading"
+    )
     assert server.roster["bee"].applied == 4
 
 
@@ -126,7 +141,12 @@ def test_a_late_site_and_one_that_is_not_online_are_told_apart(folder):
             return [(site, reply) for site, reply in super().collect() if site != "bee"]
 
     server = server_of(config, folder, clock=lambda: now[0])
-    summary = drive(server, Losing(learner(), config, folder), 2, sleep=lambda seconds: now.__setitem__(0, now[0] + 9))
+    summary = drive(
+        server,
+        Losing(learner(), config, folder),
+        2,
+        sleep=lambda seconds: now.__setitem__(0, now[0] + 9),
+    )
     assert summary.missed["bee"]["cause"] == "no reply before the deadline"
     assert summary.missed["cow"]["cause"] == "its node is not online"
     assert summary.missed["cow"]["times"] == 3
@@ -166,8 +186,13 @@ def test_a_quorum_that_is_not_met_names_every_cause(folder):
     one = broken(ant=diverging, bee=None, cow=raising, dog=raising)
     with pytest.raises(Stopped, match="failed its quorum 11 times") as stopped:
         run(settings(), one, folder)
-    for said in ("ant: not finite: ", "bee: reading its data failed: FileNotFoundError", "cow: training failed",
-                 "dog: training failed", "elk: its reply was good, but"):  # fmt: skip
+    for said in (
+        "ant: not finite: ",
+        "bee: reading its data failed: FileNotFoundError",
+        "cow: training failed",
+        "dog: training failed",
+        "elk: its reply was good, but",
+    ):
         assert said in str(stopped.value)
     assert stopped.value.missed["elk"]["never_counted"]
 
@@ -183,7 +208,9 @@ def test_one_sites_nan_metric_is_left_out_and_named(folder):
     assert without.metrics["loss"] != summary.metrics["loss"]
     assert summary.unmeasured == status(folder)["unmeasured"] == {"loss": ["bee"]}
     assert "bee" not in summary.missed  # its training counted
-    events = [e for e in read_verified(folder / "audit.jsonl") if e["event"] in ("committed", "evaluated")]
+    events = [
+        e for e in read_verified(folder / "audit.jsonl") if e["event"] in ("committed", "evaluated")
+    ]
     assert all(e["unmeasured"] == {"loss": ["bee"]} for e in events)
     assert "loss is without bee" in notes(folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -255,7 +282,9 @@ def test_a_broken_site_is_named_and_the_exit_code_is_one(south, said, fedscaffol
     assert err == "fedscaffold: never counted: south (--allow-missing lets it pass)\n"
     code, out, _ = fedscaffold(south, "status", "run")
     assert (code, said in out) == (0, True)
-    code, out, err = fedscaffold(south, "simulate", "app", "--out", "other", "--allow-missing", "--json")
+    code, out, err = fedscaffold(
+        south, "simulate", "app", "--out", "other", "--allow-missing", "--json"
+    )
     answer = json.loads(out)
     assert (code, err, answer["never_counted"]) == (0, "", ["south"])
     assert said in answer["missed"]["south"]["cause"]
@@ -272,7 +301,9 @@ def test_a_site_that_was_mended_ends_the_alarm(fedscaffold):
 
 def test_two_of_three_that_never_counted(fedscaffold):
     app = APP.replace('site == "south"', 'site != "north"')
-    code, out, err = fedscaffold("open('/x')", "simulate", "app", app=app, toml=SETTINGS + "quorum = 1\n")
+    code, out, err = fedscaffold(
+        "open('/x')", "simulate", "app", app=app, toml=SETTINGS + "quorum = 1\n"
+    )
     assert code == 1
     assert "never counted: south, west" in err
     assert "rounds" in out
@@ -281,7 +312,10 @@ def test_two_of_three_that_never_counted(fedscaffold):
 @pytest.mark.parametrize(
     ("app", "said"),
     [
-        ("def learner(settings)\n    return 3", "app.py cannot be imported: SyntaxError in line 1: expected ':'"),
+        (
+            "def learner(settings)\n    return 3",
+            "app.py cannot be imported: SyntaxError in line 1: expected ':'",
+        ),
         ("import no_such_module", "cannot be imported: ModuleNotFoundError in line 1"),
         ("\n\n1 / 0", "cannot be imported: ZeroDivisionError in line 3"),
         ("def learner(settings):\n    return open('/no/such')", "learner(settings) of "),

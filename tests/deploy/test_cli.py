@@ -57,11 +57,18 @@ def test_a_new_torch_app_learns_resumes_and_shows_its_status(fedscaffold):
 
 
 @pytest.mark.slow
-def test_ctrl_c_within_a_round_keeps_what_was_committed_and_says_how_to_go_on(fedscaffold, tmp_path):
+def test_ctrl_c_within_a_round_keeps_what_was_committed_and_says_how_to_go_on(
+    fedscaffold, tmp_path
+):
     fedscaffold("deploy", "new", "app", "--torch")
-    quiet = json.loads(fedscaffold("deploy", "simulate", "app", "--out", "quiet", "--rounds", 3, "--json").stdout)
+    quiet = json.loads(
+        fedscaffold("deploy", "simulate", "app", "--out", "quiet", "--rounds", 3, "--json").stdout
+    )
     app = tmp_path / "app" / "app.py"
-    usual, pressed = app.read_text(encoding="utf-8"), "\n_loss, _calls = loss, []\n\n\ndef loss(module, batch):\n"
+    usual, pressed = (
+        app.read_text(encoding="utf-8"),
+        "\n_loss, _calls = loss, []\n\n\ndef loss(module, batch):\n",
+    )
     pressed += "    _calls.append(1)\n    if len(_calls) == 7:\n        raise KeyboardInterrupt\n    return _loss(module, batch)\n"
     head, mark, tail = usual.partition("\n\ndef learner(")
     app.write_text(head + pressed + mark + tail, encoding="utf-8")
@@ -76,19 +83,35 @@ def test_ctrl_c_within_a_round_keeps_what_was_committed_and_says_how_to_go_on(fe
 def test_a_new_jax_app_runs_in_the_simulator_too_and_leaves_its_model(fedscaffold, tmp_path):
     fedscaffold("deploy", "new", "app", "--jax")
     mine = fedscaffold("deploy", "simulate", "app", "--rounds", 2, "--json")
-    ask = ("deploy", "simulate", "app", "--engine", "simulator", "--out", "o2", "--rounds", 2, "--json")
+    ask = (
+        "deploy",
+        "simulate",
+        "app",
+        "--engine",
+        "simulator",
+        "--out",
+        "o2",
+        "--rounds",
+        2,
+        "--json",
+    )
     theirs = fedscaffold(*ask)
     assert json.loads(mine.stdout)["metrics"]["accuracy"] > 0.3, mine.stderr
     answer = json.loads(theirs.stdout)
     assert answer["rounds"] == 2, theirs.stderr
     deployed, simulated = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "runs/deploy", tmp_path / "o2")
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "runs/deploy", tmp_path / "o2")
     )
     assert deployed.keys() == simulated.keys()
     assert all(simulated[name].shape == array.shape for name, array in deployed.items())
-    flat = np.concatenate([simulated[name].ravel() for name in sorted(simulated)])  # as JAX orders a dict
+    flat = np.concatenate(
+        [simulated[name].ravel() for name in sorted(simulated)]
+    )  # as JAX orders a dict
     assert hashlib.sha256(flat.tobytes()).hexdigest().startswith(answer["digest"])
-    lines = [json.loads(line) for line in (tmp_path / "o2" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "o2" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["round"] for line in lines] == [1, 2]
     assert lines[-1]["loss"] == answer["last"]["loss"]
     for words in (ask, ("deploy", "resume", "o2")):
@@ -107,7 +130,10 @@ def test_a_new_jax_app_runs_in_the_simulator_too_and_leaves_its_model(fedscaffol
         (["check", "nowhere"], "no site.json"),
         (["kit", "nowhere.toml"], "nowhere.toml"),
         (["local", "here", "--out", "run"], "federation.toml not found"),
-        (["local", "here", "--out", "run", "--timeout", "nan"], "timeout must be a number above 0, got nan"),
+        (
+            ["local", "here", "--out", "run", "--timeout", "nan"],
+            "timeout must be a number above 0, got nan",
+        ),
         (["resume", "nowhere", "--timeout", "-1"], "timeout must be a number above 0, got -1.0"),
     ],
 )
@@ -122,4 +148,6 @@ def test_a_mistake_is_one_line(words, said, fedscaffold, tmp_path):
 
 def test_help_shows_examples(fedscaffold):
     for verb in ("new", "simulate", "local", "resume", "kit", "check", "status"):
-        assert "Example: fedscaffold deploy" in fedscaffold("deploy", verb, "--help").stdout.replace("\n", " ")
+        assert "Example: fedscaffold deploy" in fedscaffold(
+            "deploy", verb, "--help"
+        ).stdout.replace("\n", " ")

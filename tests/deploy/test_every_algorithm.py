@@ -40,7 +40,11 @@ ROUNDS = (
     (("ant", "bee", "elk"), ("ant",)),
     (SITES, ("ant",)),
 )
-RESTARTS = (1, 3, 7)  # rounds after which the server is started anew; windows are of 5, 3 and 2 rounds
+RESTARTS = (
+    1,
+    3,
+    7,
+)  # rounds after which the server is started anew; windows are of 5, 3 and 2 rounds
 REFUSED = {
     "dane": "second exchange",
     "mime": "second exchange",
@@ -79,7 +83,9 @@ def reference_state(algorithm, config):
     state = begin(algorithm, START, len(SITES))
     for present, lost in ROUNDS:
         cohort = [SITES.index(site) for site in present]
-        state = play(algorithm, state, federation, cohort, [i for i in cohort if SITES[i] not in lost])
+        state = play(
+            algorithm, state, federation, cohort, [i for i in cohort if SITES[i] not in lost]
+        )
     return state
 
 
@@ -115,14 +121,18 @@ def test_deployed_is_the_reference(case, keeper, tmp_path):
         for i, site in enumerate(SITES):
             for field, value in right.memory[i]._asdict().items():
                 mine = getattr(server.state.memory[site], field)
-                np.testing.assert_allclose(mine, value, rtol=0, atol=1e-12, err_msg=f"{field} of {site}")
+                np.testing.assert_allclose(
+                    mine, value, rtol=0, atol=1e-12, err_msg=f"{field} of {site}"
+                )
     assert server.fault is None
 
 
 @pytest.mark.parametrize("keeper", ["server", "client"])
 @pytest.mark.parametrize("case", CASES)
 def test_single_precision_is_the_reference_up_to_rounding(case, keeper, tmp_path):
-    config = settings(deploy=f"state = '{keeper}'\nquorum = 1", algorithm=CASES[case], top="weights = 'records'")
+    config = settings(
+        deploy=f"state = '{keeper}'\nquorum = 1", algorithm=CASES[case], top="weights = 'records'"
+    )
     server = deployed_server(config._replace(precision="float32"), tmp_path)
     assert server.state.x.dtype == np.float32
     right = reference_state(server.algorithm, config).server

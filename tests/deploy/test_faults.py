@@ -86,13 +86,18 @@ def test_scaffold_on_secure_sums_is_scaffold():
                 total = sum(ds[site] / len(SITES) for site in heard)
             else:
                 known = {site: publics[site] for site in heard}
-                sent = [masking.mask_vector(s, ds[s] / len(SITES), keys[s], known, "run", round) for s in heard]
+                sent = [
+                    masking.mask_vector(s, ds[s] / len(SITES), keys[s], known, "run", round)
+                    for s in heard
+                ]
                 total = masking.sum_masked(sent)
             mean = total / p
             servers[kind] = algorithm.update(now, now, Message(mean, K * lr * mean), p)
     np.testing.assert_allclose(servers["secure"].x, servers["plain"].x, atol=1e-9)
     own = sum(one.c_i for one in memory["secure"].values()) / len(SITES)
-    assert np.linalg.norm(servers["secure"].c - own) < 40 * 2.0**-masking.BITS  # half a step of 2^-40 for each rounding
+    assert (
+        np.linalg.norm(servers["secure"].c - own) < 40 * 2.0**-masking.BITS
+    )  # half a step of 2^-40 for each rounding
 
 
 def test_a_single_masked_vector_is_noise():

@@ -83,11 +83,18 @@ def simulated(app):
         a, b = batch
         return (a * (params["w"] - b) ** 2).sum(axis=1).mean() / 2
 
-    problem = fs.Problem(loss, {"w": learner.start}, [learner.data(site) for site in settings.deploy.sites])
+    problem = fs.Problem(
+        loss, {"w": learner.start}, [learner.data(site) for site in settings.deploy.sites]
+    )
     local = settings.local
     more = {"seed": settings.seed, "precision": settings.precision, "cohort": settings.cohort}
     run = fs.simulate(
-        make(**settings.algorithm), problem, rounds=settings.rounds, local_steps=local.steps, lr=local.lr, **more
+        make(**settings.algorithm),
+        problem,
+        rounds=settings.rounds,
+        local_steps=local.steps,
+        lr=local.lr,
+        **more,
     )
     return run.vector
 
@@ -114,10 +121,14 @@ class Wire:
         for message in messages:
             site = self.settings.deploy.sites[message.metadata.dst_node_id - 1]
             message.metadata.__dict__["_message_id"] = f"m{len(self.replies)}"
-            contents = {key: obj.deflate() for key, obj in get_all_nested_objects(message.content).items()}
+            contents = {
+                key: obj.deflate() for key, obj in get_all_nested_objects(message.content).items()
+            }
             request = flower_app.from_record(inflated(message.content, contents))
             reply = flower_app.answer(request, self.learner, self.settings, site, self.folder)
-            self.replies[message.metadata.message_id] = Message(flower_app.to_record(reply), reply_to=message)
+            self.replies[message.metadata.message_id] = Message(
+                flower_app.to_record(reply), reply_to=message
+            )
             ids.append(message.metadata.message_id)
         return ids
 
@@ -130,7 +141,10 @@ class Unreadable(Wire):
 
     def pull_messages(self, ids):
         replies = super().pull_messages(ids)
-        if any(reply.metadata.src_node_id == 2 and reply.content["facts"]["kind"] != "hello" for reply in replies):
+        if any(
+            reply.metadata.src_node_id == 2 and reply.content["facts"]["kind"] != "hello"
+            for reply in replies
+        ):
             raise ValueError("an object that cannot be inflated")
         return replies
 
@@ -156,8 +170,16 @@ def test_a_reply_that_the_engine_cannot_read_takes_no_other_along(tmp_path, monk
     app = write_app(tmp_path / "app", toml=toml.replace("rounds = 3", "rounds = 2"))
     settings, learner = open_app(app)
     server = Server(settings, learner.schema, learner.start, tmp_path / "run")
-    drive(server, flower_app.FlowerTransport(Unreadable(app, tmp_path / "sites"), settings.deploy.deadline), 2)
-    closed = [event for event in read_verified(tmp_path / "run" / "audit.jsonl") if event["event"] == "committed"]
+    drive(
+        server,
+        flower_app.FlowerTransport(Unreadable(app, tmp_path / "sites"), settings.deploy.deadline),
+        2,
+    )
+    closed = [
+        event
+        for event in read_verified(tmp_path / "run" / "audit.jsonl")
+        if event["event"] == "committed"
+    ]
     assert [(event["heard"], event["missing"]) for event in closed] == [(["north"], ["south"])] * 2
 
 
@@ -179,9 +201,13 @@ def test_flower_messages_carry_the_same_bits(precision, tmp_path, monkeypatch):
 def test_packets_survive_flower_and_strangers_do_not():
     from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-    packet = Packet({"round": 3, "site": "north", "evaluate": True, "loss": 0.5}, {"x": blob(np.arange(3.0))})
+    packet = Packet(
+        {"round": 3, "site": "north", "evaluate": True, "loss": 0.5}, {"x": blob(np.arange(3.0))}
+    )
     assert flower_app.from_record(flower_app.to_record(packet)) == packet
-    theirs = RecordDict({"arrays": ArrayRecord({"x": Array(np.ones(2))}), "facts": ConfigRecord({"a": [1, 2]})})
+    theirs = RecordDict(
+        {"arrays": ArrayRecord({"x": Array(np.ones(2))}), "facts": ConfigRecord({"a": [1, 2]})}
+    )
     assert flower_app.from_record(theirs).blobs == {"x": None}  # a file of theirs is not opened
     assert flower_app.from_record(RecordDict({"more": MetricRecord({"a": 1})})) == Packet({}, {})
 
@@ -199,7 +225,10 @@ def running(session, word):
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if word in (entry / "cmdline").read_text() and os.getsid(int(entry.name)) == session:
+                if (
+                    word in (entry / "cmdline").read_text()
+                    and os.getsid(int(entry.name)) == session
+                ):
                     found.append(int(entry.name))
             except OSError:
                 continue
@@ -217,7 +246,11 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
 
     def status():
         path = home / "server" / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {"phase": "", "round": -1, "waiting_for": []}
+        return (
+            json.loads(path.read_text())
+            if path.exists()
+            else {"phase": "", "round": -1, "waiting_for": []}
+        )
 
     with Federation(app, home) as federation:
         federation.up()
@@ -230,7 +263,9 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
         until(lambda: running(site, "flwr-clientapp"))
         for pid in running(site, "flwr-clientapp"):
             os.kill(pid, signal.SIGKILL)  # a client, in the middle of its round
-        federation.kill("link")  # the link, while the other client is at work; the round is asked for again
+        federation.kill(
+            "link"
+        )  # the link, while the other client is at work; the round is asked for again
         time.sleep(1)
         federation.start_link()
         until(lambda: status()["round"] >= 1)
@@ -269,7 +304,9 @@ def test_the_kit_of_a_site_passes_its_preflight(tmp_path):
         for script in folder.glob("*.sh"):
             subprocess.run(["sh", "-n", script], check=True)
     findings = {finding.what: finding for finding in check(tmp_path / "kits" / "north")}
-    assert {name for name, finding in findings.items() if not finding.good} == {"server"}  # nobody listens there
+    assert {name for name, finding in findings.items() if not finding.good} == {
+        "server"
+    }  # nobody listens there
     assert "4 records" in findings["data"].said
     with pytest.raises(ValueError, match="not empty"):
         make_kit(tmp_path / "sites.toml", tmp_path / "kits")

@@ -8,7 +8,17 @@ import shutil
 
 import numpy as np
 import pytest
-from deploy_case import SITES, answer, everybody, greeting, learner, memory_folder, optimum, server_of, settings
+from deploy_case import (
+    SITES,
+    answer,
+    everybody,
+    greeting,
+    learner,
+    memory_folder,
+    optimum,
+    server_of,
+    settings,
+)
 from hypothesis import HealthCheck, Phase, strategies
 from hypothesis import settings as limits
 from hypothesis.stateful import (
@@ -45,14 +55,18 @@ class Machine(RuleBasedStateMachine):
     def start(self, records, share):
         weights = "weights = 'records'" if records else "weights = 'equal'"
         extra = f"state = '{self.mode}'\nquorum = 0.3\ndeadline = 10.0"
-        self.settings = settings(f"[cohort]\nsize = {share}", extra, "steps = 3\nlr = 0.3", top=weights)
+        self.settings = settings(
+            f"[cohort]\nsize = {share}", extra, "steps = 3\nlr = 0.3", top=weights
+        )
         self.learner = learner()
         self.server = self.reborn()
         everybody(self.server, self.settings, SITES[:3])
 
     def reborn(self):
         self.lives += 1
-        return server_of(self.settings, self.folder, clock=lambda: self.now, token=f"life {self.lives}")
+        return server_of(
+            self.settings, self.folder, clock=lambda: self.now, token=f"life {self.lives}"
+        )
 
     def answered(self, site):
         request = self.requests.pop(site)
@@ -146,7 +160,9 @@ class Machine(RuleBasedStateMachine):
         if len(self.server.roster) > 2:
             site = draw.draw(strategies.sampled_from(sorted(self.server.roster)))
             member = self.server.roster[site]
-            self.server.leave(site, Memory(self.ledger[member.digest]) if politely and member.digest else None)
+            self.server.leave(
+                site, Memory(self.ledger[member.digest]) if politely and member.digest else None
+            )
 
     @invariant()
     def c_is_the_mean(self):
@@ -192,7 +208,10 @@ LIMITS = limits(
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],  # shrinking a failure takes minutes: ask for it when there is one
+    phases=[
+        Phase.explicit,
+        Phase.generate,
+    ],  # shrinking a failure takes minutes: ask for it when there is one
 )
 TestServerKeeps = pytest.mark.slow(Machine.TestCase)
 TestServerKeeps.settings = LIMITS
@@ -206,7 +225,9 @@ def unscaled_join(algorithm, state, site, member):
 
 def forgetful_leave(algorithm, state, site, memory=None):
     roster = {name: m for name, m in state.roster.items() if name != site}
-    return state._replace(roster=roster, memory={name: v for name, v in state.memory.items() if name != site})
+    return state._replace(
+        roster=roster, memory={name: v for name, v in state.memory.items() if name != site}
+    )
 
 
 def careless_memory(folder, expect, initial):
@@ -219,7 +240,9 @@ def careless_memory(folder, expect, initial):
 def commit_before_word(folder, expect, initial):
     here = client_state._read_vectors(folder)
     return (
-        Memory(here["waiting"]) if "waiting" in here and expect else client_state.load_record(folder, expect, initial)
+        Memory(here["waiting"])
+        if "waiting" in here and expect
+        else client_state.load_record(folder, expect, initial)
     )
 
 
@@ -228,9 +251,16 @@ def no_memory(algorithm, state, updates, server_keeps):
 
 
 ACCIDENTS = (
-    "lose_or_delay", "deliver_late_or_again", "poison", "crash_client", "crash_server", "lose_state",
-    "snapshot_or_restore", "join", "leave",
-)  # fmt: skip
+    "lose_or_delay",
+    "deliver_late_or_again",
+    "poison",
+    "crash_client",
+    "crash_server",
+    "lose_state",
+    "snapshot_or_restore",
+    "join",
+    "leave",
+)
 
 
 @pytest.mark.parametrize(
@@ -253,4 +283,6 @@ def test_the_machine_can_fail(machine, where, mutant, accident, monkeypatch):
     )  # no need of the smallest failure
     others = dict.fromkeys(name for name in ACCIDENTS if name != accident)
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(type("Mutated", (machine,), {"quiet_rounds": 3, **others}), settings=quick)
+        run_state_machine_as_test(
+            type("Mutated", (machine,), {"quiet_rounds": 3, **others}), settings=quick
+        )

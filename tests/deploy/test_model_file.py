@@ -23,7 +23,9 @@ class Net(torch.nn.Module):
 
     def __init__(self, scale=1.0):
         super().__init__()
-        self.backbone = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+        self.backbone = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)
+        )
         self.backbone.requires_grad_(False)
         with torch.no_grad():
             self.backbone[2].weight.mul_(scale)
@@ -81,7 +83,10 @@ def test_the_file_loads_strictly_into_a_fresh_module(buffers, precision, folder)
     made = Net()
     wide = {torch.float32: one.dtype}
     for name, tensor in made.state_dict().items():
-        assert (file[name].dtype, file[name].shape) == (wide.get(tensor.dtype, tensor.dtype), tensor.shape), name
+        assert (file[name].dtype, file[name].shape) == (
+            wide.get(tensor.dtype, tensor.dtype),
+            tensor.shape,
+        ), name
     for name, tensor in made.state_dict().items():
         if "backbone" in name or name in ("brake", "mask", "empty"):
             assert torch.equal(file[name], tensor.to(file[name].dtype)), name
@@ -90,12 +95,15 @@ def test_the_file_loads_strictly_into_a_fresh_module(buffers, precision, folder)
     assert torch.equal(file["again.weight"], file["backbone.0.weight"])
     trained = server.schema.unflatten(server.state.x)
     np.testing.assert_array_equal(file["out.weight"].numpy(), trained["out.weight"])
-    np.testing.assert_array_equal(file["narrow"].float().numpy(), torch.tensor(trained["narrow"]).bfloat16().float())
+    np.testing.assert_array_equal(
+        file["narrow"].float().numpy(), torch.tensor(trained["narrow"]).bfloat16().float()
+    )
     counted = file["norm.num_batches_tracked"]
     assert (counted.shape, counted.item()) == ((), 4 if buffers == "average" else 0)
     x = data("ant")[0].to(one.dtype)
     one._load(
-        server.state.x, {name: server.untrained[name] for name, *_ in server.schema.buffers} | server.state.buffers
+        server.state.x,
+        {name: server.untrained[name] for name, *_ in server.schema.buffers} | server.state.buffers,
     )
     with torch.no_grad():
         difference = (fresh.eval()(x) - one.module.eval()(x)).abs().max()
@@ -105,8 +113,12 @@ def test_the_file_loads_strictly_into_a_fresh_module(buffers, precision, folder)
 def test_bfloat16_is_rounded_as_torch_rounds():
     from fedscaffold.state.safetensors_io import bfloat16
 
-    values = np.random.default_rng(0).normal(size=10_000).astype(np.float32) * 10.0 ** np.arange(-20, 20).repeat(250)
-    values = np.concatenate([values, [0.0, -0.0, 1.00390625, 1.01171875, 3.3e38, 1e-40]]).astype(np.float32)
+    values = np.random.default_rng(0).normal(size=10_000).astype(np.float32) * 10.0 ** np.arange(
+        -20, 20
+    ).repeat(250)
+    values = np.concatenate([values, [0.0, -0.0, 1.00390625, 1.01171875, 3.3e38, 1e-40]]).astype(
+        np.float32
+    )
     theirs = torch.from_numpy(values).bfloat16().view(torch.int16).numpy().tobytes()
     assert bfloat16(values).tobytes() == theirs
 
@@ -124,11 +136,13 @@ def test_a_site_with_another_backbone_is_refused_by_name(folder):
         server.hello("bee", greeting(other, settings, "bee"))
     assert "\n" not in str(refusal.value)
     lines = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
-    assert [(e["site"], "backbone.2.weight" in e["reason"]) for e in lines if e["event"] == "refused"] == [
-        ("bee", True)
-    ]
+    assert [
+        (e["site"], "backbone.2.weight" in e["reason"]) for e in lines if e["event"] == "refused"
+    ] == [("bee", True)]
     request = server.open(SITES)["ant"]
-    assert answer(request, other, settings, "ant", folder).facts["kind"] == "refusal"  # nor is it trained there
+    assert (
+        answer(request, other, settings, "ant", folder).facts["kind"] == "refusal"
+    )  # nor is it trained there
 
 
 @pytest.mark.parametrize("bytes_", [b"", b"\0" * 15, b"\0" * 10_000])
@@ -150,7 +164,10 @@ def test_another_start_or_other_running_means_are_no_reason_to_refuse():
             net.norm.running_mean.add_(1.0)
         return net
 
-    assert TorchLearner(Net, loss, data).schema.digest == TorchLearner(seeded, loss, data).schema.digest
+    assert (
+        TorchLearner(Net, loss, data).schema.digest
+        == TorchLearner(seeded, loss, data).schema.digest
+    )
 
 
 def test_a_frozen_parameter_that_moves_is_refused():

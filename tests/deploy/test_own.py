@@ -39,11 +39,15 @@ def gradient(params, batch):
 
 def loss(params, batch):
     a, b = batch
-    return float((a * (np.concatenate([params["norm"], params["w"]]) - b) ** 2).sum(axis=1).mean() / 2)
+    return float(
+        (a * (np.concatenate([params["norm"], params["w"]]) - b) ** 2).sum(axis=1).mean() / 2
+    )
 
 
 def learner():
-    return ArraysLearner(gradient, {"norm": START[:1], "w": START[1:]}, data, loss=loss, precision="float64")
+    return ArraysLearner(
+        gradient, {"norm": START[:1], "w": START[1:]}, data, loss=loss, precision="float64"
+    )
 
 
 def server_of(config, folder):
@@ -79,7 +83,9 @@ def by_reference(algorithm, config):
     state = begin(algorithm, START, len(SITES))
     clients = Federation([1 / len(SITES)] * len(SITES), steps)
     for r in range(ROUNDS):
-        state = play(algorithm, state, clients, everyone, [i for i in everyone if SITES[i] != LOST.get(r)])
+        state = play(
+            algorithm, state, clients, everyone, [i for i in everyone if SITES[i] != LOST.get(r)]
+        )
     return state
 
 
@@ -132,7 +138,9 @@ def test_sites_measure_the_model_that_they_use(tmp_path):
     first.hello("ant", greeting(learner(), config, "ant"))
     one_round(first, config, tmp_path / "again")
     v = kept_by(first, tmp_path / "again", "ant").v
-    assert outcome.metrics["loss"] == pytest.approx(loss({"norm": v[:1], "w": v[1:]}, data("ant")), rel=1e-12)
+    assert outcome.metrics["loss"] == pytest.approx(
+        loss({"norm": v[:1], "w": v[1:]}, data("ant")), rel=1e-12
+    )
 
 
 def test_a_lost_file_is_said_and_begins_again(tmp_path):
@@ -161,7 +169,9 @@ def test_a_torch_site_trains_one_model_at_a_time():
     from fedscaffold.deploy.torch_client import TorchLearner
 
     one = TorchLearner(
-        lambda: torch.nn.Linear(2, 1), lambda module, batch: module(batch[0]).mean(), lambda site: (torch.ones(3, 2),)
+        lambda: torch.nn.Linear(2, 1),
+        lambda module, batch: module(batch[0]).mean(),
+        lambda site: (torch.ones(3, 2),),
     )
     work = Work(one.start, None, ditto(), Local(steps=1), 0, {}, ditto().own(one.start))
     with pytest.raises(InputError, match="ditto trains several models at once"):

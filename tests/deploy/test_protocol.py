@@ -87,7 +87,9 @@ def test_deployment_is_the_simulation(algorithm, cohort, weights, tmp_path):
     top = f"seed = 3\nweights = '{weights}'"
     run = None
     for state in ("server", "client"):
-        config = settings(f"[cohort]\nsize = {cohort}", f"state = '{state}'", algorithm=algorithm, top=top)
+        config = settings(
+            f"[cohort]\nsize = {cohort}", f"state = '{state}'", algorithm=algorithm, top=top
+        )
         run = run or simulated(config)
         server, summary = run_quietly(config, tmp_path / state)
         np.testing.assert_allclose(server.state.x, run.vector, rtol=0, atol=1e-12)
@@ -128,7 +130,9 @@ def test_cohorts_are_the_simulators():
     for round in range(50):
         mine = sample_sites([str(i) for i in range(7)], 3, seed=11, round=round)
         assert mine == [str(i) for i in drawer.cohort(Streams(11), round)]
-    assert len({tuple(sample_sites(list("abcdefg"), 3, 11, 0, attempt)) for attempt in range(20)}) > 5
+    assert (
+        len({tuple(sample_sites(list("abcdefg"), 3, 11, 0, attempt)) for attempt in range(20)}) > 5
+    )
 
 
 def test_momentum_reaches_the_optimum_and_c_i_the_gradients(tmp_path):
@@ -144,7 +148,9 @@ def test_momentum_reaches_the_optimum_and_c_i_the_gradients(tmp_path):
 def test_who_keeps_the_c_i_changes_nothing(optimizer, tmp_path):
     local = f"steps = 4\nlr = 0.05\noptimizer = '{optimizer}'"
     ends = [
-        run_quietly(settings(deploy=f"state = '{state}'", local=local), tmp_path / state, rounds=6)[0].state
+        run_quietly(settings(deploy=f"state = '{state}'", local=local), tmp_path / state, rounds=6)[
+            0
+        ].state
         for state in ("server", "client")
     ]
     np.testing.assert_allclose(ends[0].x, ends[1].x, rtol=0, atol=1e-12)
@@ -164,12 +170,18 @@ def test_bytes_up_are_fedavgs(tmp_path):
 
 
 def test_unequal_steps_still_take_one_vector(tmp_path):
-    config = settings(local="epochs = 2\nbatch_size = 1\nlr = 0.05\ndraw = 'shuffle'", top="weights = 'records'")
+    config = settings(
+        local="epochs = 2\nbatch_size = 1\nlr = 0.05\ndraw = 'shuffle'", top="weights = 'records'"
+    )
     server, _ = run_quietly(config, tmp_path, rounds=5)
     assert residual(server.algorithm, server.state) < 1e-13
     assert {event["event"] for event in read_verified(tmp_path / "audit.jsonl")} == {
-        "started", "joined", "opened", "committed", "evaluated",
-    }  # fmt: skip
+        "started",
+        "joined",
+        "opened",
+        "committed",
+        "evaluated",
+    }
 
 
 @pytest.mark.parametrize("state", ["server", "client"])
@@ -184,7 +196,9 @@ def test_resumed_is_undisturbed(state, tmp_path):
 
 @pytest.mark.parametrize("state", ["server", "client"])
 def test_a_name_taken_out_of_the_settings_leaves_exactly(state, tmp_path):
-    config = settings(deploy=f"state = '{state}'", local="steps = 3\nlr = 0.3", top="weights = 'records'")
+    config = settings(
+        deploy=f"state = '{state}'", local="steps = 3\nlr = 0.3", top="weights = 'records'"
+    )
     run_quietly(config, tmp_path, rounds=3)
     fewer = config._replace(deploy=config.deploy._replace(sites=("bee", "dog", "elk")))
     server, summary = run_quietly(fewer, tmp_path, rounds=40)
@@ -222,18 +236,29 @@ def test_the_order_of_replies_changes_no_bit(tmp_path):
         for _ in range(3):
             requests = server.open(SITES)
             for site in list(requests)[::order]:
-                server.receive(site, answer(requests[site], learner(), config, site, folder / "sites"))
+                server.receive(
+                    site, answer(requests[site], learner(), config, site, folder / "sites")
+                )
             assert server.close().committed
         results.append(server.state.x.tobytes())
     assert results[0] == results[1]
 
 
 def asked():
-    return Asked("ant", 2, "n", {"d": ((2,), "float64")}, learner().schema, records=2, most_steps=3, lr=0.5)
+    return Asked(
+        "ant", 2, "n", {"d": ((2,), "float64")}, learner().schema, records=2, most_steps=3, lr=0.5
+    )
 
 
 def honest(**facts):
-    told = {"site": "ant", "round": 2, "nonce": "n", "schema": learner().schema.digest, "records": 2, "steps": 3}
+    told = {
+        "site": "ant",
+        "round": 2,
+        "nonce": "n",
+        "schema": learner().schema.digest,
+        "records": 2,
+        "steps": 3,
+    }
     return Packet({**told, **facts}, {"d": blob(np.ones(2))})
 
 
@@ -272,9 +297,25 @@ def test_the_gate_names_the_reason(packet, code):
 
 facts = some.dictionaries(
     some.sampled_from(
-        ["site", "round", "nonce", "schema", "records", "steps", "memory", "kind", "metric.loss", "junk"]
+        [
+            "site",
+            "round",
+            "nonce",
+            "schema",
+            "records",
+            "steps",
+            "memory",
+            "kind",
+            "metric.loss",
+            "junk",
+        ]
     ),
-    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=30) | some.just("ant"),
+    some.none()
+    | some.booleans()
+    | some.integers()
+    | some.floats()
+    | some.text(max_size=30)
+    | some.just("ant"),
 )
 blobs = some.dictionaries(
     some.sampled_from(["d", "move", "c_i", "buffer.x", ""]),
@@ -339,7 +380,9 @@ def test_a_bad_client_is_named_and_told_and_the_round_goes_on(tmp_path):
     assert outcome.committed
     assert outcome.heard == SITES[1:]
     assert "not finite" in server.open(SITES)["ant"].facts["told"]
-    (refusal,) = [event for event in read_verified(tmp_path / "audit.jsonl") if event["event"] == "refused"]
+    (refusal,) = [
+        event for event in read_verified(tmp_path / "audit.jsonl") if event["event"] == "refused"
+    ]
     assert (refusal["site"], refusal["code"]) == ("ant", "not finite")
 
 
@@ -347,7 +390,11 @@ def test_below_quorum_nothing_changes_and_the_run_ends(tmp_path):
     class Deaf(InProcess):
         def collect(self):
             out = [(site, "gone") for site in self.queue if site != "ant"]
-            out += [(s, answer(self.queue[s], learner(), config, s, tmp_path)) for s in self.queue if s == "ant"]
+            out += [
+                (s, answer(self.queue[s], learner(), config, s, tmp_path))
+                for s in self.queue
+                if s == "ant"
+            ]
             self.queue = {}
             return out
 
@@ -465,7 +512,9 @@ def test_settings_are_checked_in_one_line(text, said):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("code", ["import fedscaffold.deploy", "import fedscaffold.deploy.torch_client"])
+@pytest.mark.parametrize(
+    "code", ["import fedscaffold.deploy", "import fedscaffold.deploy.torch_client"]
+)
 def test_the_client_loads_no_jax(code):
     script = f"{code}\nimport sys\nassert 'jax' not in sys.modules and 'flwr' not in sys.modules"
     script += "" if "torch" in code else "\nassert 'torch' not in sys.modules"

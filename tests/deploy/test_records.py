@@ -103,7 +103,9 @@ def test_any_record_is_deployed(keeper, known, tmp_path):
         np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
     if keeper == "server":
         for i, site in enumerate(SITES):
-            np.testing.assert_allclose(server.state.memory[site], right.memory[i], rtol=0, atol=1e-12)
+            np.testing.assert_allclose(
+                server.state.memory[site], right.memory[i], rtol=0, atol=1e-12
+            )
         assert server.residual < 1e-13
     names = latest(tmp_path / "state").arrays.keys()
     rows = {f"{field}.{site}" for field in Two._fields for site in SITES}
@@ -127,12 +129,16 @@ def test_its_means_hold_in_single_precision_whoever_comes_and_goes(clip, weights
 
 def test_lost_records_are_made_anew(known, tmp_path):
     """Two fields lie in a client's file; with it gone all report theirs, and c is their mean again."""
-    config = settings(algorithm=known(with_momentum()), deploy="state = 'client'", local="steps = 3\nlr = 0.3")
+    config = settings(
+        algorithm=known(with_momentum()), deploy="state = 'client'", local="steps = 3\nlr = 0.3"
+    )
     server, _ = run_quietly(config, tmp_path, 4)
     shutil.rmtree(tmp_path / "sites" / server.run / "ant")
     server, _ = run_quietly(config, tmp_path, 60)
     best = sum(CURVATURE[s] * CENTRE[s] for s in SITES) / sum(CURVATURE[s] for s in SITES)
-    np.testing.assert_allclose(server.state.x, best, atol=1e-9)  # a mismatch would stay, at some 1e-2
+    np.testing.assert_allclose(
+        server.state.x, best, atol=1e-9
+    )  # a mismatch would stay, at some 1e-2
 
 
 def test_a_state_of_before_is_read(tmp_path):
@@ -146,7 +152,9 @@ def test_a_state_of_before_is_read(tmp_path):
     commit(tmp_path / "old" / "state", found.arrays, facts, after=found.generation, private=True)
     assert peek_state(tmp_path / "old" / "state").means == (("c", "c_i"),)
     server, _ = run_quietly(config, tmp_path / "old", 6, token="t")
-    assert [one.tobytes() for one in server.state.server] == [one.tobytes() for one in quiet.state.server]
+    assert [one.tobytes() for one in server.state.server] == [
+        one.tobytes() for one in quiet.state.server
+    ]
 
 
 def test_who_only_looks_needs_no_algorithm(known, tmp_path):
@@ -163,9 +171,15 @@ def test_who_only_looks_needs_no_algorithm(known, tmp_path):
         ({"prepare": lambda server, gradient: server}, "it needs a second exchange"),
         ({"finds": ("c",)}, "its clients must receive every model"),
         ({"needs": (("everyone", "it hears all"),)}, "it needs every client in every round"),
-        ({"needs": (("equal steps", "it divides by them"),)}, "it needs equal numbers of local steps"),
+        (
+            {"needs": (("equal steps", "it divides by them"),)},
+            "it needs equal numbers of local steps",
+        ),
         ({"needs": (("a full moon", "of tides"),)}, "it needs 'a full moon'"),
-        ({"work": lambda work: work._replace(geometric=True)}, "it draws the number of local steps"),
+        (
+            {"work": lambda work: work._replace(geometric=True)},
+            "it draws the number of local steps",
+        ),
         ({"memory": lambda x: Two(x, 0 * x)}, "does not begin at zero"),
     ],
 )
@@ -177,16 +191,24 @@ def test_what_cannot_be_deployed_is_refused_by_name(change, said, known):
 
 def test_the_local_work_is_the_algorithms(known, tmp_path):
     """Twice the steps that were asked for; the gate lets so many in."""
-    double = fedavg()._replace(name="double", work=lambda work: LocalWork(2 * work.steps, work.batch_size))
+    double = fedavg()._replace(
+        name="double", work=lambda work: LocalWork(2 * work.steps, work.batch_size)
+    )
     assert len(list(draw_batches(double, Local(epochs=1, batch_size=2), 6, seed=0))) == 6
     config = settings(algorithm=known(double))
     mine, _ = run_quietly(config, tmp_path / "double", 3)
-    plain, _ = run_quietly(settings(algorithm="name = 'fedavg'", local="steps = 6\nlr = 0.2"), tmp_path / "six", 3)
+    plain, _ = run_quietly(
+        settings(algorithm="name = 'fedavg'", local="steps = 6\nlr = 0.2"), tmp_path / "six", 3
+    )
     assert mine.state.x.tobytes() == plain.state.x.tobytes()
 
 
 def test_nothing_is_collected_that_is_not_read():
-    for algorithm, collects, at_x in ((fedavg(), False, False), (scaffold(), True, False), (scaffold(1), False, True)):
+    for algorithm, collects, at_x in (
+        (fedavg(), False, False),
+        (scaffold(), True, False),
+        (scaffold(1), False, True),
+    ):
         work = Work(START, None, algorithm, Local(steps=1, optimizer="adam"), 0, {})
         assert (work.collect, work.at_x) == (collects, at_x)
 
@@ -196,7 +218,9 @@ def test_a_torch_model_has_its_gradient_at_y_alone():
     from fedscaffold.deploy.torch_client import TorchLearner
 
     one = TorchLearner(
-        lambda: torch.nn.Linear(2, 1), lambda module, batch: module(batch[0]).mean(), lambda site: (torch.ones(3, 2),)
+        lambda: torch.nn.Linear(2, 1),
+        lambda module, batch: module(batch[0]).mean(),
+        lambda site: (torch.ones(3, 2),),
     )
     elsewhere = fedavg()._replace(direction=dane().direction)
     shift = np.zeros_like(one.start)

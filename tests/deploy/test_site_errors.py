@@ -15,7 +15,9 @@ from fedscaffold.deploy.errors import MOST_KEPT, Failed, guarded, public_type_of
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.schema import Packet
 
-SECRET = "patient 471147114711"  # longer than the random references of errors, which hold digits too
+SECRET = (
+    "patient 471147114711"  # longer than the random references of errors, which hold digits too
+)
 
 
 class Unspeakable(ValueError):
@@ -58,7 +60,11 @@ ERRORS = {
 
 def everything(folder):
     """All that the server keeps, but for what lies in the folders of the sites."""
-    files = [path for path in folder.rglob("*") if path.is_file() and "sites" not in path.relative_to(folder).parts]
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and "sites" not in path.relative_to(folder).parts
+    ]
     return {path.name: path.read_bytes() for path in files}
 
 
@@ -95,12 +101,21 @@ def test_a_type_and_a_reference_travel_and_the_text_stays(where, how, folder):
     text = log.read_text()
     assert broken in text
     assert SECRET in text or how in ("unspeakable", "type")
-    assert (stat.S_IMODE(log.stat().st_mode), stat.S_IMODE(log.parent.stat().st_mode)) == (0o600, 0o700)
+    assert (stat.S_IMODE(log.stat().st_mode), stat.S_IMODE(log.parent.stat().st_mode)) == (
+        0o600,
+        0o700,
+    )
 
 
 @pytest.mark.parametrize(
     "metrics",
-    [{SECRET * 4: 1.0}, {"loss": SECRET}, {"loss": [SECRET]}, {471147114711: 1.0}, {f"m{i}": 0.0 for i in range(40)}],
+    [
+        {SECRET * 4: 1.0},
+        {"loss": SECRET},
+        {"loss": [SECRET]},
+        {471147114711: 1.0},
+        {f"m{i}": 0.0 for i in range(40)},
+    ],
 )
 def test_metrics_are_numbers_under_short_names(metrics, folder):
     config, one = settings(), learner()
@@ -145,7 +160,9 @@ def test_where_nothing_can_be_written_the_text_is_still_kept_back(folder):
     (folder / "errors").write_text("in the way")
     with pytest.raises(Failed) as failed, guarded("training", folder, "ant"):
         raise ValueError(SECRET)
-    assert str(failed.value) == "training failed: ValueError (which could not be written down there)"
+    assert (
+        str(failed.value) == "training failed: ValueError (which could not be written down there)"
+    )
 
 
 def test_old_logs_make_room(folder):
@@ -158,7 +175,9 @@ def test_old_logs_make_room(folder):
 def test_names_of_types_are_pythons():
     assert public_type_of(np.linalg.LinAlgError("x")) == "ValueError"
     assert public_type_of(type("ValueError", (KeyError,), {})()) == "KeyError"
-    assert public_type_of(UnicodeDecodeError("utf-8", b"\xff", 0, 1, SECRET)) == "UnicodeDecodeError"
+    assert (
+        public_type_of(UnicodeDecodeError("utf-8", b"\xff", 0, 1, SECRET)) == "UnicodeDecodeError"
+    )
 
 
 # Through Flower
@@ -182,7 +201,9 @@ def client(tmp_path, monkeypatch):
         (place / "app.py").write_text(app)
         (place / "federation.toml").write_text("[deploy]\nsites = ['north']\n")
         monkeypatch.setattr(sys, "path", [str(place), *sys.path])
-        context = Context(1, 1, {"site": "north", "folder": str(tmp_path / "site")}, RecordDict(), {})
+        context = Context(
+            1, 1, {"site": "north", "folder": str(tmp_path / "site")}, RecordDict(), {}
+        )
         message = Message(flower_app.to_record(packet), 1, MessageType.QUERY)
         message.metadata.__dict__["_message_id"] = "m1"
         reply = flower_app.client_app(message, context)
@@ -233,8 +254,13 @@ def test_a_server_names_whom_it_could_not_let_in(folder):
     server = server_of(config, folder)
     one = learner(data=raised(FileNotFoundError(SECRET)))
     with pytest.raises(Refused, match="failed: reading its data failed: FileNotFoundError"):
-        server.hello("ant", answer(Packet({"kind": "hello"}, {}), one, config, "ant", folder / "sites"))
+        server.hello(
+            "ant", answer(Packet({"kind": "hello"}, {}), one, config, "ant", folder / "sites")
+        )
     (event,) = [event for event in told(folder) if event["event"] == "refused"]
     assert (event["site"], event["round"]) == ("ant", 1)
-    assert "ant never counted: reading its data failed: FileNotFoundError" in server.missed["ant"]["sentence"]
+    assert (
+        "ant never counted: reading its data failed: FileNotFoundError"
+        in server.missed["ant"]["sentence"]
+    )
     assert list(SITES) == list(config.deploy.sites)

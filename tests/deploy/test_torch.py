@@ -46,7 +46,8 @@ def jax_loss(params, batch):
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["name = 'scaffold'", "name = 'scaffold'\noption = 1", "name = 'fedprox'", "name = 'sgd'"]
+    "algorithm",
+    ["name = 'scaffold'", "name = 'scaffold'\noption = 1", "name = 'fedprox'", "name = 'sgd'"],
 )
 @pytest.mark.parametrize(
     "local",
@@ -86,7 +87,9 @@ def work(one, local, shift=None):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_any_optimiser_of_ones_own(nesterov):
     local = Local(steps=4, lr=0.1, optimizer="own")
-    one = torch_learner(optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=nesterov))
+    one = torch_learner(
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=nesterov)
+    )
     done = one.site("bee").train(work(one, local))
     # by hand: the mean of g + shift over the very points that were visited
     y, v, total = START.copy(), 0.0, 0.0
@@ -128,7 +131,11 @@ def test_a_step_that_the_scaler_skips_does_not_count():
         return loss(module, batch) * (float("inf") if len(calls) == 2 else 1.0)
 
     one = TorchLearner(
-        Point, overflowing, tensors, precision="float64", scaler=lambda: torch.amp.GradScaler("cpu", init_scale=8.0)
+        Point,
+        overflowing,
+        tensors,
+        precision="float64",
+        scaler=lambda: torch.amp.GradScaler("cpu", init_scale=8.0),
     )
     done = one.site("cow").train(work(one, collected(steps=4, lr=0.1)))
     assert done.steps == 3
@@ -152,7 +159,9 @@ class Net(torch.nn.Module):
 def net_data(site):
     g = torch.Generator().manual_seed(SITES.index(site))
     x = torch.randn(12, 3, generator=g) + SITES.index(site)
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), 4, shuffle=True)
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), 4, shuffle=True
+    )
 
 
 def net_loss(module, batch):
@@ -198,8 +207,13 @@ def test_average_of_buffers_is_the_weighted_mean(folder):
     for site, reply in replies.items():
         assert server.receive(site, reply).counted
     server.close()
-    sent = [np.frombuffer(r.blobs["buffer.norm.running_mean"].data, np.float32) for r in replies.values()]
-    np.testing.assert_allclose(server.state.buffers["norm.running_mean"], np.mean(sent, axis=0), rtol=1e-6)
+    sent = [
+        np.frombuffer(r.blobs["buffer.norm.running_mean"].data, np.float32)
+        for r in replies.values()
+    ]
+    np.testing.assert_allclose(
+        server.state.buffers["norm.running_mean"], np.mean(sent, axis=0), rtol=1e-6
+    )
 
 
 def test_a_round_done_again_is_the_same_round(folder):
@@ -219,7 +233,9 @@ def test_mistakes_are_said_in_a_line():
     with pytest.raises(InputError, match="optimizer=module"):
         one.site("ant").train(work(one, Local(steps=1, optimizer="own")))
     with pytest.raises(InputError, match="leave one out"):
-        net().site("ant").train(work(net(), Local(steps=1, batch_size=3), shift=np.zeros(net().schema.size)))
+        net().site("ant").train(
+            work(net(), Local(steps=1, batch_size=3), shift=np.zeros(net().schema.size))
+        )
     with pytest.raises(InputError, match="no records"):
         TorchLearner(Point, loss, lambda site: (torch.zeros(0, 2), torch.zeros(0, 2))).site("ant")
 
@@ -227,7 +243,9 @@ def test_mistakes_are_said_in_a_line():
 def test_a_batch_that_is_a_share_of_a_data_set_takes_the_steps_that_the_server_expects(folder):
     """30 % of 4 records are 2, rounded up as everywhere: with 1 there would be too many steps."""
     one = torch_learner()
-    one.data = lambda site: torch.utils.data.TensorDataset(*(torch.from_numpy(part) for part in data(site)))
+    one.data = lambda site: torch.utils.data.TensorDataset(
+        *(torch.from_numpy(part) for part in data(site))
+    )
     config = settings(local="epochs = 1\nbatch_size = 0.3\nlr = 0.1")
     _, summary = run(config, one, folder, rounds=2)
     assert summary.missed == {}

@@ -41,7 +41,10 @@ class Net(torch.nn.Module):
 
 def data(site):
     g = torch.Generator().manual_seed(3)
-    rows, x = torch.randint(0, 5, (8,), generator=g), torch.randn(8, 3, generator=g, dtype=torch.float64)
+    rows, x = (
+        torch.randint(0, 5, (8,), generator=g),
+        torch.randn(8, 3, generator=g, dtype=torch.float64),
+    )
     return rows, x, x[:, 0] ** 2 - rows
 
 
@@ -67,11 +70,20 @@ def oracle(optimizer, shift):
     def gradient(y):
         leaves, at = {}, 0
         for name, value in values.items():
-            leaves[name] = torch.from_numpy(y[at : at + value.numel()].copy()).reshape(value.shape).requires_grad_()
+            leaves[name] = (
+                torch.from_numpy(y[at : at + value.numel()].copy())
+                .reshape(value.shape)
+                .requires_grad_()
+            )
             at += value.numel()
         out = torch.func.functional_call(module, leaves | fixed, (data("a"),))
-        grads = torch.autograd.grad(((out - data("a")[2]) ** 2).mean(), list(leaves.values()), allow_unused=True)
-        flat = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, leaves.values(), strict=True)]
+        grads = torch.autograd.grad(
+            ((out - data("a")[2]) ** 2).mean(), list(leaves.values()), allow_unused=True
+        )
+        flat = [
+            torch.zeros_like(v) if g is None else g
+            for g, v in zip(grads, leaves.values(), strict=True)
+        ]
         return np.concatenate([g.detach().numpy().ravel() for g in flat])
 
     y = np.concatenate([v.numpy().ravel() for v in values.values()])
@@ -96,15 +108,22 @@ def shift_of(one):
 def own(kind):
     if kind == "adamw":
         return lambda module: torch.optim.AdamW(module.parameters(), LR, weight_decay=DECAY)
-    return lambda module: torch.optim.SGD(module.parameters(), LR, momentum=0.9 if kind == "momentum" else 0.0)
+    return lambda module: torch.optim.SGD(
+        module.parameters(), LR, momentum=0.9 if kind == "momentum" else 0.0
+    )
 
 
 def trained(one, optimizer="sgd", algorithm=None, **more):
     shift = None if algorithm is not None else shift_of(one)
     work = Work(
-        one.start, shift, algorithm or scaffold(), Local(steps=STEPS, lr=LR, optimizer=optimizer),
-        seed=5, buffers={name: one.buffers[name] for name, _, _ in one.schema.buffers}, **more,
-    )  # fmt: skip
+        one.start,
+        shift,
+        algorithm or scaffold(),
+        Local(steps=STEPS, lr=LR, optimizer=optimizer),
+        seed=5,
+        buffers={name: one.buffers[name] for name, _, _ in one.schema.buffers},
+        **more,
+    )
     return one.site("a").train(work)
 
 
@@ -156,11 +175,21 @@ def checkpoints(module, batch):
     return checkpoint(lambda x: loss(module, (batch[0], x, batch[2])), x, use_reentrant=True)
 
 
-ROUGH = [loss, zeroes, zeroes_in_place, replaces, goes_backward_itself, penalises_gradients, moves_memory,
-         checkpoints]  # fmt: skip
+ROUGH = [
+    loss,
+    zeroes,
+    zeroes_in_place,
+    replaces,
+    goes_backward_itself,
+    penalises_gradients,
+    moves_memory,
+    checkpoints,
+]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "own sgd", "own momentum", "own adamw"])
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "momentum", "adam", "own sgd", "own momentum", "own adamw"]
+)
 @pytest.mark.parametrize("rough", ROUGH, ids=lambda f: f.__name__)
 def test_whatever_the_loss_does_the_steps_are_the_oracles(rough, optimizer):
     kind = optimizer.removeprefix("own ")
@@ -175,7 +204,9 @@ def test_whatever_the_loss_does_the_steps_are_the_oracles(rough, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "own"])
 def test_sparse_gradients_are_gradients(optimizer):
-    one = TorchLearner(lambda: Net(sparse=True), loss, data, precision="float64", optimizer=own("sgd"))
+    one = TorchLearner(
+        lambda: Net(sparse=True), loss, data, precision="float64", optimizer=own("sgd")
+    )
     y, d = oracle("sgd", shift_of(one))
     done = trained(one, optimizer)
     np.testing.assert_allclose(done.walk.y, y, rtol=0, atol=1e-12)
@@ -325,8 +356,14 @@ class Private(torch.optim.SGD):
     ("optimizer", "said"),
     [
         (lambda m: Private(m.parameters(), LR), "replaced the gradient of"),
-        (lambda m: torch.optim.SGD(m.out.parameters(), LR), "leaves out 'unused'|leaves out 'table.weight'"),
-        (lambda m: torch.optim.SGD([*m.parameters(), torch.nn.Parameter(torch.ones(1))], LR), "none of the module's"),
+        (
+            lambda m: torch.optim.SGD(m.out.parameters(), LR),
+            "leaves out 'unused'|leaves out 'table.weight'",
+        ),
+        (
+            lambda m: torch.optim.SGD([*m.parameters(), torch.nn.Parameter(torch.ones(1))], LR),
+            "none of the module's",
+        ),
         (lambda m: object(), "must return a torch.optim.Optimizer, got object"),
     ],
 )

@@ -48,20 +48,43 @@ class Weighed(InProcess):
 
 EQUAL, UNEQUAL = "steps = 3", "epochs = 1\nbatch_size = 1"
 ALGORITHMS = {
-    "fedavg": fs.fedavg(), "fedprox": fs.fedprox(), "fednova": fs.fednova(), "sgd": fs.sgd(),
-    "feddyn": fs.feddyn(), "scaffold": fs.scaffold(), "scaffold\noption = 1": fs.scaffold(option=1),
-}  # fmt: skip
+    "fedavg": fs.fedavg(),
+    "fedprox": fs.fedprox(),
+    "fednova": fs.fednova(),
+    "sgd": fs.sgd(),
+    "feddyn": fs.feddyn(),
+    "scaffold": fs.scaffold(),
+    "scaffold\noption = 1": fs.scaffold(option=1),
+}
 OPTIMIZERS = {"sgd": None, "momentum": optax.sgd(LR, momentum=0.9), "adam": optax.adam(LR)}
 TABLE = [
-    *itertools.product(ALGORITHMS, (EQUAL, UNEQUAL), ("sgd",), ("equal",), ("client", "server"), ("float64",)),
-    *itertools.product(("scaffold", "fedavg"), (UNEQUAL,), ("sgd",), ("records",), ("server",), ("float32", "float64")),
-    *itertools.product(("scaffold", "feddyn"), (EQUAL, UNEQUAL), ("momentum", "adam"), ("equal",), ("server",), ("float64",)),
-]  # fmt: skip
+    *itertools.product(
+        ALGORITHMS, (EQUAL, UNEQUAL), ("sgd",), ("equal",), ("client", "server"), ("float64",)
+    ),
+    *itertools.product(
+        ("scaffold", "fedavg"),
+        (UNEQUAL,),
+        ("sgd",),
+        ("records",),
+        ("server",),
+        ("float32", "float64"),
+    ),
+    *itertools.product(
+        ("scaffold", "feddyn"),
+        (EQUAL, UNEQUAL),
+        ("momentum", "adam"),
+        ("equal",),
+        ("server",),
+        ("float64",),
+    ),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "local", "optimizer", "weights", "keeper", "precision"), TABLE)
-def test_bytes_and_models_are_those_of_the_deployment(name, local, optimizer, weights, keeper, precision, tmp_path):
+def test_bytes_and_models_are_those_of_the_deployment(
+    name, local, optimizer, weights, keeper, precision, tmp_path
+):
     word, _, option = name.partition("\n")
     config = settings(
         local=f"{local}\nlr = {LR}\noptimizer = '{optimizer}'",
@@ -76,7 +99,11 @@ def test_bytes_and_models_are_those_of_the_deployment(name, local, optimizer, we
     drive(server, transport, ROUNDS)
     run = fs.simulate(
         ALGORITHMS[name],
-        fs.Problem(lambda w, batch: (batch[0] * (w - batch[1]) ** 2).sum(axis=1).mean() / 2, START, list(map(data, SITES))),
+        fs.Problem(
+            lambda w, batch: (batch[0] * (w - batch[1]) ** 2).sum(axis=1).mean() / 2,
+            START,
+            list(map(data, SITES)),
+        ),
         rounds=ROUNDS,
         cohorts=[sorted(transport.cohorts[r]) for r in range(1, ROUNDS + 1)],
         local_steps=3 if local == EQUAL else None,
@@ -86,9 +113,11 @@ def test_bytes_and_models_are_those_of_the_deployment(name, local, optimizer, we
         local_optimizer=OPTIMIZERS[optimizer],
         weights=weights,
         precision=precision,
-    )  # fmt: skip
+    )
     assert run.history["bytes_up"].tolist() == [transport.up[r] for r in range(1, ROUNDS + 1)]
-    own = keeper == "server" and word == "feddyn"  # its clients are sent the c_i that they do not keep
+    own = (
+        keeper == "server" and word == "feddyn"
+    )  # its clients are sent the c_i that they do not keep
     down = (run.history["bytes_down"] * (2 if own else 1)).tolist()
     assert down == [transport.down[r] for r in range(1, ROUNDS + 1)]
     close = 1e-13 if precision == "float64" else 1e-5
@@ -104,7 +133,13 @@ def test_bytes_and_models_are_those_of_the_deployment(name, local, optimizer, we
 def test_compressed_directions_of_unequal_steps_are_one_message():
     """As those of equal steps: d_i is what is compressed, and the server multiplies it by K_i lr."""
     problem = fs.problems.quadratic(num_clients=6, dim=20, mu=0.1, seed=0)
-    given = {"rounds": 300, "lr": 0.05, "cohort": 3, "compression": "top_k:0.5", "precision": "float64"}
+    given = {
+        "rounds": 300,
+        "lr": 0.05,
+        "cohort": 3,
+        "compression": "top_k:0.5",
+        "precision": "float64",
+    }
     unequal = fs.simulate(fs.scaffold(), problem, local_steps=[1, 2, 3, 4, 5, 6], **given)
     equal = fs.simulate(fs.scaffold(), problem, local_steps=3, **given)
     assert unequal.history["bytes_up"].tolist() == equal.history["bytes_up"].tolist()

@@ -17,12 +17,18 @@ spec.loader.exec_module(arguments)
 
 def rows(text):
     """The rows of a page's tables, by their first cell."""
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
     return {row[0].strip("`"): row for row in cells}
 
 
 def test_the_page_is_up_to_date():
-    assert arguments.PAGE.read_text(encoding="utf-8") == arguments.page(), "run `make arguments`, look, and commit"
+    assert arguments.PAGE.read_text(encoding="utf-8") == arguments.page(), (
+        "run `make arguments`, look, and commit"
+    )
 
 
 def test_every_argument_and_key_has_a_row():
@@ -38,7 +44,9 @@ def test_the_options_are_those_that_compare_has(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main()
     helped = capsys.readouterr().out
-    found = {cell for row in rows(arguments.page()).values() for cell in row if cell.startswith("`--")}
+    found = {
+        cell for row in rows(arguments.page()).values() for cell in row if cell.startswith("`--")
+    }
     assert len(found) > 10
     assert all(f"{cell.strip('`')} " in helped for cell in found)
     assert rows(arguments.page())["server.lr"][1] == "-"  # --lr is the clients'

@@ -36,7 +36,8 @@ JUDGE = "python -m fedscaffold.conformance "
 
 # commands that take long and are run by tests of their own
 ELSEWHERE = {
-    f"python -m papers.exercises {name}" for name in ("participation", "stale", "momentum", "compression", "richardson")
+    f"python -m papers.exercises {name}"
+    for name in ("participation", "stale", "momentum", "compression", "richardson")
 }
 
 
@@ -50,7 +51,10 @@ def entry(command):
     return None
 
 
-LIMITS = {"--rounds": 5, "--seeds": 1}  # of a comparison: the command is tested, not where it gets to
+LIMITS = {
+    "--rounds": 5,
+    "--seeds": 1,
+}  # of a comparison: the command is tested, not where it gets to
 
 
 def shortened(words):
@@ -67,13 +71,17 @@ def blocks(page, language):
 
 
 def commands(page):
-    lines = [line.split("  #")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
+    lines = [
+        line.split("  #")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("page", [page for page in PAGES if any(map(entry, commands(page)))], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(map(entry, commands(page)))], ids=lambda p: p.name
+)
 def test_commands_run(page, tmp_path):
     for text in blocks(page, "toml"):
         (tmp_path / "first.toml").write_text(text, encoding="utf-8")
@@ -81,7 +89,11 @@ def test_commands_run(page, tmp_path):
         if text.startswith("# "):  # a file, named in its first line
             (tmp_path / text.splitlines()[0][2:].strip()).write_text(text, encoding="utf-8")
     asked = json.dumps(
-        [shortened(entry(command)) for command in commands(page) if entry(command) and command not in ELSEWHERE]
+        [
+            shortened(entry(command))
+            for command in commands(page)
+            if entry(command) and command not in ELSEWHERE
+        ]
     )
     done = forkserver.run(DRIVER, cwd=tmp_path, input=asked)
     assert done.returncode == 0, done.stderr

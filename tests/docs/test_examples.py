@@ -17,7 +17,10 @@ from fedscaffold.conformance import IDENTITIES, conform, federation, ours, run, 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.rglob("*.py"))
-PAGE = "".join((EXAMPLES.parent / "docs" / name).read_text(encoding="utf-8") for name in ("own-model.md", "extend.md"))
+PAGE = "".join(
+    (EXAMPLES.parent / "docs" / name).read_text(encoding="utf-8")
+    for name in ("own-model.md", "extend.md")
+)
 
 
 @pytest.fixture
@@ -55,13 +58,17 @@ def test_a_module_is_trained_and_comes_back_as_it_was(name, level, play):
     one = names["network"]
     scores = one(x) if name.startswith("flax") else jax.vmap(one)(x)
     assert type(one).__name__ in ("Network", "MLP")
-    assert np.mean(np.argmax(scores, axis=1) == y) == pytest.approx(found.history["accuracy"][-1], abs=1e-6)
+    assert np.mean(np.argmax(scores, axis=1) == y) == pytest.approx(
+        found.history["accuracy"][-1], abs=1e-6
+    )
 
 
 @pytest.mark.slow
 def test_csv_files_give_the_fit_of_the_pooled_rows(play, tmp_path, capsys):
     names = play("csv_clients.py")
-    rows = np.vstack([np.column_stack([c[name] for name in names["features"]]) for c in names["clients"]])
+    rows = np.vstack(
+        [np.column_stack([c[name] for name in names["features"]]) for c in names["clients"]]
+    )
     response = np.concatenate([client["progression"] for client in names["clients"]])
     pooled = np.linalg.lstsq(np.column_stack([rows, np.ones(len(rows))]), response)[0]
     assert capsys.readouterr().out.splitlines()[1] in PAGE
@@ -69,7 +76,9 @@ def test_csv_files_give_the_fit_of_the_pooled_rows(play, tmp_path, capsys):
     np.testing.assert_allclose(mine, pooled, rtol=1e-9)
     # a file without one of the columns: which client, which column
     for path in names["paths"]:
-        (tmp_path / path.name).write_text(path.read_text().replace("bmi", "weight" if path.stem == "west" else "bmi"))
+        (tmp_path / path.name).write_text(
+            path.read_text().replace("bmi", "weight" if path.stem == "west" else "bmi")
+        )
     with pytest.raises(InputError, match=r"client 2 lacks \['bmi'\], which client 0 has$"):
         play("csv_clients.py", tmp_path)
     with pytest.raises(SystemExit, match="holds no CSV files"):
@@ -85,7 +94,9 @@ def test_parquet_files_end_where_the_pooled_gradient_is_zero(play):
     words = np.concatenate([table["cultivar"].to_pylist() for table in names["tables"]])
     assert (np.array(names["classes"])[y] == words).all()
     w, b = names["run"].x["w"], names["run"].x["b"]
-    scores = x.astype(np.float32) @ w.T + b  # the library keeps pictures and tables in single precision
+    scores = (
+        x.astype(np.float32) @ w.T + b
+    )  # the library keeps pictures and tables in single precision
     likely = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
     error = (likely - np.eye(3)[y]) / len(y)
     np.testing.assert_allclose(error.T @ x.astype(np.float32), -0.1 * w, atol=1e-9)
@@ -96,11 +107,17 @@ def test_parquet_files_end_where_the_pooled_gradient_is_zero(play):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_flower_partitions_hold_every_record_once(play):
-    pytest.importorskip("flwr_datasets", reason="needs flwr-datasets: pip install 'fedscaffold[flower-datasets]'")
+    pytest.importorskip(
+        "flwr_datasets", reason="needs flwr-datasets: pip install 'fedscaffold[flower-datasets]'"
+    )
     names = play("flower_datasets.py")
     rows = np.concatenate([np.column_stack(client) for client in names["clients"]])
-    whole = np.column_stack([names["pictures"][~names["test"]] / 16, names["digits"][~names["test"]]])
-    for mine, given in zip(*(np.unique(table, axis=0, return_counts=True) for table in (rows, whole)), strict=True):
+    whole = np.column_stack(
+        [names["pictures"][~names["test"]] / 16, names["digits"][~names["test"]]]
+    )
+    for mine, given in zip(
+        *(np.unique(table, axis=0, return_counts=True) for table in (rows, whole)), strict=True
+    ):
         np.testing.assert_allclose(mine, given)
     assert names["run"].history["accuracy"][-1] > 0.9
     assert names["run"].residual < 1e-5
@@ -112,7 +129,14 @@ def test_a_torch_model_with_batch_normalisation_and_adam_is_deployed(tmp_path, m
     from safetensors.torch import load_file
 
     code, said = command(
-        monkeypatch, capsys, "deploy", "simulate", EXAMPLES / "torch_model", "--out", tmp_path, "--json"
+        monkeypatch,
+        capsys,
+        "deploy",
+        "simulate",
+        EXAMPLES / "torch_model",
+        "--out",
+        tmp_path,
+        "--json",
     )
     answer = json.loads(said)
     assert code == 0
@@ -137,15 +161,25 @@ def test_the_suite_judges_an_algorithm_of_ones_own(play, capsys):
     runs, fails = names["runs"], names["fails"]
     assert fails["scaffold"] == {}
     # another algorithm, not a wrong one: what makes it right holds, what makes it SCAFFOLD does not
-    assert fails["damped"].keys() == {"gradients seen", "SAGA", "centred form", "golden", "clipping"}
+    assert fails["damped"].keys() == {
+        "gradients seen",
+        "SAGA",
+        "centred form",
+        "golden",
+        "clipping",
+    }
     assert runs["damped"].history["distance"][-1] < 1e-12
     # a wrong one ends where the gradient is the mismatch c - sum p_i c_i, and the gauge shows it
     assert {"mean", "optimum", "conserved"} <= fails["slipped"].keys()
-    assert runs["slipped"].residual == pytest.approx(runs["slipped"].history["grad_norm"][-1], rel=1e-6)
+    assert runs["slipped"].residual == pytest.approx(
+        runs["slipped"].history["grad_norm"][-1], rel=1e-6
+    )
     assert runs["slipped"].residual > 0.1
     assert runs["slipped"].fault is not None
     case = federation([[[1.0]], [[0.25]]], [[1.0], [-0.5]], [2.0], rounds=5, steps=4, lr=0.2)
-    for mine, plain in zip(run(names["damped"](damping=1.0), case).vectors, ours(case).vectors, strict=True):
+    for mine, plain in zip(
+        run(names["damped"](damping=1.0), case).vectors, ours(case).vectors, strict=True
+    ):
         np.testing.assert_allclose(mine, plain, rtol=0, atol=1e-14)
 
 
@@ -166,8 +200,14 @@ def test_an_algorithm_is_judged_from_the_command_line(monkeypatch, capsys):
 def test_an_algorithm_needs_no_adapter():
     by_hand = [verdict[:4] for verdict in conform(ours)]
     assert [verdict[:4] for verdict in conform(fs.scaffold)] == by_hand
-    made = {verdict.name: verdict for verdict in conform(fs.scaffold())}  # option and server step are inside
-    elsewhere = {one.name for one in IDENTITIES if any(case.server_lr != 1 or case.option == 1 for case in one.cases)}
+    made = {
+        verdict.name: verdict for verdict in conform(fs.scaffold())
+    }  # option and server step are inside
+    elsewhere = {
+        one.name
+        for one in IDENTITIES
+        if any(case.server_lr != 1 or case.option == 1 for case in one.cases)
+    }
     elsewhere |= {one.name for one in select(["tensors", "buffers", "private optimiser"])}
     assert {name for name, verdict in made.items() if verdict.outcome == "not offered"} == elsewhere
     assert {verdict.outcome for name, verdict in made.items() if name not in elsewhere} == {"holds"}
@@ -189,7 +229,8 @@ def test_an_example_is_a_docstring_and_some_25_lines(path):
     own = [
         node
         for node in tree.body[1:]
-        if not isinstance(node, (ast.Import, ast.ImportFrom)) and getattr(node, "name", "") != "sample"
+        if not isinstance(node, (ast.Import, ast.ImportFrom))
+        and getattr(node, "name", "") != "sample"
     ]
     lines = {inner.lineno for node in own for inner in ast.walk(node) if hasattr(inner, "lineno")}
     assert len(lines) <= 30

@@ -10,7 +10,8 @@ import fedscaffold as fs
 
 RNG = np.random.default_rng(1)
 CLIENTS = [
-    (RNG.normal(size=(n, 3)), RNG.normal(size=n) + offset) for n, offset in ((20, -2), (30, 0), (40, 1), (50, 3))
+    (RNG.normal(size=(n, 3)), RNG.normal(size=n) + offset)
+    for n, offset in ((20, -2), (30, 0), (40, 1), (50, 3))
 ]
 ASK = {"local_steps": 5, "lr": 0.1, "precision": "float64"}
 EXACT = {"rtol": 0, "atol": 1e-13}
@@ -79,13 +80,18 @@ def test_a_direction_asks_for_two_gradients_and_the_server_counts(problem):
         "sharpness",
         direction=lambda gradient, y, x, shift: gradient(y + 0.05 * gradient(y)),
         message=move,
-        update=lambda server, sent, mean, heard: Counted(server.x - mean.move / server.round, server.round + 1),
+        update=lambda server, sent, mean, heard: Counted(
+            server.x - mean.move / server.round, server.round + 1
+        ),
         init=lambda x: Counted(x, 1),
     )
     run = fs.simulate(method, problem, rounds=10, **ASK)
     x = np.ones(3)
     for count in range(1, 11):
-        ends = [walk(x, lambda y, c=client: gradient(y + 0.05 * gradient(y, c), c))[0] for client in CLIENTS]
+        ends = [
+            walk(x, lambda y, c=client: gradient(y + 0.05 * gradient(y, c), c))[0]
+            for client in CLIENTS
+        ]
         x = x - (x - np.mean(ends, axis=0)) / count
     np.testing.assert_allclose(run.x, x, **EXACT)
     assert run.server.round == 11
@@ -132,7 +138,8 @@ def test_a_memory_and_a_shift_may_be_numbers(problem):
     x, count = np.ones(3), np.zeros(4)
     for cohort in turns:
         ends = [
-            walk(x, lambda y, i=i, x=x: gradient(y, CLIENTS[i]) + 0.3 / (1 + count[i]) * (y - x))[0] for i in cohort
+            walk(x, lambda y, i=i, x=x: gradient(y, CLIENTS[i]) + 0.3 / (1 + count[i]) * (y - x))[0]
+            for i in cohort
         ]
         x = p[cohort] @ np.array(ends) / p[cohort].sum()
         count[cohort] += 1

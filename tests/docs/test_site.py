@@ -31,7 +31,9 @@ from tests.faults import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 sys.path.append(str(ROOT / "tools" / "website"))
 import apidoc  # noqa: E402
 import docstrings  # noqa: E402
@@ -41,7 +43,13 @@ import museum  # noqa: E402
 import wall  # noqa: E402
 
 # Addresses in the theme's script that nothing here makes it use: a repository's stars, diagrams, browsers of 2019.
-ASLEEP = ("api.github.com", "/api/v4/projects", "unpkg.com/mermaid@", "unpkg.com/resize-observer", "clipboardjs.com")
+ASLEEP = (
+    "api.github.com",
+    "/api/v4/projects",
+    "unpkg.com/mermaid@",
+    "unpkg.com/resize-observer",
+    "clipboardjs.com",
+)
 
 
 class Page(HTMLParser):
@@ -49,7 +57,14 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.ids, self.links, self.loads, self.scripts, self.text, self.inside = set(), [], [], [], [], []
+        self.ids, self.links, self.loads, self.scripts, self.text, self.inside = (
+            set(),
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
@@ -59,7 +74,9 @@ class Page(HTMLParser):
             self.links.append(given["href"])
         elif tag == "link" and given.get("rel") not in ("canonical", "prev", "next"):
             self.loads.append(given["href"])
-        self.loads += [given[name] for name in ("src", "srcset", "data", "poster") if given.get(name)]
+        self.loads += [
+            given[name] for name in ("src", "srcset", "data", "poster") if given.get(name)
+        ]
         if tag in ("script", "style"):
             self.inside.append(tag)
 
@@ -79,9 +96,19 @@ def site(tmp_path_factory):
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "sitemap.xml").exists():
-            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+            command = [
+                sys.executable,
+                "-m",
+                "mkdocs",
+                "build",
+                "--strict",
+                "--site-dir",
+                str(folder),
+            ]
             quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-            done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -124,11 +151,20 @@ def test_nothing_is_loaded_from_elsewhere(site, pages):
     outside = re.compile(r"(?:https?:)?//[\w$]")
     for name, page in pages.items():
         assert not [one for one in page.loads if outside.match(one)], name
-        assert not re.search(r"https?://", "".join(page.scripts).replace("http://www.w3.org/", "")), name
+        assert not re.search(
+            r"https?://", "".join(page.scripts).replace("http://www.w3.org/", "")
+        ), name
         assert not {"mermaid", "__source"} & page.ids
     for path in site.rglob("*.css"):
-        assert not re.search(r"@import|url\(\s*[\"']?(?:https?:)?//", path.read_text(encoding="utf-8")), path
-    inner = [(site / name, one) for name, page in pages.items() if name != "404.html" for one in page.loads]
+        assert not re.search(
+            r"@import|url\(\s*[\"']?(?:https?:)?//", path.read_text(encoding="utf-8")
+        ), path
+    inner = [
+        (site / name, one)
+        for name, page in pages.items()
+        if name != "404.html"
+        for one in page.loads
+    ]
     loaded = {page.parent / one for page, one in inner if one.endswith(".js")}
     loaded = {path.resolve() for path in loaded} | set(site.glob("assets/javascripts/workers/*.js"))
     assert len(loaded) >= 3
@@ -145,7 +181,9 @@ def test_the_wall_has_a_tile_for_each_fault_and_says_of_each_what_the_code_does(
     assert set(wall.OPEN) == set(range(1, wall.TILES + 1)) - set(SCENARIOS)
     assert set(SCENARIOS) >= {22, 23, *range(29, 36)}
     text = (site / "wall.html").read_text(encoding="utf-8")
-    tiles = dict(re.findall(r'<section class="tile \w+" id="fault-(\d+)">(.*?)</section>', text, re.S))
+    tiles = dict(
+        re.findall(r'<section class="tile \w+" id="fault-(\d+)">(.*?)</section>', text, re.S)
+    )
     assert [int(number) for number in tiles] == list(range(1, wall.TILES + 1))
     for number, (name, _) in SCENARIOS.items():
         assert f'<p class="fault">{name}</p>' in tiles[str(number)]
@@ -159,7 +197,9 @@ def test_the_wall_has_a_tile_for_each_fault_and_says_of_each_what_the_code_does(
 
 
 def test_a_scenario_that_is_taken_away_takes_its_tile_along(monkeypatch):
-    monkeypatch.setattr(wall, "SCENARIOS", {number: one for number, one in SCENARIOS.items() if number != 7})
+    monkeypatch.setattr(
+        wall, "SCENARIOS", {number: one for number, one in SCENARIOS.items() if number != 7}
+    )
     with pytest.raises(KeyError):
         wall.tiles()
 
@@ -181,15 +221,24 @@ def test_the_museum_is_complete_and_every_label_is_true(site):
         caught = rows[re.search(r"Caught by <strong>(.*?)</strong>", exhibit)[1]]
         assert conform(adapters[name], [caught])[0].outcome == "fails", (name, caught.name)
         assert exhibit.count("<polyline") == 2
-        assert re.search(r"<pre><code>(?:mutant|broken|update|lambda)\b.*</code></pre>", exhibit, re.S)
+        assert re.search(
+            r"<pre><code>(?:mutant|broken|update|lambda)\b.*</code></pre>", exhibit, re.S
+        )
         named.add(name)
     assert named == set(adapters)
 
 
 @pytest.mark.process
 def test_no_project_is_named_in_the_museum(site):
-    text = (site / "museum.html").read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
-    source = (ROOT / "src" / "fedscaffold" / "conformance" / "mistakes.py").read_text(encoding="utf-8")
+    text = (
+        (site / "museum.html")
+        .read_text(encoding="utf-8")
+        .partition("<article")[2]
+        .partition("</article>")[0]
+    )
+    source = (ROOT / "src" / "fedscaffold" / "conformance" / "mistakes.py").read_text(
+        encoding="utf-8"
+    )
     sources = " ".join(re.findall(r"^    # (.*)$", source, re.M))
     shapes = r"\b(?:[A-Z][A-Za-z]*-?[A-Z_][\w-]*|Plato|Flower|fluke|flame|declearn|pfl-research|niid_bench|ki-ljl)\b"
     projects = set(re.findall(shapes, sources))
@@ -207,8 +256,13 @@ def test_curves_are_distances_to_the_optimum():
     assert values[-1] < 1e-10
     wrong = museum.distances(MISTAKES["the correction never reaches the parameters"], case)[0]
     steps, lr = case.local_steps[0], case.lr[0]
-    left = [np.linalg.matrix_power(np.eye(3) - lr * a, steps) for a in case.hessians]  # FedAvg's round is affine: F7
-    pushed = [np.linalg.solve(a, (np.eye(3) - u) @ b) for a, u, b in zip(case.hessians, left, case.linear, strict=True)]
+    left = [
+        np.linalg.matrix_power(np.eye(3) - lr * a, steps) for a in case.hessians
+    ]  # FedAvg's round is affine: F7
+    pushed = [
+        np.linalg.solve(a, (np.eye(3) - u) @ b)
+        for a, u, b in zip(case.hessians, left, case.linear, strict=True)
+    ]
     end = np.linalg.solve(np.eye(3) - np.mean(left, axis=0), np.mean(pushed, axis=0))
     assert wrong[-1] == pytest.approx(np.linalg.norm(end - best), rel=1e-9)
     line = museum.picture("said", case.rounds, right=values, wrong=wrong)
@@ -254,7 +308,11 @@ def test_every_formula_has_a_function_a_test_and_its_errata():
         tests = re.findall(r"`([\w/]+\.py::test_\w+)`", row)
         assert number == "F2" or (tests and re.search(r"`(fs|papers)\.", row)), number
         assert all(test_exists(test) for test in tests), row
-    numbers = set(re.findall(r"\bF\d+'?", "".join(path.read_text(encoding="utf-8") for path in theory_files())))
+    numbers = set(
+        re.findall(
+            r"\bF\d+'?", "".join(path.read_text(encoding="utf-8") for path in theory_files())
+        )
+    )
     assert numbers <= set(rows), "the docstrings of theory have formulas that the page has not"
     claims = importlib.import_module("papers.claims").CLAIMS
     experiments = page.partition("## The papers' experiments")[2]
@@ -266,16 +324,26 @@ def test_every_formula_has_a_function_a_test_and_its_errata():
 def theory_files():
     """The library's, the published bounds, and the formulas that are wrong in print."""
     folders = Path(fedscaffold.__file__).parent / "theory", ROOT / "papers" / "bounds"
-    return [*(path for folder in folders for path in folder.glob("*.py")), ROOT / "papers" / "as_printed.py"]
+    return [
+        *(path for folder in folders for path in folder.glob("*.py")),
+        ROOT / "papers" / "as_printed.py",
+    ]
 
 
 @pytest.mark.process
 def test_every_erratum_is_linked_from_its_formula_or_stands_alone(pages):
     anchors = {one for one in pages["errata.html"].ids if re.fullmatch(r"00\d-\d+[a-z]?", one)}
-    linked = {urlsplit(link).fragment for link in pages["theory-formulas.html"].links if "errata.html#00" in link}
+    linked = {
+        urlsplit(link).fragment
+        for link in pages["theory-formulas.html"].links
+        if "errata.html#00" in link
+    }
     assert len(anchors) > 35
     assert linked - {"003-slides"} <= anchors
-    assert anchors - linked <= {"000-10", "000-11"}  # a caption, a name: no formula of theirs is computed here
+    assert anchors - linked <= {
+        "000-10",
+        "000-11",
+    }  # a caption, a name: no formula of theirs is computed here
 
 
 @pytest.mark.process
@@ -323,9 +391,16 @@ def test_the_reference_lists_the_arguments_that_are_filled_in_at_run_time(name, 
     extension = griffe.load_extensions(docstrings.Docstrings)
     package = griffe.load("fedscaffold", search_paths=[ROOT / "src"], extensions=extension)
     seen = package[f"{live.__module__.removeprefix('fedscaffold.')}.{name}"]
-    described = {one.name for part in seen.docstring.parse("google") if part.kind == "parameters" for one in part.value}
+    described = {
+        one.name
+        for part in seen.docstring.parse("google")
+        if part.kind == "parameters"
+        for one in part.value
+    }
     assert set(listed) <= described
-    assert {one.name for one in seen.parameters} - {"self"} == set(inspect.signature(live).parameters)
+    assert {one.name for one in seen.parameters} - {"self"} == set(
+        inspect.signature(live).parameters
+    )
     assert docstrings.FILLED.search(seen.docstring.value) is None
 
 
@@ -337,7 +412,9 @@ def test_no_page_shows_what_should_have_been_filled_in(pages):
 
 def test_a_page_from_elsewhere_keeps_only_links_that_lead_somewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(hook, "ROOT", tmp_path)
-    (tmp_path / "a.md").write_text("# A\n\n[one](../docs/wall.md#x) [two](b.py) [three](https://c.org)\n\n# B\n")
+    (tmp_path / "a.md").write_text(
+        "# A\n\n[one](../docs/wall.md#x) [two](b.py) [three](https://c.org)\n\n# B\n"
+    )
     assert hook.included("a.md") == "[one](wall.md#x) two [three](https://c.org)\n\n# B\n"
 
 
@@ -345,7 +422,9 @@ def test_what_nothing_makes_is_a_failure(caplog):
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
     asked = "<!-- made: nonsense -->"
     assert hook.on_page_markdown(asked, page) == asked
-    assert caplog.messages == ["index.md asks for 'nonsense', which nothing makes"]  # and strict builds fail on it
+    assert caplog.messages == [
+        "index.md asks for 'nonsense', which nothing makes"
+    ]  # and strict builds fail on it
 
 
 # In the browser: pages in frames as wide as a phone and as a screen, opened from the file system, which say what they saw.
@@ -370,11 +449,14 @@ def test_pages_open_from_the_file_system(site, tmp_path):
     shutil.copytree(site, home)
     for name in {*NARROW, *WIDE}:
         page = home / f"{name}.html"
-        page.write_text(page.read_text(encoding="utf-8").replace("<head>", "<head>" + SEEN, 1), encoding="utf-8")
+        page.write_text(
+            page.read_text(encoding="utf-8").replace("<head>", "<head>" + SEEN, 1), encoding="utf-8"
+        )
     views = [(f"{name}.html", 400) for name in NARROW] + [(f"{name}.html", 1600) for name in WIDE]
     views.append(("index.html#search", 400))
     frames = "".join(
-        f'<iframe src="site/{page}" style="width:{width}px;height:800px;border:0"></iframe>' for page, width in views
+        f'<iframe src="site/{page}" style="width:{width}px;height:800px;border:0"></iframe>'
+        for page, width in views
     )
     (tmp_path / "frames.html").write_text(
         f"""<meta charset="utf-8"><pre id="seen"></pre><script>const all = []; addEventListener("message", event => {{
@@ -382,10 +464,18 @@ def test_pages_open_from_the_file_system(site, tmp_path):
         encoding="utf-8",
     )
     command = [
-        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-        "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--window-size=1700,2000",
-        "--virtual-time-budget=8000", "--dump-dom", (tmp_path / "frames.html").as_uri(),
-    ]  # fmt: skip
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--enable-logging=stderr",
+        "--window-size=1700,2000",
+        "--virtual-time-budget=8000",
+        "--dump-dom",
+        (tmp_path / "frames.html").as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     text = re.search(r'<pre id="seen">(\[.*?\])</pre>', done.stdout, re.S)
     assert text, (done.stdout[:2000], done.stderr[-2000:])

@@ -28,7 +28,10 @@ L2 = 0.1
 # API skip themselves where these are not installed.
 @pytest.mark.slow
 @parametrize_with_checks(
-    [fs.FederatedClassifier(rounds=20, local_steps=5), fs.FederatedRegressor(rounds=20, local_steps=5)]
+    [
+        fs.FederatedClassifier(rounds=20, local_steps=5),
+        fs.FederatedRegressor(rounds=20, local_steps=5),
+    ]
 )
 @pytest.mark.filterwarnings("ignore")
 def test_scikit_learn_accepts_them(estimator, check):
@@ -121,14 +124,30 @@ def test_one_round_more_is_the_round_that_fit_would_have_run():
 def test_it_is_the_simulator_that_trains():
     model = sampled(rounds=6, weights="equal").fit(X, WORDS, clients=OWNERS)
     labels = np.unique(WORDS, return_inverse=True)[1]
-    clients = [(X[rows], labels[rows]) for rows in (who == OWNERS for who in ("east", "north", "west"))]
+    clients = [
+        (X[rows], labels[rows]) for rows in (who == OWNERS for who in ("east", "north", "west"))
+    ]
     problem = fs.problems.softmax(clients, classes=3, l2=L2)
-    run = fs.simulate(fs.scaffold(), problem, rounds=6, local_steps=5, lr=0.1, cohort=2, batch_size=4, seed=7,
-                      precision="float64", metrics=["loss"])  # fmt: skip
+    run = fs.simulate(
+        fs.scaffold(),
+        problem,
+        rounds=6,
+        local_steps=5,
+        lr=0.1,
+        cohort=2,
+        batch_size=4,
+        seed=7,
+        precision="float64",
+        metrics=["loss"],
+    )
     np.testing.assert_array_equal(model.params_["w"], run.x["w"])
     np.testing.assert_array_equal(model.history_["loss"], run.history["loss"])
-    given = sampled(rounds=6, weights="equal", algorithm=fs.scaffold()).fit(X, WORDS, clients=OWNERS)
-    np.testing.assert_array_equal(clone(given).fit(X, WORDS, clients=OWNERS).params_["w"], run.x["w"])
+    given = sampled(rounds=6, weights="equal", algorithm=fs.scaffold()).fit(
+        X, WORDS, clients=OWNERS
+    )
+    np.testing.assert_array_equal(
+        clone(given).fit(X, WORDS, clients=OWNERS).params_["w"], run.x["w"]
+    )
 
 
 def test_clients_may_come_and_go_and_c_stays_the_mean():
@@ -167,13 +186,21 @@ def clinic():
 
 
 def table_pipeline(**changes):
-    columns = ColumnTransformer([("n", StandardScaler(), ["age", "bmi"]), ("w", OneHotEncoder(), ["sex"])])
-    return Pipeline([("columns", columns), ("model", fs.FederatedClassifier(rounds=20, local_steps=5, **changes))])
+    columns = ColumnTransformer(
+        [("n", StandardScaler(), ["age", "bmi"]), ("w", OneHotEncoder(), ["sex"])]
+    )
+    return Pipeline(
+        [
+            ("columns", columns),
+            ("model", fs.FederatedClassifier(rounds=20, local_steps=5, **changes)),
+        ]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
-    "ignore::sklearn.exceptions.FitFailedWarning", "ignore:One or more of the test scores are non-finite"
+    "ignore::sklearn.exceptions.FitFailedWarning",
+    "ignore:One or more of the test scores are non-finite",
 )
 def test_in_somebody_elses_pipeline(clinic):
     frame, ill, sites = clinic
@@ -181,12 +208,16 @@ def test_in_somebody_elses_pipeline(clinic):
     by_hand = np.column_stack(
         [StandardScaler().fit_transform(frame[["age", "bmi"]]), frame.sex == "f", frame.sex == "m"]
     )
-    plain = fs.FederatedClassifier(rounds=20, local_steps=5).fit(by_hand, ill.to_numpy(), clients=sites.to_numpy())
+    plain = fs.FederatedClassifier(rounds=20, local_steps=5).fit(
+        by_hand, ill.to_numpy(), clients=sites.to_numpy()
+    )
     np.testing.assert_array_equal(pipe.predict_proba(frame), plain.predict_proba(by_hand))
     assert pipe.classes_.tolist() == ["ill", "well"]
     assert pipe.score(frame, ill) > 0.9
     # whole sites kept apart: each fold is the other two, fitted by hand
-    scores = cross_val_score(pipe, frame, ill, groups=sites, cv=GroupKFold(3), params={"model__clients": sites})
+    scores = cross_val_score(
+        pipe, frame, ill, groups=sites, cv=GroupKFold(3), params={"model__clients": sites}
+    )
     expected = []
     for site in ("west", "south", "north"):
         there = sites != site
@@ -199,7 +230,9 @@ def test_in_somebody_elses_pipeline(clinic):
         routed = table_pipeline()
         routed[-1].set_fit_request(clients=True)
         grid = {"model__lr": ["auto", 1e30], "model__algorithm": ["scaffold", fs.scaffold()]}
-        search = GridSearchCV(routed, grid, cv=GroupKFold(3)).fit(frame, ill, clients=sites, groups=sites)
+        search = GridSearchCV(routed, grid, cv=GroupKFold(3)).fit(
+            frame, ill, clients=sites, groups=sites
+        )
     assert search.best_params_["model__lr"] == "auto"
     found = search.cv_results_["mean_test_score"]
     np.testing.assert_array_equal(found[[0, 2]], np.mean(scores))
@@ -209,8 +242,13 @@ def test_in_somebody_elses_pipeline(clinic):
 def test_owners_that_are_missing_or_of_two_kinds(clinic):
     frame, _, sites = clinic
     pandas = pytest.importorskip("pandas")
-    for without in (sites.where(sites != "west", None), sites.astype("string").where(sites != "west", pandas.NA)):
-        with pytest.raises(InputError, match=r"of every row who holds it, got 20 without \(NaN or None\); give"):
+    for without in (
+        sites.where(sites != "west", None),
+        sites.astype("string").where(sites != "west", pandas.NA),
+    ):
+        with pytest.raises(
+            InputError, match=r"of every row who holds it, got 20 without \(NaN or None\); give"
+        ):
             regressor().fit(frame[["age"]], Y, clients=without)
     with pytest.raises(InputError, match="all of one kind, got int, str; make them str"):
         regressor().fit(frame[["age"]], Y, clients=pandas.Series([1, "two"] * 30))
@@ -222,7 +260,9 @@ def test_a_mistake_loses_nothing():
     model = regressor(rounds=5).fit(X, Y, clients=OWNERS)
     coef, rounds = model.coef_, model.n_iter_
     model.set_params(lr=1e200)
-    with pytest.raises(InputError, match=r"diverged at round \d: lr 1e\+200 is above 2/L = .*; try "):
+    with pytest.raises(
+        InputError, match=r"diverged at round \d: lr 1e\+200 is above 2/L = .*; try "
+    ):
         model.partial_fit(X, Y, clients=OWNERS)
     with pytest.raises(InputError, match=r"each of the 60 rows who holds it, got shape \(59,\)"):
         model.partial_fit(X, Y, clients=OWNERS[1:])
@@ -230,7 +270,9 @@ def test_a_mistake_loses_nothing():
     model.set_params(lr="auto").partial_fit(X, Y, clients=OWNERS)
     assert model.n_iter_ == rounds + 1
     words = classifier(rounds=5).fit(X, WORDS, clients=OWNERS)
-    with pytest.raises(InputError, match=r"not among the classes \['bad', 'fair', 'good'\]: \['odd'\]"):
+    with pytest.raises(
+        InputError, match=r"not among the classes \['bad', 'fair', 'good'\]: \['odd'\]"
+    ):
         words.partial_fit(X, np.where(WORDS == "bad", "odd", WORDS))
     with pytest.raises(InputError, match="did you mean 'scaffold'"):
         regressor(algorithm="scafold").fit(X, Y)

@@ -60,10 +60,17 @@ def lines(scores: list[Score]) -> list[str]:
     """Return the scorecard as lines of text."""
     rows = [f"{score.number:>3}  {score.points}  {score.name:<46} {score.said}" for score in scores]
     total = sum(score.points for score in scores)
-    return [*rows, f"{total} of {2 * len(scores)} points, {sum(score.seconds for score in scores):.1f} s"]
+    return [
+        *rows,
+        f"{total} of {2 * len(scores)} points, {sum(score.seconds for score in scores):.1f} s",
+    ]
 
 
 def answer(scores: list[Score]) -> dict[str, Any]:
     """Return the scorecard as a JSON object."""
     total = sum(score.points for score in scores)
-    return {"points": total, "of": 2 * len(scores), "scenarios": [score._asdict() for score in scores]}
+    return {
+        "points": total,
+        "of": 2 * len(scores),
+        "scenarios": [score._asdict() for score in scores],
+    }

@@ -41,7 +41,11 @@ class Lab:
     """A federation in a folder of its own, with a manual clock."""
 
     def __init__(
-        self, extra: str = "", sites: Iterable[str] = SITES, folder: Path | None = None, top: str = ""
+        self,
+        extra: str = "",
+        sites: Iterable[str] = SITES,
+        folder: Path | None = None,
+        top: str = "",
     ) -> None:
         self.toml = TOML + extra
         self.settings: Settings = parse(top + self.toml)
@@ -61,7 +65,9 @@ class Lab:
         self.lives += 1
         one = self.learner
         clock, token = self.clock, f"{self.folder} life {self.lives}"
-        self.server = Server(self.settings, one.schema, one.start, self.folder, clock=clock, token=token)
+        self.server = Server(
+            self.settings, one.schema, one.start, self.folder, clock=clock, token=token
+        )
         return self.server
 
     def clock(self) -> float:
@@ -102,7 +108,10 @@ class Lab:
     def error(self) -> float:
         """Return the relative distance to the minimiser of sum p_i f_i over the roster."""
         p = shares(self.server.roster)
-        top, bottom = (sum(p[s] * CURVATURE[s] * v[s] for s in p) for v in (CENTRE, dict.fromkeys(SITES, np.ones(2))))
+        top, bottom = (
+            sum(p[s] * CURVATURE[s] * v[s] for s in p)
+            for v in (CENTRE, dict.fromkeys(SITES, np.ones(2)))
+        )
         best = np.asarray(top) / np.asarray(bottom)
         return float(np.linalg.norm(self.server.state.x - best) / np.linalg.norm(best))
 
@@ -112,8 +121,14 @@ class Lab:
         state = self.server.state
         if self.server.server_keeps:
             return residual(self.server.algorithm, state)
-        files, zeros = self.folder / "sites" / self.server.run, blank_memory(self.server.algorithm, state.x)
-        own = {site: load_record(files / site, member.digest, zeros) for site, member in state.roster.items()}
+        files, zeros = (
+            self.folder / "sites" / self.server.run,
+            blank_memory(self.server.algorithm, state.x),
+        )
+        own = {
+            site: load_record(files / site, member.digest, zeros)
+            for site, member in state.roster.items()
+        }
         return residual(self.server.algorithm, state._replace(memory=own))
 
     @property

@@ -37,7 +37,9 @@ def _changed(**changes: Change) -> Callable[[str, Packet], Packet]:
         if site != LIAR:
             return reply
         vectors = {name: np.frombuffer(item.data, item.dtype) for name, item in reply.blobs.items()}
-        return reply._replace(blobs={n: blob(changes[n](v) if n in changes else v) for n, v in vectors.items()})
+        return reply._replace(
+            blobs={n: blob(changes[n](v) if n in changes else v) for n, v in vectors.items()}
+        )
 
     return change
 
@@ -48,7 +50,11 @@ def byzantine() -> Verdict:
     Once it stops, the run reaches the optimum again. Without deploy.clip, the server warns.
     """
     random = np.random.default_rng(3)
-    attacks: list[Change] = [lambda d: 1e6 * d, lambda d: -10 * d, lambda d: d + 100 * random.standard_normal(d.size)]
+    attacks: list[Change] = [
+        lambda d: 1e6 * d,
+        lambda d: -10 * d,
+        lambda d: d + 100 * random.standard_normal(d.size),
+    ]
     cap, rounds = 5.0, 8
     for attack in attacks:
         lab = Lab(f"clip = {cap}\n").quiet(24)
@@ -56,11 +62,16 @@ def byzantine() -> Verdict:
         for done in range(rounds):
             outcome = lab.round(change=_changed(d=attack))
             # from the optimum the others only pull back, so the bound is its share of the cap per round
-            if LIAR not in outcome.heard or np.linalg.norm(lab.server.state.x - best) > (done + 1) * cap / len(SITES):
+            if LIAR not in outcome.heard or np.linalg.norm(lab.server.state.x - best) > (
+                done + 1
+            ) * cap / len(SITES):
                 return False
         if lab.mismatch > 1e-12 or not lab.quiet(48).well:
             return False
-    return any("deploy.clip is off" in said for said in Lab().server.warnings) and not lab.server.warnings
+    return (
+        any("deploy.clip is off" in said for said in Lab().server.warnings)
+        and not lab.server.warnings
+    )
 
 
 def poisoned_controls() -> Verdict:
@@ -72,7 +83,9 @@ def poisoned_controls() -> Verdict:
     extra = blob(np.array([1e3, -1e3]))
     for name in ("c_i", "move", "change"):
         outcome = lab.round(
-            change=lambda s, r, name=name: r._replace(blobs={**r.blobs, name: extra}) if s == LIAR else r  # type: ignore[misc]
+            change=lambda s, r, name=name: (
+                r._replace(blobs={**r.blobs, name: extra}) if s == LIAR else r
+            )  # type: ignore[misc]
         )
         if not outcome.refused.get(LIAR, "").startswith("s"):  # size or schema
             return False
@@ -128,7 +141,9 @@ def said_to_be_lost() -> Verdict:
     lab, opened = Lab('state = "client"\n'), 20
 
     def change(site: str, reply: Packet) -> Packet:
-        lies = site == LIAR and reply.facts["kind"] == "train" and lab.server.roster[LIAR].digest != ""
+        lies = (
+            site == LIAR and reply.facts["kind"] == "train" and lab.server.roster[LIAR].digest != ""
+        )
         facts: dict[str, Any] = {**reply.facts, "kind": "lost", "reason": "gone"}
         return Packet(facts, {}) if lies else reply
 
@@ -145,7 +160,11 @@ def unasked_memory() -> Verdict:
     """A c_i named, then reported lost, where sites keep none: refused, and no resync follows."""
     for top, extra in (("algorithm.name = 'fedavg'\n", 'state = "client"\n'), ("", "")):
         lab = Lab(extra, top=top)
-        lies: list[dict[str, Any]] = [{"memory": "e" * 32}, {"kind": "lost", "reason": "gone"}, {"memory": "x"}]
+        lies: list[dict[str, Any]] = [
+            {"memory": "e" * 32},
+            {"kind": "lost", "reason": "gone"},
+            {"memory": "x"},
+        ]
         for lie in lies:
             outcome = lab.round(
                 change=lambda site, reply, lie=lie: (
@@ -175,10 +194,20 @@ def long_numbers() -> Verdict:
             except Refused:
                 continue
         for name in ("site", "round", "nonce", "schema", "records", "steps", "memory", "kind"):
-            lab.round(change=lambda s, r: r._replace(facts={**r.facts, name: value}) if s == LIAR else r)  # noqa: B023
-        shaped = Blob("float64", (value,), bytes(16)), Blob("float64", value, bytes(16)), Blob(value, (2,), bytes(16))
+            lab.round(
+                change=lambda s, r, name=name, value=value: (  # type: ignore[misc]
+                    r._replace(facts={**r.facts, name: value}) if s == LIAR else r
+                )
+            )
+        shaped = (
+            Blob("float64", (value,), bytes(16)),
+            Blob("float64", value, bytes(16)),
+            Blob(value, (2,), bytes(16)),
+        )
         for item in shaped:
-            outcome = lab.round(change=lambda s, r: r._replace(blobs={"d": item}) if s == LIAR else r)  # noqa: B023
+            outcome = lab.round(
+                change=lambda s, r, item=item: r._replace(blobs={"d": item}) if s == LIAR else r  # type: ignore[misc]
+            )
             if not outcome.committed or LIAR in outcome.heard:
                 return False
     return lab.quiet().well
@@ -190,7 +219,9 @@ def touched_log() -> Verdict:
         lab = Lab().quiet(2)
         path = lab.folder / "audit.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        left = {"cut": lines[:-1], "reordered": [*lines[:2], lines[3], lines[2], *lines[4:]]}.get(how, [])
+        left = {"cut": lines[:-1], "reordered": [*lines[:2], lines[3], lines[2], *lines[4:]]}.get(
+            how, []
+        )
         path.write_text("".join(left), encoding="utf-8")
         if how == "deleted":
             path.unlink()
@@ -236,7 +267,9 @@ def _kit(home: Path) -> None:
     from fedscaffold.deploy.provisioning import make_kit
 
     (home / "app").mkdir()
-    (home / "app" / "federation.toml").write_text("[deploy]\nsites = ['north', 'south']\n", encoding="utf-8")
+    (home / "app" / "federation.toml").write_text(
+        "[deploy]\nsites = ['north', 'south']\n", encoding="utf-8"
+    )
     (home / "sites.toml").write_text("server = 'localhost'\n", encoding="utf-8")
     make_kit(home / "sites.toml", home / "kits")
 
@@ -254,9 +287,18 @@ def telling_errors() -> Verdict:
     lab.learner.data = data
     outcome = lab.round()
     said = outcome.refused.get(LIAR, "")
-    kept = [path for path in lab.folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    kept = [
+        path
+        for path in lab.folder.rglob("*")
+        if path.is_file() and secret.encode() in path.read_bytes()
+    ]
     at_site = lab.folder / "sites"
-    if "ValueError" not in said or "reference" not in said or not kept or any(at_site not in p.parents for p in kept):
+    if (
+        "ValueError" not in said
+        or "reference" not in said
+        or not kept
+        or any(at_site not in p.parents for p in kept)
+    ):
         return False
     lab.learner.data = whole
     return outcome.committed and lab.quiet().well

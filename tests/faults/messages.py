@@ -31,12 +31,16 @@ def _refused(changes: list[tuple[Callable[[Packet], Packet], str]]) -> Verdict:
     """Check that each change gets one client's reply refused for the given reason, and the run still converges."""
     lab = Lab()
     for change, code in changes:
-        outcome = lab.round(change=lambda site, reply, change=change: change(reply) if site == "birch" else reply)  # type: ignore[misc]
+        outcome = lab.round(
+            change=lambda site, reply, change=change: change(reply) if site == "birch" else reply  # type: ignore[misc]
+        )
         if not outcome.committed or not outcome.refused.get("birch", "").startswith(code):
             return False
         if code not in lab.server.roster["birch"].told:
             return False
-    logged = [event for event in read_verified(lab.folder / "audit.jsonl") if event["event"] == "refused"]
+    logged = [
+        event for event in read_verified(lab.folder / "audit.jsonl") if event["event"] == "refused"
+    ]
     return len(logged) == len(changes) and lab.quiet().well
 
 
@@ -80,7 +84,12 @@ def bombs() -> Verdict:
             (_with("d", Blob("float64", (2**38,), bytes(64))), "size"),
             (_with("d", Blob("float64", (2**40, 2**40, 2**40), b"")), "size"),
             (_with("d", Blob("float64", (2,), real)), "size"),
-            (lambda reply: reply._replace(facts={**reply.facts, **{f"x{i}": 1 for i in range(10**4)}}), "size"),
+            (
+                lambda reply: reply._replace(
+                    facts={**reply.facts, **{f"x{i}": 1 for i in range(10**4)}}
+                ),
+                "size",
+            ),
         ]
     )
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -108,7 +117,22 @@ def fuzzed() -> Verdict:
     reply = lab.reply("ash", requests["ash"])
     assert lab.server.open_round is not None
     asked = lab.server.open_round.asked["ash"]
-    pool: list[Any] = [None, True, -1, 0, 2**70, 1.5, float("nan"), float("inf"), "", "ash", "x" * 999, b"", [], {}]
+    pool: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        2**70,
+        1.5,
+        float("nan"),
+        float("inf"),
+        "",
+        "ash",
+        "x" * 999,
+        b"",
+        [],
+        {},
+    ]
     shapes: list[Any] = [(), (2,), (3,), (-1,), (2**70,), [2], None, ("2",), (2.0,)]
     kinds: list[Any] = ["float64", "float32", "object", "", None, 7]
     let_in = 0
@@ -117,10 +141,15 @@ def fuzzed() -> Verdict:
         for _ in range(random.integers(0, 3)):
             facts[str(random.choice([*facts, "junk"]))] = pool[random.integers(len(pool))]
         if random.random() < 0.7:
-            data: Any = [random.bytes(int(random.integers(0, 33))), reply.blobs["d"].data, None, "text"][
-                random.integers(4)
-            ]
-            item = Blob(kinds[random.integers(len(kinds))], shapes[random.integers(len(shapes))], data)
+            data: Any = [
+                random.bytes(int(random.integers(0, 33))),
+                reply.blobs["d"].data,
+                None,
+                "text",
+            ][random.integers(4)]
+            item = Blob(
+                kinds[random.integers(len(kinds))], shapes[random.integers(len(shapes))], data
+            )
             blobs["d" if random.random() < 0.8 else "e"] = item if random.random() < 0.9 else None  # type: ignore[assignment]
         try:
             let_in += bool(np.isfinite(admit(Packet(facts, blobs), asked).vectors["d"]).all())
@@ -153,7 +182,10 @@ def strangers() -> Verdict:
     requests = lab.server.open(SITES)
     stolen = lab.reply("ash", requests["ash"])
     lab.server.receive("birch", stolen)  # a reply of another site
-    if lab.server.receive("oak", stolen).counted or "birch" in (lab.server.open_round or requests).updates:  # type: ignore[union-attr]
+    if (
+        lab.server.receive("oak", stolen).counted
+        or "birch" in (lab.server.open_round or requests).updates  # type: ignore[union-attr]
+    ):
         return False
     return _tls_refuses()
 

@@ -56,7 +56,9 @@ def below_quorum() -> Verdict:
             self.requests = dict(requests)
 
         def collect(self) -> list[tuple[str, Packet | str]]:
-            return [(s, lab.reply(s, r) if s == "ash" else "dead") for s, r in self.requests.items()]
+            return [
+                (s, lab.reply(s, r) if s == "ash" else "dead") for s, r in self.requests.items()
+            ]
 
     before = lab.server.state.x.tobytes()
     try:
@@ -116,14 +118,23 @@ def replays() -> Verdict:
     for site in SITES:
         lab.server.receive(site, old[site])
     lab.server.close()
-    foreign = {site: other.reply(site, request) for site, request in other.quiet(1).server.open(SITES).items()}
+    foreign = {
+        site: other.reply(site, request)
+        for site, request in other.quiet(1).server.open(SITES).items()
+    }
     requests = lab.server.open(SITES)
     refused = [
-        not lab.server.receive(site, reply).counted for reply in (old["ash"], foreign["ash"]) for site in ("ash",)
+        not lab.server.receive(site, reply).counted
+        for reply in (old["ash"], foreign["ash"])
+        for site in ("ash",)
     ]
     for site in SITES:
         lab.server.receive(site, lab.reply(site, requests[site]))
-    logged = [e for e in read_verified(lab.folder / "audit.jsonl") if e["event"] == "refused" and e["code"] == "stale"]
+    logged = [
+        e
+        for e in read_verified(lab.folder / "audit.jsonl")
+        if e["event"] == "refused" and e["code"] == "stale"
+    ]
     return all(refused) and len(logged) == 2 and lab.server.close().heard == SITES
 
 
@@ -180,7 +191,11 @@ def damaged_checkpoint() -> Verdict:
         newest = max((lab.folder / "state").glob("state-*"))
         newest.write_bytes(damage(newest.read_bytes()))
         lab.reborn()
-        said = [event for event in read_verified(lab.folder / "audit.jsonl") if event["event"] == "fallback"]
+        said = [
+            event
+            for event in read_verified(lab.folder / "audit.jsonl")
+            if event["event"] == "fallback"
+        ]
         while lab.server.state.round < 4:
             lab.round()
         if not said or lab.server.state.x.tobytes() != quiet:

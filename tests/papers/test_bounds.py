@@ -46,12 +46,22 @@ def test_conditions_at_their_edges(smoothness):
             bound = make(mu=mu, smoothness=smoothness, lr=most * factor, local_steps=4)
             assert bound.holds is holds
             assert len(bound.broken) == (0 if holds else 1)
-    constants = {"mu": mu, "smoothness": smoothness, "local_steps": 2, "num_clients": 3, "noise_trace": 1.0}
+    constants = {
+        "mu": mu,
+        "smoothness": smoothness,
+        "local_steps": 2,
+        "num_clients": 3,
+        "noise_trace": 1.0,
+    }
     constants["third_derivative"] = 1.0
     lr = 1 / (96 * (smoothness + mu))
     tight = mu / (20 * lr * smoothness)
     assert stochastic.covariance(lr=lr, zeta_2=tight, noise_growth=mu / 19 / lr, **constants).holds
-    for change in [{"lr": lr * 1.001}, {"zeta_2": tight * 1.001}, {"noise_growth": mu / 19 / lr * 1.001}]:
+    for change in [
+        {"lr": lr * 1.001},
+        {"zeta_2": tight * 1.001},
+        {"noise_growth": mu / 19 / lr * 1.001},
+    ]:
         given = {"lr": lr, "zeta_2": tight, "noise_growth": mu / 19 / lr, **change}
         assert not stochastic.covariance(**given, **constants).holds
 
@@ -79,10 +89,16 @@ def test_golden_values():
     keywords = {"lr": G1["lr"], "local_steps": G1["steps"]}
     move = reduced_map(a, G1["lr"], G1["steps"])
     assert np.linalg.norm(move, 2) ** 2 == pytest.approx(0.41712645581459185, rel=1e-12)
-    assert quadratic.rho(mu=0.25, smoothness=1.0, **keywords).value == pytest.approx(0.81450625, rel=1e-12)
-    assert quadratic.rho_sharp(a.ravel(), **keywords).value == pytest.approx(0.6686812135156247, rel=1e-12)
+    assert quadratic.rho(mu=0.25, smoothness=1.0, **keywords).value == pytest.approx(
+        0.81450625, rel=1e-12
+    )
+    assert quadratic.rho_sharp(a.ravel(), **keywords).value == pytest.approx(
+        0.6686812135156247, rel=1e-12
+    )
     sigma = stationary(a, np.array([[[1.0]], [[0.5]]]), G1["lr"], G1["steps"])
-    assert sigma[0] == pytest.approx([0.06490161389521962, -0.00202027589375116, 0.00202027589375116], rel=1e-10)
+    assert sigma[0] == pytest.approx(
+        [0.06490161389521962, -0.00202027589375116, 0.00202027589375116], rel=1e-10
+    )
 
 
 @pytest.mark.parametrize("gamma_a", [0.1, 0.01, 0.001])
@@ -176,18 +192,26 @@ def test_prescriptions_of_the_quadratics_paper():
     a = random_hessians(rng, 4, 2, 0.05, 1.0)
     u, v = rng.normal(size=2), rng.normal(size=(4, 2))
     v -= v.mean(axis=0)
-    start = {"distance": np.linalg.norm(u), "control_distance": np.sqrt(np.mean(np.sum(v**2, axis=1)))}
+    start = {
+        "distance": np.linalg.norm(u),
+        "control_distance": np.sqrt(np.mean(np.sum(v**2, axis=1))),
+    }
     constants = {"mu": 0.05, "smoothness": 1.0, "num_clients": 4, **start}
     sure = quadratic.prescribe(target=1e-2, **constants)
     assert sure.bound.holds
     assert sure.bound.value <= 1e-4
-    assert mean_squared_error(a, np.zeros_like(a), sure.lr, sure.local_steps, sure.rounds, u, v) <= 1e-4
+    assert (
+        mean_squared_error(a, np.zeros_like(a), sure.lr, sure.local_steps, sure.rounds, u, v)
+        <= 1e-4
+    )
     noise = np.broadcast_to(0.05 * np.eye(2), a.shape)
     for target in (0.3, 0.1):
         plan = quadratic.prescribe(target=target, noise_trace=0.1, **constants)
         assert not plan.bound.holds  # it rests on conjectures, and says so
         assert plan.gradients == plan.rounds * plan.local_steps
-        assert mean_squared_error(a, noise, plan.lr, plan.local_steps, plan.rounds, u, v) <= target**2
+        assert (
+            mean_squared_error(a, noise, plan.lr, plan.local_steps, plan.rounds, u, v) <= target**2
+        )
     there = quadratic.prescribe(target=100.0, **constants)
     assert there.rounds == 1
 
@@ -195,7 +219,10 @@ def test_prescriptions_of_the_quadratics_paper():
 def test_published_local_steps_are_not_the_best():
     """Figure 4's "perfectly matches": with ten clients (11) takes far more rounds than the best H."""
     a = random_hessians(np.random.default_rng(3), 10, 8, 0.01, 1.0)
-    radius = {h: max(abs(np.linalg.eigvals(reduced_map(a, 0.1, h)))) for h in (15, 20, 25, 30, 35, 40, 60, 113)}
+    radius = {
+        h: max(abs(np.linalg.eigvals(reduced_map(a, 0.1, h))))
+        for h in (15, 20, 25, 30, 35, 40, 60, 113)
+    }
     best = min(radius, key=radius.__getitem__)
     assert quadratic.published_local_steps(mu=0.01, smoothness=1.0, lr=0.1) == 113
     assert best <= 40
@@ -208,7 +235,11 @@ def test_published_local_steps_are_not_the_best():
 def test_stationary_bounds_hold_on_random_quadratics():
     rng = np.random.default_rng(4)
     for i in range(60):
-        n, d, kappa = int(rng.integers(2, 5)), int(rng.integers(1, 4)), float(10 ** rng.uniform(0, 1.5))
+        n, d, kappa = (
+            int(rng.integers(2, 5)),
+            int(rng.integers(1, 4)),
+            float(10 ** rng.uniform(0, 1.5)),
+        )
         a = random_hessians(rng, n, d, 1 / kappa, 1.0)
         mu, spread = np.linalg.eigvalsh(a).min(), zeta_2(a)
         half = rng.normal(size=(n, d, d))
@@ -218,19 +249,33 @@ def test_stationary_bounds_hold_on_random_quadratics():
         reach = min(1 / 48 / (1 + mu), mu / 10 / max(spread, 1e-9)) if i % 2 else 1 / (1 + mu)
         lr = min(0.25, reach / steps)
         sigma = stationary(a, noise, lr, steps)
-        constants = {"mu": mu, "smoothness": 1.0, "lr": lr, "local_steps": steps, "noise_trace": sigma2}
+        constants = {
+            "mu": mu,
+            "smoothness": 1.0,
+            "lr": lr,
+            "local_steps": steps,
+            "noise_trace": sigma2,
+        }
         additive = constants | {"noise_growth": 0.0}
         whole = np.trace(sigma[:d, :d]) + (lr * steps) ** 2 * np.trace(sigma[d:, d:]) / n
         limit = stochastic.error_stationary(**constants)
         assert limit.holds
         assert whole <= limit.value
-        assert limit.value == stochastic.error_lambda(rounds=10**6, lambda_distance=1e-9, **constants).value
+        assert (
+            limit.value
+            == stochastic.error_lambda(rounds=10**6, lambda_distance=1e-9, **constants).value
+        )
         if i % 2:
-            thm = stochastic.covariance(num_clients=n, zeta_2=spread, third_derivative=0.0, **additive)
+            thm = stochastic.covariance(
+                num_clients=n, zeta_2=spread, third_derivative=0.0, **additive
+            )
             assert thm.holds
             assert np.linalg.norm(sigma[:d, :d], 2) <= thm.value
             assert thm.value == quadratic.variance(num_clients=n, zeta_2=spread, **constants).value
-            local, control = stochastic.error_local(**additive), stochastic.error_controls(**additive)
+            local, control = (
+                stochastic.error_local(**additive),
+                stochastic.error_controls(**additive),
+            )
             assert local.holds
             assert control.holds
             blocks = [np.trace(sigma[k : k + d, k : k + d]) for k in range(d, (n + 1) * d, d)]
@@ -251,20 +296,47 @@ def test_rates_hold_on_random_quadratics():
     v -= v.mean(axis=0)
     lr = 1 / 48 / (smoothness + mu) / steps
     zeta_1 = float(np.sqrt(np.mean(np.sum(v**2, axis=1))))
-    constants = {"mu": mu, "smoothness": smoothness, "lr": lr, "local_steps": steps, "noise_trace": 0.02}
-    start = {"distance": 2**0.5, "zeta_1": zeta_1, "zeta_2": zeta_2(a), "third_derivative": 0.0, "noise_growth": 0.0}
+    constants = {
+        "mu": mu,
+        "smoothness": smoothness,
+        "lr": lr,
+        "local_steps": steps,
+        "noise_trace": 0.02,
+    }
+    start = {
+        "distance": 2**0.5,
+        "zeta_1": zeta_1,
+        "zeta_2": zeta_2(a),
+        "third_derivative": 0.0,
+        "noise_growth": 0.0,
+    }
     for rounds in (0, 1, 10, 300):
         exact = mean_squared_error(a, noise, lr, steps, rounds, u, v)
         bound = stochastic.error(rounds=rounds, num_clients=3, dim=2, **start, **constants)
         assert bound.holds
         assert exact <= bound.value
         far = math.sqrt(lambda_norm2(u, v, lr * steps))
-        assert exact <= stochastic.error_lambda(rounds=rounds, lambda_distance=far, **constants).value
+        assert (
+            exact <= stochastic.error_lambda(rounds=rounds, lambda_distance=far, **constants).value
+        )
 
 
 def prescribed(**change):
-    constants = {"mu": 0.1, "smoothness": 1.0, "num_clients": 4, "dim": 2, "target": 0.1, "noise_trace": 1.0}
-    constants |= {"distance": 1.0, "zeta_1": 1.0, "zeta_2": 0.05, "third_derivative": 0.0, "noise_growth": 0.0}
+    constants = {
+        "mu": 0.1,
+        "smoothness": 1.0,
+        "num_clients": 4,
+        "dim": 2,
+        "target": 0.1,
+        "noise_trace": 1.0,
+    }
+    constants |= {
+        "distance": 1.0,
+        "zeta_1": 1.0,
+        "zeta_2": 0.05,
+        "third_derivative": 0.0,
+        "noise_growth": 0.0,
+    }
     return stochastic.prescribe(**{**constants, **change})
 
 
@@ -277,11 +349,15 @@ def test_corollary_4_10_reaches_its_target_and_scales_as_it_says():
     for target in (0.3, 0.1):
         plan = prescribed(target=target, zeta_2=zeta_2(a), smoothness=0.2)
         noise = np.broadcast_to(0.5 * np.eye(2), a.shape)
-        exact = mean_squared_error(a, noise, plan.lr, plan.local_steps, plan.rounds, np.array([1.0, 0.0]), v)
+        exact = mean_squared_error(
+            a, noise, plan.lr, plan.local_steps, plan.rounds, np.array([1.0, 0.0]), v
+        )
         assert exact <= target**2
         assert not plan.bound.holds  # constants 1 are not the theorem's
         assert plan.bound.value > target**2
-    assert prescribed(num_clients=8).gradients / prescribed().gradients == pytest.approx(1 / 2, rel=0.02)
+    assert prescribed(num_clients=8).gradients / prescribed().gradients == pytest.approx(
+        1 / 2, rel=0.02
+    )
     assert prescribed(num_clients=8).rounds == prescribed().rounds
     assert 4 < prescribed(target=0.05).gradients / prescribed().gradients < 5.5
     assert stochastic.speed_up_range(mu=1, smoothness=1, target=0.1, third_derivative=0) == math.inf

@@ -13,13 +13,23 @@ from papers.bounds.speed_up import speed_up
 def instance(rng, ends=False):
     """Clients with eigenbases of their own; `ends`: eigenvalues at the ends of their range only, a hard case."""
     n, d, kappa = int(rng.integers(1, 9)), int(rng.integers(1, 5)), 10 ** rng.uniform(0, 4)
-    values = np.where(rng.random((n, d)) < rng.random(), 1.0, 1 / kappa) if ends else kappa ** -rng.random((n, d))
+    values = (
+        np.where(rng.random((n, d)) < rng.random(), 1.0, 1 / kappa)
+        if ends
+        else kappa ** -rng.random((n, d))
+    )
     rotations = np.linalg.qr(rng.normal(size=(n, d, d)))[0]
     hessians = rotations * values[:, None] @ np.swapaxes(rotations, 1, 2)
     hessians = (hessians + np.swapaxes(hessians, 1, 2)) / 2
     problem = fs.problems.quadratic(hessians=hessians, linear=np.zeros((n, d)))
     lr = float(rng.choice([1.0, 0.99, 0.5, 0.05]) / values.max())
-    return problem, hessians, values, lr, max(1, int(10 ** rng.uniform(0, 1.2 * np.log10(kappa) + 1)))
+    return (
+        problem,
+        hessians,
+        values,
+        lr,
+        max(1, int(10 ** rng.uniform(0, 1.2 * np.log10(kappa) + 1))),
+    )
 
 
 def covariances(rng, n, d):
@@ -42,7 +52,9 @@ def test_no_instance_exceeds_what_is_proved():
         law = fs.theory.stationary(problem, lr=lr, local_steps=steps, noise=shaped)
         scale = np.linalg.eigvalsh(shaped)[:, -1].max()  # every C_c <= scale I
         assert ratio <= 1 + 1e-9
-        assert n * np.linalg.eigvalsh(law.x_covariance)[-1] <= scale * proved.round_noise * (1 + 1e-9)
+        assert n * np.linalg.eigvalsh(law.x_covariance)[-1] <= scale * proved.round_noise * (
+            1 + 1e-9
+        )
         assert n * np.trace(law.x_covariance) <= proved.any_noise * (1 + 1e-9)
         tightest = max(tightest, ratio)
     assert tightest > 0.9  # the bound is reached, so a smaller one would be wrong
@@ -56,7 +68,10 @@ def test_the_steps_of_the_proof():
         n, d, eye = *values.shape, np.eye(values.shape[1])
         ends = np.stack([np.linalg.matrix_power(eye - lr * a, steps) for a in hessians])
         behind = np.stack(
-            [eye - np.linalg.solve(a, eye - u) / (lr * steps) for a, u in zip(hessians, ends, strict=True)]
+            [
+                eye - np.linalg.solve(a, eye - u) / (lr * steps)
+                for a, u in zip(hessians, ends, strict=True)
+            ]
         )
         points = np.exp(2j * np.pi * (np.arange(4096) + 0.5) / 4096)
         z = points[:, None, None, None]
@@ -64,13 +79,19 @@ def test_the_steps_of_the_proof():
         inverse = np.linalg.inv(f)
         hermitian = (f + np.swapaxes(f.conj(), 1, 2)) / 2
         u, v = np.linalg.eigvalsh(ends), np.linalg.eigvalsh(behind)
-        least = min(lr * steps * values.min(), float(((1 + np.sort(u)) / (1 + np.sort(v)[:, ::-1])).min()))
+        least = min(
+            lr * steps * values.min(), float(((1 + np.sort(u)) / (1 + np.sort(v)[:, ::-1])).min())
+        )
         assert np.linalg.eigvalsh(hermitian).min() >= least * (1 - 1e-9)  # Re F >= m I
         radius = fs.theory.contraction_rate(
-            fs.problems.quadratic(hessians=hessians, linear=np.zeros((n, d))), lr=lr, local_steps=steps
+            fs.problems.quadratic(hessians=hessians, linear=np.zeros((n, d))),
+            lr=lr,
+            local_steps=steps,
         ).spectral_radius
         if radius < 0.99:  # else 4096 points do not resolve the integral
-            np.testing.assert_allclose(inverse.mean(axis=0), eye, atol=1e-9)  # the value at infinity
+            np.testing.assert_allclose(
+                inverse.mean(axis=0), eye, atol=1e-9
+            )  # the value at infinity
             energy = np.mean(inverse @ np.swapaxes(inverse.conj(), 1, 2), axis=0).real
             delta = (ends - behind).mean(axis=0)
             assert np.linalg.eigvalsh(energy - eye - delta @ delta).min() >= -1e-9
@@ -95,7 +116,9 @@ def test_the_constants_that_the_page_states():
         for lr in (1.0, 0.6, 0.1, 1e-3):
             for reach in np.geomspace(1e-3, 1e3, 25):  # gamma mu H
                 steps = max(1, round(reach * kappa / lr))
-                worst = max(worst, speed_up(grid, lr=lr, local_steps=steps).round_noise / (lr * kappa))
+                worst = max(
+                    worst, speed_up(grid, lr=lr, local_steps=steps).round_noise / (lr * kappa)
+                )
     assert 1.0 < worst < 1.12
 
 
@@ -104,7 +127,9 @@ def test_equal_clients_reach_the_unit():
     problem = fs.problems.quadratic(hessians=[a] * 3, linear=np.zeros((3, 2)))
     for steps in (1, 8, 1000):
         law = fs.theory.stationary(problem, lr=lr, local_steps=steps, noise=np.diag([1.0, 0.0]))
-        assert 3 * np.trace(law.x_covariance) == pytest.approx(conjecture_search._unit(0.1, lr), rel=1e-12)
+        assert 3 * np.trace(law.x_covariance) == pytest.approx(
+            conjecture_search._unit(0.1, lr), rel=1e-12
+        )
 
 
 def test_harm_is_what_any_noise_does():
@@ -114,10 +139,14 @@ def test_harm_is_what_any_noise_does():
         n, d = values.shape
         noise = covariances(rng, n, d)
         given = fs.theory.spectra(problem)
-        weights = conjecture_search._harm(linear_round(given, conjecture_search.FORM, lr=lr, local_steps=steps))
+        weights = conjecture_search._harm(
+            linear_round(given, conjecture_search.FORM, lr=lr, local_steps=steps)
+        )
         turned = np.swapaxes(given.vectors, 1, 2) @ noise @ given.vectors
         law = fs.theory.stationary(problem, lr=lr, local_steps=steps, noise=noise)
-        assert np.mean(np.sum(weights * turned, axis=(1, 2))) == pytest.approx(n * np.trace(law.x_covariance), rel=1e-9)
+        assert np.mean(np.sum(weights * turned, axis=(1, 2))) == pytest.approx(
+            n * np.trace(law.x_covariance), rel=1e-9
+        )
         worst = np.linalg.eigvalsh(weights)[:, -1].mean()
         assert n * np.trace(law.x_covariance) <= worst * (1 + 1e-9)
 
@@ -126,7 +155,9 @@ def test_stiff_and_noisy_is_the_whole_problem_in_one_direction():
     n, kappa = 7, 49.0
     basis = np.eye(n)
     outer = basis[:, :, None] * basis[:, None, :]
-    problem = fs.problems.quadratic(hessians=np.eye(n) / kappa + (1 - 1 / kappa) * outer, linear=np.zeros((n, n)))
+    problem = fs.problems.quadratic(
+        hessians=np.eye(n) / kappa + (1 - 1 / kappa) * outer, linear=np.zeros((n, n))
+    )
     law = fs.theory.stationary(problem, lr=1.0, local_steps=7, noise=outer)
     assert conjecture_search.stiff_and_noisy(n, kappa) == pytest.approx(
         n / kappa * np.trace(law.x_covariance), rel=1e-6
@@ -153,7 +184,9 @@ def test_a_small_experiment_and_its_verdict():
     flat = conjecture_search._flat((3, 20.0, 1.0, 6, "random"), (4, 16, 64), 8, rng)
     attack = conjecture_search._attack("worst", 2, 20.0, sizes=(1, 2, 4), tries=80, rng=rng)
     stiff = conjecture_search._stiff(100.0, 100)
-    again = conjecture_search._flat((3, 20.0, 1.0, 6, "random"), (4, 16, 64), 8, np.random.default_rng(5))
+    again = conjecture_search._flat(
+        (3, 20.0, 1.0, 6, "random"), (4, 16, 64), 8, np.random.default_rng(5)
+    )
     assert again == flat
     assert attack.excess[0] <= attack.excess[1] * (1 + 1e-9) <= attack.excess[2] * (1 + 2e-9)
     assert attack.excess[-1] > 1.0
@@ -173,7 +206,9 @@ def test_slope_is_that_of_a_power_law():
     x = np.array([4.0, 16.0, 64.0])
     slope, error = conjecture_search._slope(x, 3 * x**0.25, 0.03 * x**0.25)
     assert slope == pytest.approx(0.25, rel=1e-12)
-    assert error == pytest.approx(0.01 / np.sqrt(np.sum((np.log(x) - np.log(x).mean()) ** 2)), rel=1e-12)
+    assert error == pytest.approx(
+        0.01 / np.sqrt(np.sum((np.log(x) - np.log(x).mean()) ** 2)), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(

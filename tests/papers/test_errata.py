@@ -5,7 +5,16 @@ import math
 
 import numpy as np
 import pytest
-from oracles import CONSTANTS, accumulated, local_maps, one_round, random_hessians, rescaled, slope, stationary
+from oracles import (
+    CONSTANTS,
+    accumulated,
+    local_maps,
+    one_round,
+    random_hessians,
+    rescaled,
+    slope,
+    stationary,
+)
 from scipy.linalg import solve_continuous_lyapunov
 
 from papers import as_printed
@@ -69,7 +78,9 @@ def stationary_blocks(seed=1):
     ends, drags = local_maps(a, lr, steps)
     left = np.eye(d) - drags / (lr * steps)
     spread = accumulated(a, noise, lr, steps)
-    return as_printed.Blocks(sigma[0, 0], sigma[0, 1:], sigma[1:, 1:], ends, left, spread, lr, steps)
+    return as_printed.Blocks(
+        sigma[0, 0], sigma[0, 1:], sigma[1:, 1:], ends, left, spread, lr, steps
+    )
 
 
 def test_000_8_the_block_equations():
@@ -95,7 +106,9 @@ def test_000_9_corollary_1_lacks_mu(steps):
     exact = np.trace(stationary(a, noise, 0.5, steps)[:2, :2])
     assert exact == pytest.approx(1.27, abs=0.01)  # whatever H
     assert as_printed.corollary_1_as_printed(lr=0.5, num_clients=10, noise_trace=1.0) < exact / 25
-    bound = quadratic.variance_equal_hessians(mu=0.01, smoothness=1.0, lr=0.5, num_clients=10, noise_trace=1.0)
+    bound = quadratic.variance_equal_hessians(
+        mu=0.01, smoothness=1.0, lr=0.5, num_clients=10, noise_trace=1.0
+    )
     assert bound.holds
     assert exact <= bound.value
     assert not quadratic.variance_equal_hessians(
@@ -106,12 +119,20 @@ def test_000_9_corollary_1_lacks_mu(steps):
 def test_000_9_theorem_3_condition_depends_on_units():
     """f -> 100 f and gamma -> gamma / 100 is the same run: a condition must give the same answer."""
     met = [
-        as_printed.theorem_3_condition_as_printed(lr=0.1 / f, local_steps=5, zeta_2=0.5 * f, mu=0.2 * f).met
+        as_printed.theorem_3_condition_as_printed(
+            lr=0.1 / f, local_steps=5, zeta_2=0.5 * f, mu=0.2 * f
+        ).met
         for f in (1, 100)
     ]
     assert met == [False, True]
     for f in (1, 100):
-        constants = {"mu": 0.2 * f, "smoothness": 1.0 * f, "num_clients": 4, "noise_trace": 1.0, "zeta_2": 0.5 * f}
+        constants = {
+            "mu": 0.2 * f,
+            "smoothness": 1.0 * f,
+            "num_clients": 4,
+            "noise_trace": 1.0,
+            "zeta_2": 0.5 * f,
+        }
         broken = quadratic.variance(lr=0.1 / f, local_steps=5, **constants).broken
         assert [c.text for c in broken] == ["lr H L zeta_2 <= mu / 10", "lr H (L + mu) <= 1 / 48"]
 
@@ -159,7 +180,12 @@ def test_002_7_covariance_of_theta_and_xi(steps):
 def softplus_clients(n):
     """One-dimensional strongly convex clients with third derivatives, optimum of the mean at 0."""
     rng = np.random.default_rng(11)
-    curve, bend, turn, pull = rng.uniform(0.3, 1, n), rng.uniform(1, 3, n), rng.uniform(-1, 2, n), rng.normal(size=n)
+    curve, bend, turn, pull = (
+        rng.uniform(0.3, 1, n),
+        rng.uniform(1, 3, n),
+        rng.uniform(-1, 2, n),
+        rng.normal(size=n),
+    )
     pull -= pull.mean()
 
     def gradient(x):
@@ -190,15 +216,21 @@ def test_002_8_and_9_biases():
     for lr in lrs:
         x, law = stationary_density(gradient, n, lr, 1.0)
         bias, variance = law @ x, law @ x**2
-        exact = -(law @ gradient(x) - gradient(np.zeros(1))[0])[0]  # xi_c+ = -(gradient seen) + its mean over clients
+        exact = -(law @ gradient(x) - gradient(np.zeros(1))[0])[
+            0
+        ]  # xi_c+ = -(gradient seen) + its mean over clients
         printed = as_printed.lemma_e2_as_printed(second[0] - mean, bias)
         errors["e2"].append(abs(printed - exact))
-        errors["e2 corrected"].append(abs(-printed - 0.5 * (third[0] - third.mean()) * variance - exact))
+        errors["e2 corrected"].append(
+            abs(-printed - 0.5 * (third[0] - third.mean()) * variance - exact)
+        )
         wrong = as_printed.lemma_e4_as_printed(mean, third.mean(), variance, num_clients=n)
         errors["e4"].append(abs(wrong - bias))
         errors["e4 corrected"].append(abs(wrong * n - bias))
     for name in ("e2", "e4"):
-        assert slope(lrs, errors[name]) == pytest.approx(1, abs=0.2)  # the error is of the order of the term
+        assert slope(lrs, errors[name]) == pytest.approx(
+            1, abs=0.2
+        )  # the error is of the order of the term
         assert slope(lrs, errors[f"{name} corrected"]) == pytest.approx(2, abs=0.2)
 
 
@@ -206,7 +238,10 @@ def test_002_9_lemma_e1_remainder_grows_with_the_square_of_h():
     steps = np.array([10, 40, 160])
     _, v = np.array([quadratic.branches(1.0, lr=1e-4, local_steps=int(h)) for h in steps]).T
     remainder = np.abs(v - 1e-4 * (steps - 1) / 2)
-    printed = [as_printed.lemma_e1_remainder_as_printed(lr=1e-4, local_steps=int(h), smoothness=1.0) for h in steps]
+    printed = [
+        as_printed.lemma_e1_remainder_as_printed(lr=1e-4, local_steps=int(h), smoothness=1.0)
+        for h in steps
+    ]
     assert slope(steps, remainder) == pytest.approx(2, abs=0.2)
     assert (remainder / printed)[-1] > 10 * (remainder / printed)[0]
     assert (remainder <= (1e-4 * steps) ** 2).all()
@@ -233,7 +268,9 @@ def test_002_11_corollary_4_10_exponents():
             **here,
         )
         mu, smoothness, target = here["mu"], here["smoothness"], here["target"]
-        factor = max(1 / 50, (third * target / mu) ** (2 / 3), third * target / math.sqrt(smoothness * mu))
+        factor = max(
+            1 / 50, (third * target / mu) ** (2 / 3), third * target / math.sqrt(smoothness * mu)
+        )
         steps = sigma2 / (smoothness * mu * target**2) * factor
         assert plan.local_steps == math.floor(steps * (1 + 1e-9))
         assert plan.lr * smoothness == pytest.approx(1 / steps)
@@ -269,8 +306,13 @@ def test_004_3_4_and_6_the_pair():
     assert (square <= 2 * big_g**2 + 3 * (mu * x) ** 2 + 1e-9).all()
     assert np.isclose(square, 2 * big_g**2 + 3 * (mu * x) ** 2).any()  # no smaller constants do
     curvatures = np.array([2 * mu, 0.0])
-    assert (curvatures.max(), np.abs(curvatures - curvatures.mean()).max()) == (2.0, 1.0)  # beta = 2, delta = 1
-    assert x[0] - (1 / mu) * mu * x[0] == 0  # Figure 3: SGD with its best step is done after one round
+    assert (curvatures.max(), np.abs(curvatures - curvatures.mean()).max()) == (
+        2.0,
+        1.0,
+    )  # beta = 2, delta = 1
+    assert (
+        x[0] - (1 / mu) * mu * x[0] == 0
+    )  # Figure 3: SGD with its best step is done after one round
 
 
 def test_004_8_rates_by_units_and_by_steps():
@@ -296,7 +338,10 @@ def test_004_8_the_step_of_theorem_v():
     for federation, printed_slope, slope_corrected in [(setting, -0.5, -1), (quiet, 0, -2)]:
         per_lr = federation.local_steps * federation.server_lr
         printed = [as_printed.fedavg_step_as_printed(federation, int(r)) / per_lr for r in many]
-        values = [original.fedavg(federation, int(r), lr=lr).bound.value for r, lr in zip(many, printed, strict=True)]
+        values = [
+            original.fedavg(federation, int(r), lr=lr).bound.value
+            for r, lr in zip(many, printed, strict=True)
+        ]
         assert slope(many, values) == pytest.approx(printed_slope, abs=0.1)
         values = [original.fedavg(federation, int(r)).bound.value for r in many]
         assert slope(many, values) == pytest.approx(slope_corrected, abs=0.25)  # up to logarithms

@@ -42,13 +42,18 @@ def participation():
 def test_participation_ends_at_the_optimum_of_those_who_come(participation):
     assert_sound(participation)
     full, small = rows_of(participation, method="scaffold", who="all come")
-    assert 0 < full["rounds"] <= small["rounds"] < 400  # all clients are never slower than a few of them
+    assert (
+        0 < full["rounds"] <= small["rounds"] < 400
+    )  # all clients are never slower than a few of them
     assert full["slow_down"] == 1
     assert small["slow_down"] == small["rounds"] / full["rounds"]
     assert small["N/S"] == 5
     uneven = rows_of(participation, who="3 rarely or never")
     assert uneven[0]["ends_of_those_who_come"] < 1e-6 < uneven[0]["ends"]
-    assert all(row["rounds"] is None and row["ends"] > 1e-2 for row in rows_of(participation, method="fedavg"))
+    assert all(
+        row["rounds"] is None and row["ends"] > 1e-2
+        for row in rows_of(participation, method="fedavg")
+    )
     for row in (full, small):
         assert row["rounds"] in numbers(participation.finding)  # the words are made of the numbers
 
@@ -85,7 +90,8 @@ def test_stale_ages_and_ends(stale):
     assert drop["ends_of_those_who_stay"] < 1e-6 < keep["ends_of_those_who_stay"]
     assert all(row["rounds"] is None for row in stale.rows if row["policy"].startswith("decay"))
     alike, unlike = (
-        {r["policy"]: r["ends"] for r in rows_of(stale, setting=s)} for s in ("noisy, alike", "noisy, unlike")
+        {r["policy"]: r["ends"] for r in rows_of(stale, setting=s)}
+        for s in ("noisy, alike", "noisy, unlike")
     )
     assert alike["decay:0.9"] < alike["keep"]  # between like clients control variates are noise
     assert unlike["decay:0.9"] > unlike["keep"]
@@ -104,7 +110,14 @@ def test_a_leaver_that_is_kept_pulls_by_its_last_control_variate():
     a, b = (np.asarray(part) for part in problem.records)
     trace = np.ones((400, 4), int)
     trace[5:, 3] = 0
-    ask = {"rounds": 400, "local_steps": 3, "lr": 0.2, "precision": "float64", "cohort": 4, "availability": trace}
+    ask = {
+        "rounds": 400,
+        "local_steps": 3,
+        "lr": 0.2,
+        "precision": "float64",
+        "cohort": 4,
+        "availability": trace,
+    }
     kept = fs.simulate(fs.scaffold(), problem, stale="keep", **ask)
     expected = np.linalg.solve(a[:3].sum(axis=0), b[:3].sum(axis=0) - kept.clients.c_i[3])
     np.testing.assert_allclose(kept.vector, expected, atol=1e-9)
@@ -134,14 +147,24 @@ def test_compression_counts_bytes_as_sent(compressed):
 
 
 def test_compressed_runs_reach_the_optimum(compressed):
-    assert all(row["rounds"] is not None and row["distance"] < 1e-6 for row in rows_of(compressed, problem="quadratic"))
+    assert all(
+        row["rounds"] is not None and row["distance"] < 1e-6
+        for row in rows_of(compressed, problem="quadratic")
+    )
 
 
 @pytest.mark.parametrize("name", ["top_k:0.1", "random_k:0.2"])
 def test_what_a_compressor_leaves_out_is_not_counted_twice(name):
     """SCAFFOLD stays at the optimum's side for as long as one likes; with errors added up it swings ever wider."""
     problem = fs.problems.quadratic(6, 20, mu=0.2, seed=3)
-    ask = {"rounds": 1000, "local_steps": 3, "lr": 0.1, "cohort": 3, "precision": "float64", "metrics": ["distance"]}
+    ask = {
+        "rounds": 1000,
+        "local_steps": 3,
+        "lr": 0.1,
+        "cohort": 3,
+        "precision": "float64",
+        "metrics": ["distance"],
+    }
     run = fs.simulate(fs.scaffold(), problem, compression=name, **ask)
     assert run.history["distance"][-1] < 1e-8
     assert run.residual <= 1e-12 * run.scale
@@ -164,7 +187,9 @@ def test_richardson_is_measured_as_it_is_defined():
 def test_verdicts_follow_from_the_standard_errors():
     row = {"bias": 1.0, "bias_error": 0.1, "combined": 0.1, "combined_error": 0.1}
     assert "removed" in richardson._verdict(row)
-    assert richardson._verdict(row | {"combined": -0.5}) == "0.5 times as large, with the other sign"
+    assert (
+        richardson._verdict(row | {"combined": -0.5}) == "0.5 times as large, with the other sign"
+    )
     assert "too small" in richardson._verdict(row | {"bias_error": 0.5})
 
 
@@ -185,7 +210,9 @@ def test_momentum_by_the_command_line(tmp_path):
         assert ours[kind]["rounds_to_2%"] < ours["none"]["rounds_to_2%"]
         assert ours[kind]["ends"] < 1e-6
         assert ours[kind]["rounds_to_2%"] in numbers(found.finding)
-    assert all(row["rounds_to_1e-6"] is None for row in rows_of(found, method="fedavg"))  # its bias stays
+    assert all(
+        row["rounds_to_1e-6"] is None for row in rows_of(found, method="fedavg")
+    )  # its bias stays
 
 
 @pytest.mark.process

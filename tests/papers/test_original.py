@@ -106,7 +106,11 @@ def test_one_round_inequalities_over_all_cohorts():
         lr = s / (steps * setting.server_lr)
         w = rng.normal(size=(n, d)) * 10 ** rng.uniform(-1, 1)
         quiet, noisy = (
-            list(second_moments(scaffold_maps(a, lr, steps, setting.server_lr, setting.heard, x), z, 1))[1]
+            list(
+                second_moments(
+                    scaffold_maps(a, lr, steps, setting.server_lr, setting.heard, x), z, 1
+                )
+            )[1]
             for x, z in [(0.0, np.append(u, w)), (variance, np.append(u, w))]
         )
         # Lemma 14's C has the gradient noise averaged out of c_i: the lag of the noiseless run.
@@ -130,23 +134,41 @@ def test_theorems_v_and_vii_hold_for_whole_runs(case):
         server_lr, convex = float(rng.choice([1.0, 2.0])), case != "non-convex"
         a, pulls, constants = random_federation(rng, server_lr, convex)
         if case == "convex":
-            constants["mu"] = 0.0  # functions that happen to be strongly convex, and a theorem that does not know
+            constants["mu"] = (
+                0.0  # functions that happen to be strongly convex, and a theorem that does not know
+            )
         (n, d, _), mean = a.shape, a.mean(axis=0)
         u = rng.normal(size=d)
         w = -pulls if convex else a @ u  # c_i = 0, or the gradient at x^0
         lag = float(np.sqrt(np.mean(np.sum(w**2, axis=1)))) if convex else 0.0
-        start = {"distance": np.linalg.norm(u), "suboptimality": 0.5 * u @ mean @ u, "control_distance": lag}
+        start = {
+            "distance": np.linalg.norm(u),
+            "suboptimality": 0.5 * u @ mean @ u,
+            "control_distance": lag,
+        }
         setting, measure = Federation(**constants, **start), 0.5 * mean if convex else mean @ mean
         assert setting.case == case
         for method, need in [("fedavg", [24]), ("scaffold", [162, 30 * n / setting.heard])]:
             rounds = 300 if method == "fedavg" else 600
             plan = getattr(original, method)(setting, rounds)
             kappa = setting.smoothness / setting.mu if setting.mu else 0.0
-            assert plan.bound.holds == (not setting.mu or max(need[0] * kappa, *need[1:], 0) <= rounds)
-            common = (plan.lr, setting.local_steps, server_lr, setting.heard, setting.noise_trace / d)
-            maps = fedavg_maps(a, pulls, *common) if method == "fedavg" else scaffold_maps(a, *common)
+            assert plan.bound.holds == (
+                not setting.mu or max(need[0] * kappa, *need[1:], 0) <= rounds
+            )
+            common = (
+                plan.lr,
+                setting.local_steps,
+                server_lr,
+                setting.heard,
+                setting.noise_trace / d,
+            )
+            maps = (
+                fedavg_maps(a, pulls, *common) if method == "fedavg" else scaffold_maps(a, *common)
+            )
             z = np.append(u, 1.0) if method == "fedavg" else np.append(u, w)
-            values = np.array([np.trace(measure @ m[:d, :d]) for m in second_moments(maps, z, rounds)])
+            values = np.array(
+                [np.trace(measure @ m[:d, :d]) for m in second_moments(maps, z, rounds)]
+            )
             s = plan.lr * setting.local_steps * server_lr
             assert averaged(values, setting.mu / 2, s) <= plan.bound.value
             given = getattr(original, method)(setting, rounds, lr=plan.lr).bound
@@ -159,7 +181,9 @@ def test_theorem_viii_holds_for_whole_runs():
     rng = np.random.default_rng(9)
     for weak in (False, True) * 6:
         n, d, steps, rounds = 3, 2, int(rng.integers(1, 6)), 150
-        a = np.eye(d) * rng.uniform(0.5, 1) + 0.03 * rng.normal(size=(n, 1, 1)) * np.diag([1.0, -1.0])
+        a = np.eye(d) * rng.uniform(0.5, 1) + 0.03 * rng.normal(size=(n, 1, 1)) * np.diag(
+            [1.0, -1.0]
+        )
         mean, variance = a.mean(axis=0), 0.05
         u = rng.normal(size=d)
         setting = Federation(
@@ -185,7 +209,9 @@ def test_theorem_viii_holds_for_whole_runs():
             moment = inner
         assert averaged(np.array(values), setting.mu / 6, plan.lr) <= plan.bound.value
     sampled = Federation(smoothness=1.0, local_steps=2, num_clients=4, cohort=2, suboptimality=1.0)
-    assert [c.text for c in original.scaffold_quadratic(sampled, 10).bound.broken] == ["N <= cohort"]
+    assert [c.text for c in original.scaffold_quadratic(sampled, 10).bound.broken] == [
+        "N <= cohort"
+    ]
 
 
 def test_tuning_lemmas():
@@ -193,20 +219,35 @@ def test_tuning_lemmas():
     for _ in range(200):
         rounds = int(10 ** rng.uniform(0, 5))
         start, first, second, largest, rate = 10 ** rng.uniform(-3, 3, size=5)
-        sub = tuned_sublinear(rounds=rounds, start=start, first=first, second=second, largest=largest)
+        sub = tuned_sublinear(
+            rounds=rounds, start=start, first=first, second=second, largest=largest
+        )
         share = start / (rounds + 1)
-        lemma = share / largest + 2 * math.sqrt(first * share) + 2 * share ** (2 / 3) * second ** (1 / 3)
+        lemma = (
+            share / largest
+            + 2 * math.sqrt(first * share)
+            + 2 * share ** (2 / 3) * second ** (1 / 3)
+        )
         assert sub.step <= largest
         assert sub.value <= lemma * (1 + 1e-12)
         largest = min(largest, 0.9 / rate)
         lin = tuned_linear(rate=rate, rounds=rounds, start=start, first=first, largest=largest)
         log = math.log(max(1.0, rate**2 * rounds * start / first))
         assert lin.step == pytest.approx(min(largest, max(log, 0.5) / (rate * rounds)))
-        if rounds >= 1 / (2 * rate * largest):  # the lemma's condition; its proof then gives 3 a d_0 (1 - a s)^R + c s
+        if rounds >= 1 / (
+            2 * rate * largest
+        ):  # the lemma's condition; its proof then gives 3 a d_0 (1 - a s)^R + c s
             assert (
-                lin.value <= 3 * rate * start * (1 - rate * lin.step) ** rounds + first * lin.step + 1e-12 * lin.value
+                lin.value
+                <= 3 * rate * start * (1 - rate * lin.step) ** rounds
+                + first * lin.step
+                + 1e-12 * lin.value
             )
-        d, total, weight = start, 0.0, 0.0  # a sequence that meets the recursion with equality and ends at 0
+        d, total, weight = (
+            start,
+            0.0,
+            0.0,
+        )  # a sequence that meets the recursion with equality and ends at 0
         if rounds < 50:
             for r in range(1, rounds + 2):
                 w = (1 - rate * lin.step) ** (1 - r)
@@ -224,7 +265,9 @@ def test_lower_bound_is_sharp():
             for r in range(1, 4001):
                 lrs = [original.pair_best_lr(x, local_steps=k, **units), 1 / units["mu"]]
                 x = min(original.pair_round(x, lr=lr, local_steps=k, **units) for lr in lrs)
-                bound = original.fedavg_lower_bound(local_steps=k, rounds=r, suboptimality=first, **units)
+                bound = original.fedavg_lower_bound(
+                    local_steps=k, rounds=r, suboptimality=first, **units
+                )
                 assert 0.5 * units["mu"] * x**2 >= bound.value * (1 - 1e-9)
             exact = 0.5 * units["mu"] * x**2 * units["mu"] * r**2 / units["big_g"] ** 2
             assert exact == pytest.approx(original.lower_bound_constant(k), rel=0.03)
@@ -232,7 +275,9 @@ def test_lower_bound_is_sharp():
     rounds = [original.pair_round(0.7, lr=lr, local_steps=4, mu=1.0, big_g=1.0) for lr in grid]
     best = original.pair_best_lr(0.7, local_steps=4, mu=1.0, big_g=1.0)
     assert original.pair_round(0.7, lr=best, local_steps=4, mu=1.0, big_g=1.0) <= min(rounds)
-    assert not original.fedavg_lower_bound(mu=1, big_g=1, local_steps=1, rounds=1, suboptimality=1).holds
+    assert not original.fedavg_lower_bound(
+        mu=1, big_g=1, local_steps=1, rounds=1, suboptimality=1
+    ).holds
 
 
 def test_one_round_on_the_pair_is_fedavg():
@@ -248,15 +293,23 @@ def test_table_2():
     unit = Federation(**{**CONSTANTS, "smoothness": 1.0, "suboptimality": 1.0})
     table = original.table_2(unit, 0.01)
     s2, mu, n, s, k, g, e = 0.3, 0.2, 8, 2, 5, 0.7, 0.01
-    assert table["SCAFFOLD"].strongly_convex == pytest.approx(s2 / (mu * s * k * e) + 1 / mu + n / s)
-    assert table["SCAFFOLD"].non_convex == pytest.approx(s2 / (s * k * e**2) + (n / s) ** (2 / 3) / e)
+    assert table["SCAFFOLD"].strongly_convex == pytest.approx(
+        s2 / (mu * s * k * e) + 1 / mu + n / s
+    )
+    assert table["SCAFFOLD"].non_convex == pytest.approx(
+        s2 / (s * k * e**2) + (n / s) ** (2 / 3) / e
+    )
     m2 = s2 + k * (1 - s / n) * g**2
-    assert table["FedAvg"].strongly_convex == pytest.approx(m2 / (mu * s * k * e) + g / (mu * e**0.5) + 1.4**2 / mu)
+    assert table["FedAvg"].strongly_convex == pytest.approx(
+        m2 / (mu * s * k * e) + g / (mu * e**0.5) + 1.4**2 / mu
+    )
     assert table["SCAFFOLD (quadratic)"].strongly_convex == pytest.approx(
         s2 / (mu * n * k * e) + 1 / (mu * k) + 0.4 / mu
     )
     assert table["DANE (quadratic)"] == (pytest.approx(4.0), None)
-    assert original.table_2(Federation(**{**CONSTANTS, "mu": 0.0}), e)["SGD"].strongly_convex is None
+    assert (
+        original.table_2(Federation(**{**CONSTANTS, "mu": 0.0}), e)["SGD"].strongly_convex is None
+    )
     other = original.table_2(Federation(**rescaled(CONSTANTS, 3.0, 7.0)), 7.0 * e)
     squared = original.table_2(Federation(**rescaled(CONSTANTS, 3.0, 7.0)), 49 / 9 * e)
     for name, rounds in original.table_2(Federation(**CONSTANTS), e).items():

@@ -21,16 +21,30 @@ from papers.criteria import at_least, at_most
 from papers.page import page, terminal
 
 NAMES = (
-    *(f"quadratics-fig{i}" for i in range(1, 6)), "speedup-fig1", "talk-bias", "talk-richardson", "drift-fig1",
-    "scaffold-fig3", "scaffold-table3", "scaffold-table4", "scaffold-table5", "tutorial-table", "theorem2-lower-bound",
-    "participation", "conjectures",
-)  # fmt: skip
+    *(f"quadratics-fig{i}" for i in range(1, 6)),
+    "speedup-fig1",
+    "talk-bias",
+    "talk-richardson",
+    "drift-fig1",
+    "scaffold-fig3",
+    "scaffold-table3",
+    "scaffold-table4",
+    "scaffold-table5",
+    "tutorial-table",
+    "theorem2-lower-bound",
+    "participation",
+    "conjectures",
+)
 
 
 def test_every_name_of_the_list_is_a_claim():
     assert set(CLAIMS) == set(NAMES)
     assert all(find(name).name == name for name in NAMES)
-    assert {find(short).name for short in ALIASES} == {"scaffold-table3", "scaffold-table4", "scaffold-table5"}
+    assert {find(short).name for short in ALIASES} == {
+        "scaffold-table3",
+        "scaffold-table4",
+        "scaffold-table5",
+    }
     with pytest.raises(InputError, match="did you mean 'talk-bias'"):
         find("talk-bais")
 
@@ -79,31 +93,54 @@ SPOILS = {
     "talk-bias": lambda data: data.update(measured=[lr**2 for lr in data["lrs"]]),
     "talk-richardson": lambda data: data.update(left=data["lrs"]),
     "drift-fig1": lambda data: data.update(resting=1.0),
-    "scaffold-fig3": lambda data: data["curves"].update({"warm-10-100": data["curves"]["warm-10-100"] + 1}),
+    "scaffold-fig3": lambda data: data["curves"].update(
+        {"warm-10-100": data["curves"]["warm-10-100"] + 1}
+    ),
     "scaffold-table3": tables("scaffold", reached=140),
     "scaffold-table4": tables("scaffold", reached=None),
     "scaffold-table5": tables("scaffold", best=0.1),
     "tutorial-table": worse,
-    "theorem2-lower-bound": lambda data: [one.update(greedy=2 * one["greedy"]) for one in data["curves"].values()],
+    "theorem2-lower-bound": lambda data: [
+        one.update(greedy=2 * one["greedy"]) for one in data["curves"].values()
+    ],
     "participation": lambda data: data["curves"]["1"].update(rounds=[None, None, None]),
     "conjectures": each("flat", slope=1.0),
 }
 
 # criteria that fail in the quick size, and are reported as failures: on the digits, and where 1/N is outdone
 FLAT = "N tr Sigma for independent clients, largest relative deviation from its mean over N, gamma = 0.01, H = 100"
-FAILS = {"scaffold-table3": {"SGD's rounds, largest over smallest similarity's"}, "quadratics-fig5": {FLAT}}
+FAILS = {
+    "scaffold-table3": {"SGD's rounds, largest over smallest similarity's"},
+    "quadratics-fig5": {FLAT},
+}
 
 # what is smaller than in the quick size, where that takes long: all of a claim is run, its criteria need not hold
-METHODS = [["sgd", 1], *([name, epochs] for name in ("scaffold", "fedavg") for epochs in (1, 5)), ["fedprox", 5]]
+METHODS = [
+    ["sgd", 1],
+    *([name, epochs] for name in ("scaffold", "fedavg") for epochs in (1, 5)),
+    ["fedprox", 5],
+]
 FEW = {"seeds": [0], "grid": [0.3, 1.0], "tune_least": 5, "tune_most": 10}
 SMALLER = {
     "quadratics-fig3": {"plateau": 100, "runs": 4},
-    "quadratics-fig5": {"draws": 4, "iid_clients": [4, 8], "runs": 4, "window": 60, "copies": [1, 2]},
+    "quadratics-fig5": {
+        "draws": 4,
+        "iid_clients": [4, 8],
+        "runs": 4,
+        "window": 60,
+        "copies": [1, 2],
+    },
     "speedup-fig1": {
-        "records": 50, "steps": 25, "rounds": {"linear": 40, "logistic": 8}, "window": 8, "seeds": {"10": 3, "100": 1},
+        "records": 50,
+        "steps": 25,
+        "rounds": {"linear": 40, "logistic": 8},
+        "window": 8,
+        "seeds": {"10": 3, "100": 1},
     },
     "talk-bias": {
-        "lrs": [0.08, 0.04], "rounds": 2000, "all_steps": [2, 5],
+        "lrs": [0.08, 0.04],
+        "rounds": 2000,
+        "all_steps": [2, 5],
         "cloud": {"lr": 0.1, "steps": 10, "noise": 0.05, "runs": 50, "rounds": 50},
     },
     "scaffold-table3": FEW | {"rows": METHODS, "rounds": 60},
@@ -111,7 +148,7 @@ SMALLER = {
     "scaffold-table5": FEW | {"rounds": 15, "sgd_grid": [1.0], "hidden": 10},
     "tutorial-table": {"seeds": [42, 43], "rounds": 20, "test": 1000},
     "participation": {"seeds": [0]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -131,7 +168,11 @@ def test_a_claim_meets_its_criteria_in_the_quick_size(name, tmp_path, without_da
 
 
 def meets_its_criteria(outcome):
-    failed = {check.statement for check in outcome.checks if check.passed is False and check.kind == "criterion"}
+    failed = {
+        check.statement
+        for check in outcome.checks
+        if check.passed is False and check.kind == "criterion"
+    }
     assert failed <= FAILS.get(outcome.name, set())
     assert outcome.failed == len(failed)
 
@@ -157,7 +198,9 @@ def sound(claim, tmp_path):
     spoilt = cache.read(tmp_path / claim.name / f"{cache.key_of(claim, 'quick')}.npz")
     SPOILS[claim.name](spoilt)
     after = judged(claim, "quick", spoilt)
-    assert sum(check.passed is True for check in after.checks) < sum(check.passed is True for check in outcome.checks)
+    assert sum(check.passed is True for check in after.checks) < sum(
+        check.passed is True for check in outcome.checks
+    )
     assert after.verdict != "reproduced" or after.words != outcome.words
     return outcome
 
@@ -172,13 +215,25 @@ def small(calls, settings=None, fail_at=None):
             calls.append(i)
             return {"value": np.full(2, i)}
 
-        return {"total": float(sum(memo(f"cell-{i}", lambda i=i: make(i))["value"][0] for i in range(3)))}
+        return {
+            "total": float(
+                sum(memo(f"cell-{i}", lambda i=i: make(i))["value"][0] for i in range(3))
+            )
+        }
 
     sizes = {"quick": settings or {"a": 1}, "full": {"a": 2}}
     return Claim(
-        "small", "t", "s", "says", sizes, measure, lambda data, settings: [at_least("total", 3.0, data["total"], 3.0)],
-        lambda data: [Table("t", ["a"], [[1]])], lambda data: [], {"quick": 1, "full": 1},
-    )  # fmt: skip
+        "small",
+        "t",
+        "s",
+        "says",
+        sizes,
+        measure,
+        lambda data, settings: [at_least("total", 3.0, data["total"], 3.0)],
+        lambda data: [Table("t", ["a"], [[1]])],
+        lambda data: [],
+        {"quick": 1, "full": 1},
+    )
 
 
 def test_a_hit_does_no_work_and_a_changed_setting_misses(tmp_path):
@@ -243,7 +298,9 @@ def test_undecided_and_shown_checks_decide_nothing():
 
 def test_a_paper_that_is_wrong_is_not_our_failure():
     wrong = Check("words", 1.0, 0.0, "equal", False, kind="paper")
-    claim = small([])._replace(judge=lambda data, settings: [at_least("total", 3.0, 3.0, 3.0), wrong])
+    claim = small([])._replace(
+        judge=lambda data, settings: [at_least("total", 3.0, 3.0, 3.0), wrong]
+    )
     outcome = judged(claim, "quick", {"total": 3.0})
     assert outcome.verdict == "partly"
     assert outcome.failed == 0
@@ -266,8 +323,11 @@ def emnist_file(folder, seed):
     pictures[np.arange(620), labels % 28, labels // 28] = 255
     np.savez(
         folder / "emnist_byclass62.npz",
-        x_train=pictures[:496], y_train=labels[:496], x_test=pictures[496:], y_test=labels[496:],
-    )  # fmt: skip
+        x_train=pictures[:496],
+        y_train=labels[:496],
+        x_test=pictures[496:],
+        y_test=labels[496:],
+    )
 
 
 @pytest.fixture
@@ -287,9 +347,18 @@ def test_tables_read_the_users_emnist(tmp_path, monkeypatch, without_data):
     monkeypatch.setenv("FEDSCAFFOLD_DATA", str(tmp_path))
     emnist.pictures.cache_clear()
     settings = dict(find("table3").sizes["full"]) | {
-        "clients": 8, "similarities": [0], "rows": [["scaffold", 1]], "rounds": 2, "tune_least": 1, "tune_most": 1,
-        "grid": [0.1, 0.3], "seeds": [0], "target": 0.99, "validation": 100, "fixed": [["sgd", 1, 0.01]],
-    }  # fmt: skip
+        "clients": 8,
+        "similarities": [0],
+        "rows": [["scaffold", 1]],
+        "rounds": 2,
+        "tune_least": 1,
+        "tune_most": 1,
+        "grid": [0.1, 0.3],
+        "seeds": [0],
+        "target": 0.99,
+        "validation": 100,
+        "fixed": [["sgd", 1, 0.01]],
+    }
     assert "digits stand in" in emnist.pictures("emnist", 100, None, None).about
     keys = []
     for seed in (1, 2):
@@ -297,19 +366,31 @@ def test_tables_read_the_users_emnist(tmp_path, monkeypatch, without_data):
         emnist.pictures.cache_clear()
         keys.append(emnist.fingerprint(settings))
     assert keys[0] != keys[1]
-    assert (quick.settings("quick")["dataset"], quick.settings("quick")["target"]) == ("emnist", 0.5)
+    assert (quick.settings("quick")["dataset"], quick.settings("quick")["target"]) == (
+        "emnist",
+        0.5,
+    )
     assert quick.settings("full") == quick.sizes["full"]
     data = emnist.measure(settings, lambda key, make: make())
     assert data["dataset"] == "emnist"
     assert data["cells"][0]["lr"] in (0.1, 0.3)
     assert len(data["cells"][0]["runs"]) == 1
-    assert [(cell["method"], cell["lr"], len(cell["runs"])) for cell in data["fixed"]] == [("sgd", 0.01, 1)]
+    assert [(cell["method"], cell["lr"], len(cell["runs"])) for cell in data["fixed"]] == [
+        ("sgd", 0.01, 1)
+    ]
 
 
 def test_a_row_of_sgd_like_that_of_a_small_step_is_said_to_be():
     def cell(similarity, rounds, lr):
         run = {"reached": rounds, "rounds": 500}
-        return {"method": "sgd", "epochs": 1, "similarity": similarity, "lr": lr, "runs": [run], "seeds": 1}
+        return {
+            "method": "sgd",
+            "epochs": 1,
+            "similarity": similarity,
+            "lr": lr,
+            "runs": [run],
+            "seeds": 1,
+        }
 
     tuned = [cell(0, 39, 1.0), cell(10, 35, 1.0), cell(100, 14, 1.0)]
     words = {}
@@ -317,17 +398,23 @@ def test_a_row_of_sgd_like_that_of_a_small_step_is_said_to_be():
         small = [cell(0, 248, 0.03), cell(10, 248, 0.03), cell(100, last, 0.03)]
         words[last] = find("table3").errata({"cells": tuned, "fixed": small, "rounds": 500})[-1]
         assert (
-            f"With a step of 0.03 we find 248, 248, {last}; with a step tuned on a wide grid 39, 35, 14." in words[last]
+            f"With a step of 0.03 we find 248, 248, {last}; with a step tuned on a wide grid 39, 35, 14."
+            in words[last]
         )
     assert "small step" in words[264]
     assert "small step" not in words[500]
 
 
-@pytest.mark.parametrize(("seeds", "last", "passed"), [(48, 0.031, True), (48, 0.02, False), (24, 0.031, None)])
+@pytest.mark.parametrize(
+    ("seeds", "last", "passed"), [(48, 0.031, True), (48, 0.02, False), (24, 0.031, None)]
+)
 def test_a_variance_is_judged_only_where_there_are_seeds_enough(seeds, last, passed):
     """N Var for three N, each beside a bias that is larger: what counts is the variance alone."""
     scaled = {10: 0.032, 100: 0.033, 1000: last}
-    cells = {n: {"curve": np.array([9.0, 1e-4 + v / n]), "bias": 1e-4, "seeds": seeds} for n, v in scaled.items()}
+    cells = {
+        n: {"curve": np.array([9.0, 1e-4 + v / n]), "bias": 1e-4, "seeds": seeds}
+        for n, v in scaled.items()
+    }
     assert speedup_fig1._constant("N Var", cells).passed is passed
 
 
@@ -392,7 +479,10 @@ def test_a_long_claim_says_how_far_it_is_and_how_to_go_on(tmp_path, monkeypatch,
     monkeypatch.setattr("papers.claims.find", lambda name: small(calls, fail_at=2))
     code, _, said = command(monkeypatch, capsys, "small", "--out", str(tmp_path))
     assert code == 130
-    assert said.splitlines()[-1] == "fedscaffold: stopped; what was measured is kept: the same command goes on"
+    assert (
+        said.splitlines()[-1]
+        == "fedscaffold: stopped; what was measured is kept: the same command goes on"
+    )
     assert said.count("s of about 1 s") == 2
     monkeypatch.setattr("papers.claims.find", lambda name: small(calls))
     assert command(monkeypatch, capsys, "small", "--out", str(tmp_path))[0] == 0
@@ -412,20 +502,37 @@ def test_the_command(tmp_path, monkeypatch):
     assert [one["verdict"] for one in answers] == ["reproduced", "reproduced"]
     assert [one["cached"] for one in answers] == [False, True]
     assert (tmp_path / "here" / "reproduction.html").exists()
-    assert {path.suffix for path in (tmp_path / "here").iterdir()} == {".html", ".json", ".svg", ".pdf", ".png"}
+    assert {path.suffix for path in (tmp_path / "here").iterdir()} == {
+        ".html",
+        ".json",
+        ".svg",
+        ".pdf",
+        ".png",
+    }
 
 
 def test_no_bit_of_a_kept_result_can_change_unseen(tmp_path):
     path = tmp_path / "one.npz"
-    data = {"x": np.linspace(0, 1, 5), "flag": np.array([True, False]), "words": ["a", None], "y": float("nan")}
+    data = {
+        "x": np.linspace(0, 1, 5),
+        "flag": np.array([True, False]),
+        "words": ["a", None],
+        "y": float("nan"),
+    }
     cache.write(path, data)
     whole = path.read_bytes()
     trusted = repr(cache.read(path))
     for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :]
+        )
         found = cache.read(path)
-        assert found is None or repr(found) == trusted, place  # of a date in the archive nothing depends
+        assert found is None or repr(found) == trusted, (
+            place
+        )  # of a date in the archive nothing depends
         path.write_bytes(whole[:place])
         assert cache.read(path) is None
-    np.savez(path, json=np.frombuffer(b'{"x": 1}', np.uint8))  # a whole archive, without the checksum
+    np.savez(
+        path, json=np.frombuffer(b'{"x": 1}', np.uint8)
+    )  # a whole archive, without the checksum
     assert cache.read(path) is None

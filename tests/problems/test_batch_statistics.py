@@ -14,7 +14,9 @@ CLIENTS = [(RNG.normal(size=(n, 3)), RNG.integers(0, 2, n)) for n in (9, 9)]
 
 
 def run(loss, params, **more):
-    return fs.simulate(fs.scaffold(), fs.Problem(loss, params, CLIENTS, **more), rounds=1, local_steps=1, lr=0.1)
+    return fs.simulate(
+        fs.scaffold(), fs.Problem(loss, params, CLIENTS, **more), rounds=1, local_steps=1, lr=0.1
+    )
 
 
 class Network(nnx.Module):
@@ -38,7 +40,9 @@ def test_flax_nnx_marks_them_by_type():
 
 def normalised(params, batch):
     h = batch[0] * params["scale"]
-    return jnp.mean(jnp.square(((h - h.mean(axis=0)) / jnp.sqrt(h.var(axis=0) + 1e-3)).sum(axis=1) - batch[1]))
+    return jnp.mean(
+        jnp.square(((h - h.mean(axis=0)) / jnp.sqrt(h.var(axis=0) + 1e-3)).sum(axis=1) - batch[1])
+    )
 
 
 def by_running(mean, var):
@@ -57,10 +61,15 @@ def test_names_that_say_so(coupled):
 
 def test_a_mean_and_a_variance_without_a_gradient():
     with pytest.raises(InputError, match=r"\['mean'\] looks like batch statistics"):
-        run(lambda p, b: jnp.mean(jnp.square(b[0] @ p["w"])), {"w": np.ones(3), "mean": np.zeros(3), "var": np.ones(3)})
+        run(
+            lambda p, b: jnp.mean(jnp.square(b[0] @ p["w"])),
+            {"w": np.ones(3), "mean": np.zeros(3), "var": np.ones(3)},
+        )
 
 
-@pytest.mark.parametrize("loss", [normalised, lambda p, b: jnp.mean(jnp.square(b[0] @ p["scale"] - b[1]))])
+@pytest.mark.parametrize(
+    "loss", [normalised, lambda p, b: jnp.mean(jnp.square(b[0] @ p["scale"] - b[1]))]
+)
 def test_arrays_that_only_the_accuracy_uses(loss):
     params = {"scale": np.ones(3), "mu": np.zeros(3), "sigma2": np.ones(3)}
     with pytest.raises(InputError, match=r"\['mu'\] looks like batch statistics"):

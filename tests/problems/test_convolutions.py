@@ -22,9 +22,17 @@ CONVOLUTIONS = {  # lhs shape, rhs shape, and arguments of lax.conv_general_dila
     "one entry": ((2, 4, 3, 3), (1, 1, 3, 4), {"window_strides": (2, 1)}),
     "wide enough for a product by row": ((2, 5, 4, 48), (2, 3, 48, 4), {"padding": "SAME"}),
     "strides, SAME": ((2, 6, 7, 3), (3, 3, 3, 4), {"window_strides": (2, 3), "padding": "SAME"}),
-    "asymmetric and negative padding": ((1, 6, 7, 2), (3, 2, 2, 3), {"padding": [(2, -1), (-1, 3)]}),
+    "asymmetric and negative padding": (
+        (1, 6, 7, 2),
+        (3, 2, 2, 3),
+        {"padding": [(2, -1), (-1, 3)]},
+    ),
     "dilated kernel": ((2, 8, 7, 2), (3, 2, 2, 3), {"rhs_dilation": (2, 3)}),
-    "transposed": ((2, 4, 3, 2), (3, 3, 2, 3), {"lhs_dilation": (2, 3), "padding": [(2, 1), (1, 2)]}),
+    "transposed": (
+        (2, 4, 3, 2),
+        (3, 3, 2, 3),
+        {"lhs_dilation": (2, 3), "padding": [(2, 1), (1, 2)]},
+    ),
     "all at once": (
         (2, 6, 5, 4),
         (3, 2, 2, 6),
@@ -54,7 +62,10 @@ ONES = {"padding": "VALID", "window_strides": (1, 1, 1, 1)}
 WINDOWS = {  # of (2, 7, 6, 3): window, arguments of lax.reduce_window
     "no overlap": ((1, 2, 2, 1), {"window_strides": (1, 2, 2, 1)}),
     "no overlap, SAME": ((1, 2, 3, 1), {"window_strides": (1, 2, 3, 1), "padding": "SAME"}),
-    "overlap": ((1, 3, 2, 1), {"window_strides": (1, 2, 1, 1), "padding": [(0, 0), (1, 1), (0, 1), (0, 0)]}),
+    "overlap": (
+        (1, 3, 2, 1),
+        {"window_strides": (1, 2, 1, 1), "padding": [(0, 0), (1, 1), (0, 1), (0, 0)]},
+    ),
     "dilated": ((1, 2, 2, 2), {"base_dilation": (1, 1, 2, 1), "window_dilation": (1, 3, 1, 1)}),
     "everything": ((1, 7, 6, 1), {}),
 }
@@ -131,7 +142,8 @@ def test_ties_and_missing_values_of_a_window():
     for strides in ((1, 2, 2, 1), (1, 1, 1, 1)):
         of = partial(pool, window_strides=strides)
         gradients = [
-            jax.grad(lambda x, f=f: jnp.sum(jnp.cos(f(x) + x[:, :1, :1]) * 3))(x) for f in (of, as_products(of))
+            jax.grad(lambda x, f=f: jnp.sum(jnp.cos(f(x) + x[:, :1, :1]) * 3))(x)
+            for f in (of, as_products(of))
         ]
         np.testing.assert_allclose(*gradients, atol=1e-13)
         broken = x.at[0, 2, 3, 1].set(jnp.nan)
@@ -188,7 +200,11 @@ def in_while(x, w):
 
 
 def in_cond(x, w):
-    return lax.cond(x.sum() > 0, lambda: convolve(x, w, padding="SAME"), lambda: pool(x * w.sum(), padding="SAME"))
+    return lax.cond(
+        x.sum() > 0,
+        lambda: convolve(x, w, padding="SAME"),
+        lambda: pool(x * w.sum(), padding="SAME"),
+    )
 
 
 NESTED = {
@@ -196,12 +212,20 @@ NESTED = {
     "fori_loop": in_while,
     "cond": in_cond,
     "jit": jax.jit(lambda x, w: convolve(x, w, padding="SAME")),
-    "checkpoint": jax.checkpoint(lambda x, w: jnp.sin(convolve(jnp.cos(convolve(x, w, padding="SAME")), w))),
+    "checkpoint": jax.checkpoint(
+        lambda x, w: jnp.sin(convolve(jnp.cos(convolve(x, w, padding="SAME")), w))
+    ),
     "custom_vjp": scaled,
     "custom_jvp": halved,
-    "vmap over kernels": lambda x, w: jax.vmap(lambda a, b: convolve(a[None], b))(x, jnp.stack([w, 2 * w])),
-    "a derivative inside": lambda x, w: jax.grad(lambda x: jnp.sum(jnp.sin(pool(convolve(x, w)))))(x),
-    "a tangent inside": lambda x, w: jax.jvp(lambda x: pool(convolve(x, w)), (x,), (jnp.cos(x),))[1],
+    "vmap over kernels": lambda x, w: jax.vmap(lambda a, b: convolve(a[None], b))(
+        x, jnp.stack([w, 2 * w])
+    ),
+    "a derivative inside": lambda x, w: jax.grad(lambda x: jnp.sum(jnp.sin(pool(convolve(x, w)))))(
+        x
+    ),
+    "a tangent inside": lambda x, w: jax.jvp(lambda x: pool(convolve(x, w)), (x,), (jnp.cos(x),))[
+        1
+    ],
 }
 
 
@@ -240,11 +264,16 @@ def test_accelerators_keep_their_convolutions(platform):
     given = jax.tree.map(jnp.asarray, (network(), pictures(6)[0]))
     program = jax.jit(jax.vmap(jax.grad(as_products(loss)), (None, 0)))
     (x, y), params = given[1], given[0]
-    text = jax.export.export(program, platforms=[platform])(params, (x[:, None], y[:, None])).mlir_module()
+    text = jax.export.export(program, platforms=[platform])(
+        params, (x[:, None], y[:, None])
+    ).mlir_module()
     original = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
-    plain = jax.export.export(original, platforms=[platform])(params, (x[:, None], y[:, None])).mlir_module()
+    plain = jax.export.export(original, platforms=[platform])(
+        params, (x[:, None], y[:, None])
+    ).mlir_module()
     counts = {
-        word: text.count(word) for word in ("stablehlo.convolution", "stablehlo.dot_general", "dilated_as_products")
+        word: text.count(word)
+        for word in ("stablehlo.convolution", "stablehlo.dot_general", "dilated_as_products")
     }
     if platform == "cpu":
         assert counts["stablehlo.convolution"] == 0
@@ -252,7 +281,10 @@ def test_accelerators_keep_their_convolutions(platform):
         assert "select_and_scatter" not in text
     else:
         assert counts["dilated_as_products"] == 0
-        assert all(counts[word] == plain.count(word) for word in ("stablehlo.convolution", "stablehlo.dot_general"))
+        assert all(
+            counts[word] == plain.count(word)
+            for word in ("stablehlo.convolution", "stablehlo.dot_general")
+        )
         assert counts["stablehlo.convolution"] > 0
         assert "select_and_scatter" in text
 
@@ -290,9 +322,14 @@ def test_large_patches_make_small_blocks():
     def block(width):
         clients = [(np.zeros((20, width, width, 4)), np.zeros(20)) for _ in range(8)]
         problem = fs.Problem(
-            lambda w, batch: jnp.mean(convolve(batch[0], w) ** 2), np.ones((3, 3, 4, 4)), clients, coupled=False
+            lambda w, batch: jnp.mean(convolve(batch[0], w) ** 2),
+            np.ones((3, 3, 4, 4)),
+            clients,
+            coupled=False,
         )
-        simulator = fs.Simulator(fs.scaffold(), problem, rounds=1, local_steps=1, lr=0.1, batch_size=10, metrics=())
+        simulator = fs.Simulator(
+            fs.scaffold(), problem, rounds=1, local_steps=1, lr=0.1, batch_size=10, metrics=()
+        )
         return simulator.ready.spec.block
 
     assert block(4) == 8
@@ -310,7 +347,9 @@ def flax_network():
             self.up = nnx.ConvTranspose(4, 3, (2, 2), strides=(2, 2), rngs=rngs)
 
         def __call__(self, x):
-            x = nnx.max_pool(nnx.relu(self.norm(self.conv(x[..., None]))), (3, 3), strides=(2, 2), padding="SAME")
+            x = nnx.max_pool(
+                nnx.relu(self.norm(self.conv(x[..., None]))), (3, 3), strides=(2, 2), padding="SAME"
+            )
             return nnx.avg_pool(self.up(self.deep(x)), (2, 2), strides=(2, 2)).mean((1, 2))
 
     graph, params = nnx.split(Network(nnx.Rngs(0)), nnx.Param)
@@ -339,7 +378,9 @@ def test_networks_of_libraries(make):
     x, y = pictures(4)[0]
 
     def loss(params, x):
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(scores(params, x)), y[:, None], axis=1))
+        return -jnp.mean(
+            jnp.take_along_axis(jax.nn.log_softmax(scores(params, x)), y[:, None], axis=1)
+        )
 
     slopes = [jax.value_and_grad(function) for function in (as_products(loss), loss)]
     text = jax.jit(slopes[0]).lower(params, x).as_text()
@@ -355,18 +396,32 @@ def test_a_run_equals_the_reference(sizes):
     clients, start = pictures(*sizes), network()
     problem = fs.Problem(loss, start, clients)
     run = fs.simulate(
-        fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.2, precision="float64", metrics=("loss",), progress=False
+        fs.scaffold(),
+        problem,
+        rounds=3,
+        local_steps=2,
+        lr=0.2,
+        precision="float64",
+        metrics=("loss",),
+        progress=False,
     )
     leaves, tree = jax.tree.flatten(start)
     slope = jax.jit(jax.grad(loss))
-    x, c, memory = leaves, [np.zeros_like(a) for a in leaves], [[np.zeros_like(a) for a in leaves] for _ in clients]
+    x, c, memory = (
+        leaves,
+        [np.zeros_like(a) for a in leaves],
+        [[np.zeros_like(a) for a in leaves] for _ in clients],
+    )
     for _ in range(3):
         ends, kept = [], []
         for held, batch in zip(memory, clients, strict=True):
             y = x
             for _ in range(2):
                 g = jax.tree.leaves(slope(jax.tree.unflatten(tree, y), batch))
-                y = [a - 0.2 * (np.asarray(b) - i + s) for a, b, i, s in zip(y, g, held, c, strict=True)]
+                y = [
+                    a - 0.2 * (np.asarray(b) - i + s)
+                    for a, b, i, s in zip(y, g, held, c, strict=True)
+                ]
             ends.append(y)
             kept.append([i - s + (a - b) / 0.4 for i, s, a, b in zip(held, c, x, y, strict=True)])
         memory = kept

@@ -63,7 +63,10 @@ def triplets(params, batch):
     distance = jnp.sum(jnp.square(z[:, None] - z[None]), axis=-1)
     alike = kind[:, None] == kind[None]
     counts = alike[:, :, None] & ~alike[:, None, :]
-    return jnp.sum(jax.nn.relu(distance[:, :, None] - distance[:, None, :] + 0.5) * counts) / counts.sum()
+    return (
+        jnp.sum(jax.nn.relu(distance[:, :, None] - distance[:, None, :] + 0.5) * counts)
+        / counts.sum()
+    )
 
 
 def median(params, batch):
@@ -154,7 +157,15 @@ def batches_of(made, *, batch_size=None, steps, rounds, seed, draw):
     size = np.minimum(batch_size, counts) if draw == "shuffle" else np.full_like(counts, batch_size)
     local = np.full_like(counts, steps)
     drawer = Drawer(
-        len(counts), len(counts), len(counts), None, made.offsets[:-1], counts, local, size, draw == "shuffle"
+        len(counts),
+        len(counts),
+        len(counts),
+        None,
+        made.offsets[:-1],
+        counts,
+        local,
+        size,
+        draw == "shuffle",
     )
     drawn = drawer.draw(seed, 0, rounds, rounds)
 
@@ -183,9 +194,19 @@ def expected(made, *, steps, rounds=3, lr=0.1, option=2, batch_size=None, seed=5
     )[0]
 
 
-def ran(made, *, steps, rounds=3, lr=0.1, option=2, batch_size=None, seed=5, draw="shuffle", **more):
-    settings = {"rounds": rounds, "local_steps": steps, "lr": lr, "batch_size": batch_size, "seed": seed}
-    return fs.simulate(fs.scaffold(option=option), made, **settings, draw=draw, precision="float64", **more)
+def ran(
+    made, *, steps, rounds=3, lr=0.1, option=2, batch_size=None, seed=5, draw="shuffle", **more
+):
+    settings = {
+        "rounds": rounds,
+        "local_steps": steps,
+        "lr": lr,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+    return fs.simulate(
+        fs.scaffold(option=option), made, **settings, draw=draw, precision="float64", **more
+    )
 
 
 @pytest.mark.slow
@@ -199,7 +220,9 @@ def means(made, loss, run, clients):
     """Loss and gradient norm of the problem, from the user's own function on each client's data."""
     with jax.enable_x64(True):
         pairs = [jax.jit(jax.value_and_grad(loss))(run.x, client) for client in clients]
-    return np.mean([value for value, _ in pairs]), np.linalg.norm(np.mean([slope["w"] for _, slope in pairs], axis=0))
+    return np.mean([value for value, _ in pairs]), np.linalg.norm(
+        np.mean([slope["w"] for _, slope in pairs], axis=0)
+    )
 
 
 @pytest.mark.slow
@@ -210,7 +233,9 @@ def test_unequal_clients_are_trained_and_measured_as_written(loss):
     np.testing.assert_allclose(run.vector, expected(made, steps=3, rounds=2, lr=0.05), rtol=1e-11)
     assert made.inspected.kinds.loss == "coupled"
     wanted = means(made, loss, run, records(1))
-    assert (run.history["loss"][-1], run.history["grad_norm"][-1]) == pytest.approx(wanted, rel=1e-12)
+    assert (run.history["loss"][-1], run.history["grad_norm"][-1]) == pytest.approx(
+        wanted, rel=1e-12
+    )
     assert run.measured["loss"] == "all records of each client at once"
 
 
@@ -218,10 +243,14 @@ def test_unequal_clients_are_trained_and_measured_as_written(loss):
 def test_a_coupling_that_sleeps_at_the_start():
     made = problem(far_from_the_start)
     run = ran(made, steps=3, rounds=12)
-    asleep = ran(problem(lambda params, batch: -jnp.mean(batch[0] @ params["w"])), steps=3, rounds=12)
+    asleep = ran(
+        problem(lambda params, batch: -jnp.mean(batch[0] @ params["w"])), steps=3, rounds=12
+    )
     assert not np.allclose(run.vector, asleep.vector, rtol=1e-3)
     np.testing.assert_allclose(run.vector, expected(made, steps=3, rounds=12), rtol=1e-9)
-    assert run.history["loss"][-1] == pytest.approx(means(made, far_from_the_start, run, records(1))[0], rel=1e-9)
+    assert run.history["loss"][-1] == pytest.approx(
+        means(made, far_from_the_start, run, records(1))[0], rel=1e-9
+    )
 
 
 def test_a_coupling_by_one_record_among_many():
@@ -230,44 +259,60 @@ def test_a_coupling_by_one_record_among_many():
     made = fs.Problem(where_a_record_is_rare, START, clients)
     run = ran(made, steps=3)
     np.testing.assert_allclose(run.vector, expected(made, steps=3), rtol=1e-9)
-    assert run.history["loss"][-1] == pytest.approx(means(made, where_a_record_is_rare, run, clients)[0], rel=1e-9)
+    assert run.history["loss"][-1] == pytest.approx(
+        means(made, where_a_record_is_rare, run, clients)[0], rel=1e-9
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [by_the_number_of_records, softmax_over_the_batch])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_clients_with_a_single_record(loss, batch_size):
-    clients = [tuple(a[:n] for a in client) for n, client in zip((1, 4, 5), records(1), strict=True)]
+    clients = [
+        tuple(a[:n] for a in client) for n, client in zip((1, 4, 5), records(1), strict=True)
+    ]
     made = fs.Problem(loss, START, clients)
     run = ran(made, steps=3, batch_size=batch_size)
-    np.testing.assert_allclose(run.vector, expected(made, steps=3, batch_size=batch_size), rtol=1e-9)
+    np.testing.assert_allclose(
+        run.vector, expected(made, steps=3, batch_size=batch_size), rtol=1e-9
+    )
     assert run.history["loss"][-1] == pytest.approx(means(made, loss, run, clients)[0], rel=1e-9)
 
 
 def convolution(params, batch):
     x = batch[0].reshape(-1, 1, 3, 1)
     filters = params["w"].reshape(1, 3, 1, 1)
-    made = jax.lax.conv_general_dilated(x, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    made = jax.lax.conv_general_dilated(
+        x, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return jnp.mean(jax.nn.gelu(made).reshape(len(x), -1).max(axis=1))
 
 
 def recurrence(params, batch):
-    ends, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h * params["w"][0] + x), None), jnp.zeros_like(batch[1]), batch[0].T)
+    ends, _ = jax.lax.scan(
+        lambda h, x: (jnp.tanh(h * params["w"][0] + x), None), jnp.zeros_like(batch[1]), batch[0].T
+    )
     return jnp.mean(jnp.square(ends - batch[1]))
 
 
 def chosen_class(params, batch):
     scores = jax.nn.log_softmax(batch[0] * params["w"])
-    return -jnp.mean(scores[jnp.arange(len(scores)), batch[2].astype(int)]) + 0.1 * jnp.sum(params["w"] ** 2)
+    return -jnp.mean(scores[jnp.arange(len(scores)), batch[2].astype(int)]) + 0.1 * jnp.sum(
+        params["w"] ** 2
+    )
 
 
 def attention(params, batch):
     x = batch[0][:, :, None] * params["w"]
     heeded = jax.nn.softmax(jnp.einsum("nij,nkj->nik", x, x), axis=-1)
-    return jnp.sum(jnp.square(jnp.einsum("nik,nkj->nij", heeded, x).sum(axis=(1, 2)) - batch[1])) / len(x)
+    return jnp.sum(
+        jnp.square(jnp.einsum("nik,nkj->nij", heeded, x).sum(axis=(1, 2)) - batch[1])
+    ) / len(x)
 
 
-@pytest.mark.parametrize("loss", [convolution, recurrence, chosen_class, attention], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loss", [convolution, recurrence, chosen_class, attention], ids=lambda f: f.__name__
+)
 def test_networks_that_see_records_one_by_one_keep_the_fast_path(loss):
     assert problem(loss).inspected.kinds.loss == "mean"
 
@@ -304,7 +349,9 @@ def test_stated_batches_are_what_is_measured():
         for client in records(1):
             n = len(client[0])
             cuts = [slice(a, min(a + 8, n)) for a in range(0, n, 8)]
-            total += sum(len(client[0][cut]) * float(cox(run.x, [a[cut] for a in client])) for cut in cuts)
+            total += sum(
+                len(client[0][cut]) * float(cox(run.x, [a[cut] for a in client])) for cut in cuts
+            )
     assert run.history["loss"][-1] == pytest.approx(total / sum(SIZES), rel=1e-12)
     assert run.measured == {
         "loss": "the records of each client in batches of 8",
@@ -314,7 +361,11 @@ def test_stated_batches_are_what_is_measured():
 
 def test_a_score_over_all_test_data():
     rng = np.random.default_rng(3)
-    test = (rng.normal(size=(400, 3)), rng.exponential(size=400), rng.integers(0, 2, 400).astype(float))
+    test = (
+        rng.normal(size=(400, 3)),
+        rng.exponential(size=400),
+        rng.integers(0, 2, 400).astype(float),
+    )
     run = ran(problem(plain, accuracy=auc, test=test), steps=2, metrics=["loss", "accuracy"])
     with jax.enable_x64(True):
         assert run.history["accuracy"][-1] == pytest.approx(float(auc(run.x, test)), rel=1e-12)
@@ -328,7 +379,9 @@ def test_a_network_with_batch_statistics_scores_what_it_says():
 
     def scores(params, x):
         h = x @ params["in"]
-        h = (h - h.mean(axis=0)) / jnp.sqrt(h.var(axis=0) + 1e-5) * params["scale"] + params["shift"]
+        h = (h - h.mean(axis=0)) / jnp.sqrt(h.var(axis=0) + 1e-5) * params["scale"] + params[
+            "shift"
+        ]
         return jax.nn.relu(h) @ params["out"]
 
     def loss(params, batch):
@@ -359,7 +412,9 @@ def weighted_cox(params, batch, weights):
     score, real = x @ params["w"], weights > 0
     at_risk = (time[None, :] >= time[:, None]) & real[None, :]
     log_risk = jax.nn.logsumexp(jnp.where(at_risk, score[None, :], -1e30), axis=1)
-    return jnp.sum(jnp.where(real, event * (log_risk - score), 0)) / jnp.maximum(jnp.sum(event * real), 1)
+    return jnp.sum(jnp.where(real, event * (log_risk - score), 0)) / jnp.maximum(
+        jnp.sum(event * real), 1
+    )
 
 
 @pytest.mark.slow
@@ -374,7 +429,8 @@ def test_a_loss_that_takes_weights_sees_padding(more):
 
 
 @pytest.mark.parametrize(
-    "weights_first", [lambda weights, batch: plain(weights, batch), lambda p, b, other=3: plain(p, b)]
+    "weights_first",
+    [lambda weights, batch: plain(weights, batch), lambda p, b, other=3: plain(p, b)],
 )
 def test_weights_are_bound_by_name_behind_the_batch(weights_first):
     assert problem(weights_first).inspected.kinds.loss == "mean"
@@ -384,7 +440,9 @@ def test_plain_losses_are_recognised():
     assert problem(plain).inspected.kinds == ("mean", "mean", "mean")
     starts_at_zero = fs.Problem(batch_normalised, {"w": np.zeros(3)}, records(1))
     assert starts_at_zero.inspected.kinds.loss == "coupled"
-    in_single = problem(lambda p, b: jnp.mean(jnp.square(b[0].astype(jnp.float32) @ p["w"].astype(jnp.float32))))
+    in_single = problem(
+        lambda p, b: jnp.mean(jnp.square(b[0].astype(jnp.float32) @ p["w"].astype(jnp.float32)))
+    )
     assert in_single.inspected.kinds.loss == "mean"
 
 
@@ -414,7 +472,9 @@ def test_a_ratio_that_single_records_do_not_have():
 @pytest.mark.slow
 def test_the_users_word_is_taken():
     never = problem(plain, coupled=True)
-    np.testing.assert_allclose(ran(never, steps=3).vector, ran(problem(plain), steps=3).vector, rtol=1e-12)
+    np.testing.assert_allclose(
+        ran(never, steps=3).vector, ran(problem(plain), steps=3).vector, rtol=1e-12
+    )
     assert never.inspected.kinds.loss == "coupled"
     assert problem(cox, coupled=False).inspected.kinds.loss == "mean"
 
@@ -426,7 +486,9 @@ def test_an_oracle_that_couples():
 
     made = fs.Problem(None, START, records(1), gradient=oracle)
     np.testing.assert_allclose(
-        ran(made, steps=3, metrics=["grad_norm"]).vector, expected(problem(cox), steps=3), rtol=1e-11
+        ran(made, steps=3, metrics=["grad_norm"]).vector,
+        expected(problem(cox), steps=3),
+        rtol=1e-11,
     )
 
 
@@ -455,9 +517,25 @@ def test_padding_changes_nothing_for_any_method(algorithm):
 def test_a_sweep_is_its_runs():
     made = problem(cox)
     found = fs.sweep(
-        fs.scaffold(), made, rounds=3, local_epochs=1, batch_size=8, lr=[0.05, 0.1], seeds=5, precision="float64"
+        fs.scaffold(),
+        made,
+        rounds=3,
+        local_epochs=1,
+        batch_size=8,
+        lr=[0.05, 0.1],
+        seeds=5,
+        precision="float64",
     )
-    one = fs.simulate(fs.scaffold(), made, rounds=3, local_epochs=1, batch_size=8, lr=0.1, seed=3, precision="float64")
+    one = fs.simulate(
+        fs.scaffold(),
+        made,
+        rounds=3,
+        local_epochs=1,
+        batch_size=8,
+        lr=0.1,
+        seed=3,
+        precision="float64",
+    )
     np.testing.assert_array_equal(found.runs[1][3].vector, one.vector)
 
 
@@ -484,9 +562,15 @@ def three(params, x, y):
         ),
         (lambda: problem(lambda params: 0.0), "loss must take (params, batch)"),
         (lambda: problem(plain, accuracy=three), "accuracy must take (params, batch)"),
-        (lambda: problem(plain, gradient=lambda params, batch, keys: params), "gradient must take (params, batch)"),
+        (
+            lambda: problem(plain, gradient=lambda params, batch, keys: params),
+            "gradient must take (params, batch)",
+        ),
         (lambda: problem(plain, coupled="no"), "coupled must be True, False or None, got 'no'"),
-        (lambda: problem(plain, evaluation_batch=0), "evaluation_batch must be a whole number of at least 1, got 0"),
+        (
+            lambda: problem(plain, evaluation_batch=0),
+            "evaluation_batch must be a whole number of at least 1, got 0",
+        ),
     ],
 )
 def test_what_cannot_be_called_is_refused(make, said):

@@ -27,7 +27,9 @@ def test_the_excerpts_are_what_the_files_say():
     there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.py")}
     assert there <= shown, there - shown
     others = [
-        text for text in re.findall(r"^```(?:python|toml)\n(.*?)^```", PAGE + EXTEND, re.M | re.S) if ">>>" not in text
+        text
+        for text in re.findall(r"^```(?:python|toml)\n(.*?)^```", PAGE + EXTEND, re.M | re.S)
+        if ">>>" not in text
     ]
     assert others == [text for _, text in EXCERPTS]  # no code but the files' and what doctest runs
 
@@ -51,7 +53,9 @@ def vector(w, batch):
 
 
 def tried(loss, clients):
-    fs.simulate(fs.scaffold(), fs.Problem(loss, np.zeros(2), clients), rounds=1, local_steps=2, lr=0.1)
+    fs.simulate(
+        fs.scaffold(), fs.Problem(loss, np.zeros(2), clients), rounds=1, local_steps=2, lr=0.1
+    )
 
 
 def problem(params):
@@ -81,12 +85,8 @@ class Frame(np.ndarray):
         return made
 
 
-VECTOR = (
-    "loss(params, batch) must be one number, the mean over the batch's records, got shape ({},); end it with .mean()"
-)
-FLOATS = (
-    "params must hold floating-point numbers only, got {}; write 0.0 for 0, and keep what is not trained out of params"
-)
+VECTOR = "loss(params, batch) must be one number, the mean over the batch's records, got shape ({},); end it with .mean()"
+FLOATS = "params must hold floating-point numbers only, got {}; write 0.0 for 0, and keep what is not trained out of params"
 SHAPES = "the clients' arrays must all have the same structure and row shape: "
 NO_RECORDS = "client 1 holds no records; every client needs at least one, so leave it out"
 EMPTY = [CLIENTS[0], (np.ones((0, 2)), np.ones(0))]
@@ -108,20 +108,35 @@ MISTAKES = {
         "it said ValueError: no key",
     ),
     "a vector for a loss, deployed": (
-        lambda: deployed(lambda loss, data: JaxLearner(loss, np.zeros(2), data), vector, np.asarray), VECTOR.format(4)
+        lambda: deployed(
+            lambda loss, data: JaxLearner(loss, np.zeros(2), data), vector, np.asarray
+        ),
+        VECTOR.format(4),
     ),
     "a vector for a loss, in torch": (by_torch, VECTOR.format(4).replace("params", "module")),
     "whole numbers": (lambda: problem({"w": np.zeros(2, int)}), FLOATS.format("int64 in ['w']")),
     "a whole number": (lambda: problem([np.zeros(2), 3]), FLOATS.format("int64 in [1]")),
-    "a function among the arrays": (lambda: problem({"w": np.zeros(2), "f": abs}), FLOATS.format("builtin_function_or_method in ['f']")),
-    "a random key": (lambda: problem({"w": np.zeros(2), "key": jax.random.key(0)}), FLOATS.format("key<fry> in ['key']")),
-    "no arrays": (lambda: problem({}), "params must hold at least one array of floating-point numbers, got none"),
+    "a function among the arrays": (
+        lambda: problem({"w": np.zeros(2), "f": abs}),
+        FLOATS.format("builtin_function_or_method in ['f']"),
+    ),
+    "a random key": (
+        lambda: problem({"w": np.zeros(2), "key": jax.random.key(0)}),
+        FLOATS.format("key<fry> in ['key']"),
+    ),
+    "no arrays": (
+        lambda: problem({}),
+        "params must hold at least one array of floating-point numbers, got none",
+    ),
     "no records": (lambda: fs.Problem(mean, np.zeros(2), EMPTY), NO_RECORDS),
     "no records, linear": (lambda: fs.problems.linear(EMPTY), NO_RECORDS),
     "no records, logistic": (lambda: fs.problems.logistic(EMPTY), NO_RECORDS),
     "no records, softmax": (lambda: fs.problems.softmax(EMPTY), NO_RECORDS),
     "no records, mlp": (lambda: fs.problems.mlp(EMPTY), NO_RECORDS),
-    "nobody": (lambda: fs.problems.linear([]), "clients must hold at least one client, got an empty list"),
+    "nobody": (
+        lambda: fs.problems.linear([]),
+        "clients must hold at least one client, got an empty list",
+    ),
     "a column less": (
         lambda: fs.problems.linear([CLIENTS[0], (np.ones((4, 1)), np.ones(4))]),
         SHAPES + "client 1 holds rows of shape (1,) in [0], client 0 of shape (2,)",
@@ -131,11 +146,15 @@ MISTAKES = {
         SHAPES + "client 1 lacks ['age'], which client 0 has",
     ),
     "a column more": (
-        lambda: fs.Problem(mean, np.zeros(2), [{"age": np.ones(2)}, {"age": np.ones(2), "id": np.ones(2)}]),
+        lambda: fs.Problem(
+            mean, np.zeros(2), [{"age": np.ones(2)}, {"age": np.ones(2), "id": np.ones(2)}]
+        ),
         SHAPES + "client 1 has ['id'], which client 0 lacks",
     ),
     "columns in another order": (
-        lambda: fs.problems.linear([(Frame.of(["age", "bmi"]), np.ones(3)), (Frame.of(["bmi", "age"]), np.ones(3))]),
+        lambda: fs.problems.linear(
+            [(Frame.of(["age", "bmi"]), np.ones(3)), (Frame.of(["bmi", "age"]), np.ones(3))]
+        ),
         "client 1 has the columns ['bmi', 'age'], client 0 has ['age', 'bmi']; give all the same, in the same order: frame[names]",
     ),
     "columns in another order, one's own loss": (
@@ -155,7 +174,7 @@ MISTAKES = {
         "clients must be a list of (x, y) with x of shape (records, features) and y of shape (records,), "
         "got [(2, 2), (2, 2)] of client 0",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -178,12 +197,18 @@ def test_tables_with_columns_are_clients_as_they_are():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(9, 2)), rng.normal(size=9)
     frames = [pandas.DataFrame(x[rows], columns=["age", "bmi"]) for rows in (slice(4), slice(4, 9))]
-    held = [(frame, pandas.Series(part)) for frame, part in zip(frames, (y[:4], y[4:]), strict=True)]
+    held = [
+        (frame, pandas.Series(part)) for frame, part in zip(frames, (y[:4], y[4:]), strict=True)
+    ]
     plain = fs.problems.linear([(x[:4], y[:4]), (x[4:], y[4:])])
     np.testing.assert_allclose(fs.problems.linear(held).optimum(), plain.optimum(), rtol=1e-13)
     np.testing.assert_array_equal(fs.Problem(mean, np.zeros(2), held).records[0], x)
-    mixed = [(frame.assign(smokes=frame.age > 0), part) for frame, part in held]  # to NumPy these are objects
-    assert fs.problems.linear(mixed).records[0][:, 2].tolist() == (x[:, 0] > 0).astype(float).tolist()
+    mixed = [
+        (frame.assign(smokes=frame.age > 0), part) for frame, part in held
+    ]  # to NumPy these are objects
+    assert (
+        fs.problems.linear(mixed).records[0][:, 2].tolist() == (x[:, 0] > 0).astype(float).tolist()
+    )
     assert fs.Problem(mean, np.zeros(3), mixed).records[0].dtype == np.float64
     with pytest.raises(InputError, match=r"client 1 has the columns \['bmi', 'age'\]"):
         fs.problems.linear([held[0], (frames[1][["bmi", "age"]], held[1][1])])

@@ -17,7 +17,9 @@ def client_data(sizes=(6, 11, 8), d=4, kind="logistic"):
     out = []
     for n in sizes:
         x = rng.normal(size=(n, d)) + rng.normal(size=d)
-        out.append((x, (rng.random(n) < 0.4).astype(int) if kind == "logistic" else rng.normal(size=n)))
+        out.append(
+            (x, (rng.random(n) < 0.4).astype(int) if kind == "logistic" else rng.normal(size=n))
+        )
     return out
 
 
@@ -37,7 +39,8 @@ def mean_loss(problem, x, p):
         params = problem.layout.unflatten(np.asarray(x, float))
         cuts = zip(problem.offsets, problem.offsets[1:], strict=False)
         return sum(
-            w * float(problem.functions.loss(params, jax.tree.map(lambda a: a[i:j], problem.records)))  # noqa: B023
+            w
+            * float(problem.functions.loss(params, jax.tree.map(lambda a: a[i:j], problem.records)))  # noqa: B023
             for w, (i, j) in zip(p, cuts, strict=True)
         )
 
@@ -48,7 +51,10 @@ def test_losses_and_gradients_in_closed_form_are_those_of_the_loss(name):
     x = RNG.normal(size=problem.dim)
     each = np.eye(problem.num_clients)
     np.testing.assert_allclose(
-        problem.facts.client_losses(x), [mean_loss(problem, x, p) for p in each], rtol=1e-12, atol=1e-12
+        problem.facts.client_losses(x),
+        [mean_loss(problem, x, p) for p in each],
+        rtol=1e-12,
+        atol=1e-12,
     )
     step = 1e-6
     for i, p in enumerate(each):
@@ -67,7 +73,9 @@ def test_the_optimum_is_one(name):
         best = problem.optimum(weights)
         assert np.abs(p @ problem.facts.client_gradients(best)).max() < 1e-12
         assert problem.optimal_loss(weights) <= mean_loss(problem, best + 0.1, p)
-        np.testing.assert_allclose(problem.ideal_controls(weights), problem.facts.client_gradients(best))
+        np.testing.assert_allclose(
+            problem.ideal_controls(weights), problem.facts.client_gradients(best)
+        )
 
 
 @EACH
@@ -88,7 +96,9 @@ def test_mu_and_smoothness_bound_every_clients_curvature(name):
 
 def test_dialled_heterogeneity_is_what_was_asked_for_and_leaves_the_mean_alone():
     small = fs.problems.dialled(8, 5, gradient_dissimilarity=0.0, hessian_dissimilarity=0.0, seed=4)
-    large = fs.problems.dialled(8, 5, gradient_dissimilarity=7.0, hessian_dissimilarity=0.08, seed=4)
+    large = fs.problems.dialled(
+        8, 5, gradient_dissimilarity=7.0, hessian_dissimilarity=0.08, seed=4
+    )
     np.testing.assert_allclose(small.optimum(), large.optimum(), atol=1e-12)
     assert np.abs(small.ideal_controls()).max() < 1e-14
     assert np.sqrt((large.ideal_controls() ** 2).sum(1).mean()) == pytest.approx(7.0)
@@ -109,9 +119,12 @@ def test_the_logistic_optimum_agrees_with_another_optimiser():
     problem = PROBLEMS["logistic"]()
     p = weights_of(problem, "records")
     found = minimize(
-        lambda w: p @ problem.facts.client_losses(w), np.zeros(problem.dim),
-        jac=lambda w: p @ problem.facts.client_gradients(w), method="BFGS", options={"gtol": 1e-10},
-    )  # fmt: skip
+        lambda w: p @ problem.facts.client_losses(w),
+        np.zeros(problem.dim),
+        jac=lambda w: p @ problem.facts.client_gradients(w),
+        method="BFGS",
+        options={"gtol": 1e-10},
+    )
     np.testing.assert_allclose(problem.optimum("records"), found.x, atol=1e-7)
 
 
@@ -151,7 +164,9 @@ def test_models_score_what_they_should():
         with jax.enable_x64(True):
             loss = problem.functions.loss(params, (x, y))
             right = problem.functions.accuracy(params, (x, y))
-        assert float(loss) == pytest.approx(-np.log(chosen).mean() + 0.1 * vector @ vector, rel=1e-10)
+        assert float(loss) == pytest.approx(
+            -np.log(chosen).mean() + 0.1 * vector @ vector, rel=1e-10
+        )
         assert float(right) == pytest.approx((out.argmax(1) == y).mean())
 
 
@@ -162,10 +177,17 @@ def test_softmax_knows_a_largest_stable_step():
 
     def flat_gradient(v):
         with jax.enable_x64(True):
-            return problem.layout.flatten(jax.grad(problem.functions.loss)(problem.layout.unflatten(v), (x, y)))
+            return problem.layout.flatten(
+                jax.grad(problem.functions.loss)(problem.layout.unflatten(v), (x, y))
+            )
 
     v, step = rng.normal(size=problem.dim), 1e-5
-    hessian = np.stack([(flat_gradient(v + e) - flat_gradient(v - e)) / (2 * step) for e in step * np.eye(problem.dim)])
+    hessian = np.stack(
+        [
+            (flat_gradient(v + e) - flat_gradient(v - e)) / (2 * step)
+            for e in step * np.eye(problem.dim)
+        ]
+    )
     assert np.linalg.eigvalsh((hessian + hessian.T) / 2).max() <= problem.smoothness + 1e-6
 
 
@@ -179,24 +201,54 @@ BAD = {
         lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)), np.ones(4))]),
         r"client 0 .* lengths \[3, 4\]",
     ),
-    "no records": (lambda: fs.Problem(loss, np.ones(2), [(np.ones((0, 2)),)]), "client 0 holds no records"),
+    "no records": (
+        lambda: fs.Problem(loss, np.ones(2), [(np.ones((0, 2)),)]),
+        "client 0 holds no records",
+    ),
     "no rows": (lambda: fs.Problem(loss, np.ones(2), [(1.0,)]), "one row per record"),
-    "another width": (lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),), (np.ones((3, 4)),)]), "same structure"),
+    "another width": (
+        lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),), (np.ones((3, 4)),)]),
+        "same structure",
+    ),
     "another structure": (
         lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),), [np.ones((3, 2))]]),
         "same structure",
     ),
-    "NaN in data": (lambda: fs.Problem(loss, np.ones(2), [(np.full((3, 2), np.nan),)]), "6 NaN or infinite values"),
-    "NaN in params": (lambda: fs.Problem(loss, np.array([1, np.inf]), [(np.ones((3, 2)),)]), "params must be finite"),
+    "NaN in data": (
+        lambda: fs.Problem(loss, np.ones(2), [(np.full((3, 2), np.nan),)]),
+        "6 NaN or infinite values",
+    ),
+    "NaN in params": (
+        lambda: fs.Problem(loss, np.array([1, np.inf]), [(np.ones((3, 2)),)]),
+        "params must be finite",
+    ),
     "half a quadratic": (lambda: fs.problems.quadratic(hessians=np.eye(2)[None]), "go together"),
-    "a flat quadratic": (lambda: fs.problems.quadratic(hessians=np.eye(2), linear=np.ones(2)), "shape"),
-    "a lopsided quadratic": (lambda: fs.problems.quadratic(hessians=[[[1, 2], [0, 1]]], linear=[[1, 1]]), "symmetric"),
-    "NaN in a quadratic": (lambda: fs.problems.quadratic(hessians=[[[np.nan]]], linear=[[1]]), "finite"),
+    "a flat quadratic": (
+        lambda: fs.problems.quadratic(hessians=np.eye(2), linear=np.ones(2)),
+        "shape",
+    ),
+    "a lopsided quadratic": (
+        lambda: fs.problems.quadratic(hessians=[[[1, 2], [0, 1]]], linear=[[1, 1]]),
+        "symmetric",
+    ),
+    "NaN in a quadratic": (
+        lambda: fs.problems.quadratic(hessians=[[[np.nan]]], linear=[[1]]),
+        "finite",
+    ),
     "negative noise": (lambda: fs.problems.quadratic(noise=-1.0), "variance"),
     "noise of another shape": (lambda: fs.problems.quadratic(dim=3, noise=np.eye(2)), "covariance"),
-    "noise that is none": (lambda: fs.problems.quadratic(dim=2, noise=[[1, 2], [2, 1]]), "covariance"),
-    "delta above mu": (lambda: fs.problems.dialled(hessian_dissimilarity=0.5, mu=0.1), "at most mu"),
-    "labels of three kinds": (lambda: fs.problems.logistic([(np.ones((3, 1)), np.arange(3))]), "0 or 1"),
+    "noise that is none": (
+        lambda: fs.problems.quadratic(dim=2, noise=[[1, 2], [2, 1]]),
+        "covariance",
+    ),
+    "delta above mu": (
+        lambda: fs.problems.dialled(hessian_dissimilarity=0.5, mu=0.1),
+        "at most mu",
+    ),
+    "labels of three kinds": (
+        lambda: fs.problems.logistic([(np.ones((3, 1)), np.arange(3))]),
+        "0 or 1",
+    ),
     "labels above classes": (
         lambda: fs.problems.softmax([(np.ones((3, 1)), np.arange(3))], classes=2),
         "below classes",
@@ -207,7 +259,10 @@ BAD = {
     ),
     "an odd number of halves": (lambda: fs.problems.two_datasets("linear", 3), "even"),
     "no such kind": (lambda: fs.problems.two_datasets("cubic", 4), "unknown kind"),
-    "no optimum": (lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),)]).optimum(), "not known"),
+    "no optimum": (
+        lambda: fs.Problem(loss, np.ones(2), [(np.ones((3, 2)),)]).optimum(),
+        "not known",
+    ),
 }
 
 
@@ -227,7 +282,10 @@ BAD_RUNS = {
     "lr and an optimizer": ({"local_optimizer": optax.sgd(0.1)}, "either lr or local_optimizer"),
     "no optimizer": ({"lr": None, "local_optimizer": object()}, "optax"),
     "a schedule below zero": ({"lr": lambda k: -1.0}, r"lr\(0\) must be"),
-    "cohort above N": ({"cohort": 11}, "cohort must be a whole number of at least 1 and at most 10, got 11"),
+    "cohort above N": (
+        {"cohort": 11},
+        "cohort must be a whole number of at least 1 and at most 10, got 11",
+    ),
     "share above 1": ({"cohort": 1.5}, r"share in \(0, 1\]"),
     "share of nothing": ({"cohort": 0.0}, r"share in \(0, 1\]"),
     "cohort in words": ({"cohort": "all"}, "cohort must be"),

@@ -84,7 +84,9 @@ def oracle(algorithm, counts, weights, cohorts, local, batches=None):
     zero = jax.tree.map(np.zeros_like, begun())
     x, c, c_i = begun(), zero, [zero] * N
     averaged, own = start(), [start() for _ in range(N)]
-    slope = jax.jit(jax.grad(lambda params, batch, state: loss(params, batch, state, True), has_aux=True))
+    slope = jax.jit(
+        jax.grad(lambda params, batch, state: loss(params, batch, state, True), has_aux=True)
+    )
     for cohort in cohorts:
         heard = sum(p[i] for i in cohort)
         moves, changes, states = zero, zero, []
@@ -102,7 +104,9 @@ def oracle(algorithm, counts, weights, cohorts, local, batches=None):
         x = add(x, moves, -1)
         c = add(c, changes)
         shares = [p[i] / heard for i in cohort]
-        averaged = jax.tree.map(lambda *rows, shares=shares: sum(map(operator.mul, shares, rows)), *states)
+        averaged = jax.tree.map(
+            lambda *rows, shares=shares: sum(map(operator.mul, shares, rows)), *states
+        )
     return x, c_i, averaged, own
 
 
@@ -116,13 +120,21 @@ def agree(a, b):
 )
 def test_training_is_the_loop_written_out(name, counts, buffers):
     cohorts, weights = [[0, 2], [1, 2, 3], [0, 3]], [1.0, 2.0, 0.5, 1.5]
-    run = fs.simulate(getattr(fs, name)(), problem(counts), cohorts=cohorts, weights=weights, buffers=buffers, **ASK)
+    run = fs.simulate(
+        getattr(fs, name)(),
+        problem(counts),
+        cohorts=cohorts,
+        weights=weights,
+        buffers=buffers,
+        **ASK,
+    )
     x, c_i, averaged, own = oracle(name, counts, weights, cohorts, buffers == "local")
     agree(run.x, x)
     if name == "scaffold":
         for i in range(N):
             agree(
-                run.clients.c_i[i], fs.Problem(lambda p, b: 0.0, begun(), clients()).layout.flatten(c_i[i], "float64")
+                run.clients.c_i[i],
+                fs.Problem(lambda p, b: 0.0, begun(), clients()).layout.flatten(c_i[i], "float64"),
             )
         assert run.residual <= run.explained
     if buffers == "average":
@@ -135,8 +147,12 @@ def test_training_is_the_loop_written_out(name, counts, buffers):
 
 def test_it_is_measured_with_running_statistics():
     made = problem()
-    run = fs.simulate(fs.scaffold(), made, **ASK, metrics=["loss", "accuracy", "grad_norm", worst()])
-    slopes = [jax.grad(lambda x, b=batch: loss(x, b, run.state, False)[0])(run.x) for batch in clients()]
+    run = fs.simulate(
+        fs.scaffold(), made, **ASK, metrics=["loss", "accuracy", "grad_norm", worst()]
+    )
+    slopes = [
+        jax.grad(lambda x, b=batch: loss(x, b, run.state, False)[0])(run.x) for batch in clients()
+    ]
     mean = jax.tree.map(lambda *leaves: sum(leaves) / N, *slopes)
     assert run.history["grad_norm"][-1] == pytest.approx(
         np.linalg.norm(made.layout.flatten(mean, "float64")), rel=1e-12
@@ -147,7 +163,9 @@ def test_it_is_measured_with_running_statistics():
         np.mean([float(score(run.x, b, run.state)) for b in clients()]), rel=1e-6
     )
     assert run.history["error_max"][-1] == pytest.approx(max(values), rel=1e-12)
-    assert run.measured["loss"] == "all records, one by one"  # with running statistics it is a mean over records
+    assert (
+        run.measured["loss"] == "all records, one by one"
+    )  # with running statistics it is a mean over records
 
 
 def worst(compiled=None):
@@ -161,18 +179,31 @@ def worst(compiled=None):
 def test_a_metric_by_client_uses_the_clients_own_statistics(compiled):
     run = fs.simulate(fs.fedavg(), problem(), **ASK, buffers="local", metrics=[worst(compiled)])
     own = [jax.tree.map(lambda a: a[i], run.clients.state) for i in range(N)]  # noqa: B023
-    values = [float(loss(run.x, batch, state, False)[0]) for batch, state in zip(clients(), own, strict=True)]
+    values = [
+        float(loss(run.x, batch, state, False)[0])
+        for batch, state in zip(clients(), own, strict=True)
+    ]
     assert run.history["error_max"][-1] == pytest.approx(max(values), rel=1e-12)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_means_of_counters_are_rounded(compiled):
     """In single precision the weights add up to 1 only nearly, and the mean of sixes is still six."""
-    count = fs.metric(lambda params, data, state: 1.0 * state["steps"], name="count", compiled=compiled)
+    count = fs.metric(
+        lambda params, data, state: 1.0 * state["steps"], name="count", compiled=compiled
+    )
     many = [(x[:5], y[:5]) for x, y in clients()] + [clients()[0]] * 3
     made = fs.Problem(loss, begun(), many, state=start())
-    ask = ASK | {"precision": "float32", "weights": [0.1, 0.2, 0.3, 0.7, 0.6, 0.9, 0.4], "buffers": "local"}
-    assert fs.simulate(fs.fedavg(), made, **ask, metrics=[count]).history["count"].tolist() == [2, 4, 6]
+    ask = ASK | {
+        "precision": "float32",
+        "weights": [0.1, 0.2, 0.3, 0.7, 0.6, 0.9, 0.4],
+        "buffers": "local",
+    }
+    assert fs.simulate(fs.fedavg(), made, **ask, metrics=[count]).history["count"].tolist() == [
+        2,
+        4,
+        6,
+    ]
 
 
 def test_a_loss_that_is_not_told_measures_with_the_statistics_of_the_batch():
@@ -190,7 +221,9 @@ def test_a_round_that_nobody_answers_changes_nothing():
     agree(run.state, start())
 
 
-@pytest.mark.parametrize("algorithm", [fs.mime(), fs.dane(), fs.scaffold(option=1)], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "algorithm", [fs.mime(), fs.dane(), fs.scaffold(option=1)], ids=lambda a: a.name
+)
 def test_gradients_at_x_leave_no_trace(algorithm):
     """The counter counts local steps; gradients at x, or of all data, are none."""
     run = fs.simulate(algorithm, problem(), **ASK)
@@ -208,7 +241,9 @@ def test_step_sweep_and_resume_agree_with_the_run(buffers, tmp_path):
     resumed = fs.simulate(fs.scaffold(), problem(), **more, checkpoint=tmp_path)
     assert resumed.digest == whole.digest
     jax.tree.map(
-        np.testing.assert_array_equal, (resumed.state, resumed.clients.state), (whole.state, whole.clients.state)
+        np.testing.assert_array_equal,
+        (resumed.state, resumed.clients.state),
+        (whole.state, whole.clients.state),
     )
     swept = fs.sweep(fs.scaffold(), problem(), **{**more, "lr": [ASK["lr"]]}, seeds=1).runs[0][0]
     agree((swept.x, swept.state), (whole.x, whole.state))
@@ -216,14 +251,18 @@ def test_step_sweep_and_resume_agree_with_the_run(buffers, tmp_path):
 
 def test_another_start_is_another_run(tmp_path):
     fs.simulate(fs.fedavg(), problem(), **ASK, checkpoint=tmp_path)
-    other = fs.Problem(loss, begun(), clients(), accuracy=score, state=start() | {"mean": np.zeros(H)})
+    other = fs.Problem(
+        loss, begun(), clients(), accuracy=score, state=start() | {"mean": np.zeros(H)}
+    )
     with pytest.raises(InputError, match="state"):
         fs.simulate(fs.fedavg(), other, **ASK, checkpoint=tmp_path)
 
 
 def test_clients_out_of_core_average_too():
     arrays = fs.simulate(fs.scaffold(), problem(), **ASK, cohort=0.5, metrics=())
-    sparse = fs.simulate(fs.scaffold(), problem(), **ASK, cohort=0.5, metrics=(), client_state="sparse")
+    sparse = fs.simulate(
+        fs.scaffold(), problem(), **ASK, cohort=0.5, metrics=(), client_state="sparse"
+    )
     agree((sparse.x, sparse.state), (arrays.x, arrays.state))
 
 
@@ -243,30 +282,46 @@ def plain(params, batch):
     ("said", "make"),
     [
         ("loss takes a state: give the one", lambda: fs.Problem(loss, begun(), clients())),
-        ("a state needs a loss that takes it", lambda: fs.Problem(plain, begun(), clients(), state=start())),
-        ("state must hold numbers", lambda: fs.Problem(loss, begun(), clients(), state={"mean": np.array("a")})),
+        (
+            "a state needs a loss that takes it",
+            lambda: fs.Problem(plain, begun(), clients(), state=start()),
+        ),
+        (
+            "state must hold numbers",
+            lambda: fs.Problem(loss, begun(), clients(), state={"mean": np.array("a")}),
+        ),
         ("state", lambda: fs.Problem(loss, begun(), clients(), state={"mean": np.array(np.nan)})),
         (
             "buffers says what becomes",
-            lambda: fs.simulate(fs.fedavg(), fs.Problem(plain, begun(), clients()), **ASK, buffers="local"),
+            lambda: fs.simulate(
+                fs.fedavg(), fs.Problem(plain, begun(), clients()), **ASK, buffers="local"
+            ),
         ),
         ("buffers", lambda: fs.simulate(fs.fedavg(), problem(), **ASK, buffers="none")),
         ("ditto trains two models", lambda: fs.simulate(fs.ditto(), problem(), **ASK)),
         (
             "must return a pair",
             lambda: fs.simulate(
-                fs.fedavg(), fs.Problem(lambda p, b, state: plain(p, b), begun(), clients(), state=start()), **ASK
+                fs.fedavg(),
+                fs.Problem(lambda p, b, state: plain(p, b), begun(), clients(), state=start()),
+                **ASK,
             ),
         ),
         (
             "arrays of shapes",
             lambda: fs.simulate(
-                fs.fedavg(), fs.Problem(lambda p, b, state: (plain(p, b), {}), begun(), clients(), state=start()), **ASK
+                fs.fedavg(),
+                fs.Problem(
+                    lambda p, b, state: (plain(p, b), {}), begun(), clients(), state=start()
+                ),
+                **ASK,
             ),
         ),
         (
             "keeps a state at every client",
-            lambda: fs.simulate(fs.fedavg(), problem(), **ASK, metrics=(), buffers="local", client_state="sparse"),
+            lambda: fs.simulate(
+                fs.fedavg(), problem(), **ASK, metrics=(), buffers="local", client_state="sparse"
+            ),
         ),
         (
             "loss takes state and train, which JAX sites do not keep",

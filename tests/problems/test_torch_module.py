@@ -36,7 +36,10 @@ def cross_entropy(module, batch):
 class LeNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 4, 3, stride=2, bias=False)
+        self.first, self.second = (
+            nn.Conv2d(1, 3, 3, padding=1),
+            nn.Conv2d(3, 4, 3, stride=2, bias=False),
+        )
         self.out = nn.Linear(8, 3)
 
     def forward(self, x):
@@ -67,7 +70,11 @@ class Pools(nn.Module):
 class Residual(nn.Module):
     def __init__(self, norm):
         super().__init__()
-        self.stem, self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1)
+        self.stem, self.first, self.second = (
+            nn.Conv2d(1, 4, 3),
+            nn.Conv2d(4, 4, 3, 2, 1),
+            nn.Conv2d(4, 4, 3, 1, 1),
+        )
         self.short, self.one, self.two = nn.Conv2d(4, 4, 1, 2), norm(), norm()
         self.out = nn.Linear(4, 3)
 
@@ -95,7 +102,10 @@ class Several(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.start = nn.Embedding(5, 4), nn.Parameter(torch.full((1, 1, 6), 0.3))
-        self.gru, self.plain = nn.GRU(4, 3, bidirectional=True, batch_first=True), nn.RNN(6, 6, bias=False)
+        self.gru, self.plain = (
+            nn.GRU(4, 3, bidirectional=True, batch_first=True),
+            nn.RNN(6, 6, bias=False),
+        )
         self.out = nn.Linear(6, 5)
 
     def forward(self, x):
@@ -108,8 +118,12 @@ class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
         self.place = nn.Parameter(0.1 * torch.ones(4, 6))
-        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True, activation="gelu")
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4), persistent=False)
+        self.layer = nn.TransformerEncoderLayer(
+            6, 2, 8, dropout=0.0, batch_first=True, activation="gelu"
+        )
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(4), persistent=False
+        )
         self.out = nn.Linear(6, 3)
 
     def forward(self, x):
@@ -155,7 +169,11 @@ def stopped(module, batch):
     with torch.no_grad():
         goal = module(batch[0] + 1).softmax(1)
     kept = torch.where(batch[1] > 0, scores.square().sum(1), scores.detach().sum(1).sin())
-    return F.smooth_l1_loss(scores, goal) + kept.clamp(-1, 2).mean() + F.huber_loss(scores, goal * 3, delta=0.5)
+    return (
+        F.smooth_l1_loss(scores, goal)
+        + kept.clamp(-1, 2).mean()
+        + F.huber_loss(scores, goal * 3, delta=0.5)
+    )
 
 
 def dense(*layers):
@@ -174,7 +192,16 @@ def words(n):
     return torch.randint(0, 5, (n, 4), generator=torch.Generator().manual_seed(n))
 
 
-ACTIVATIONS = (nn.Tanh(), nn.ELU(), nn.Softplus(), nn.Hardtanh(), nn.LeakyReLU(), nn.Mish(), nn.SiLU(), nn.Hardswish())
+ACTIVATIONS = (
+    nn.Tanh(),
+    nn.ELU(),
+    nn.Softplus(),
+    nn.Hardtanh(),
+    nn.LeakyReLU(),
+    nn.Mish(),
+    nn.SiLU(),
+    nn.Hardswish(),
+)
 TABLE = {
     "mlp": (dense(nn.ReLU()), cross_entropy, rows),
     "losses, activations": (dense(nn.LayerNorm(6), nn.GELU(), *ACTIVATIONS), losses, rows),
@@ -182,7 +209,11 @@ TABLE = {
     "lenet": (LeNet, cross_entropy, pictures),
     "pools": (Pools, cross_entropy, lambda n: (normal(n, 2, 4, 3), classes(n, n))),
     "group norm": (lambda: Residual(lambda: nn.GroupNorm(2, 4)), cross_entropy, pictures),
-    "batch norm": (lambda: Residual(lambda: nn.BatchNorm2d(4, track_running_stats=False)), cross_entropy, pictures),
+    "batch norm": (
+        lambda: Residual(lambda: nn.BatchNorm2d(4, track_running_stats=False)),
+        cross_entropy,
+        pictures,
+    ),
     "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2), next_word, words),
     "gru, rnn": (Several, next_word, words),
     "transformer": (Transformer, cross_entropy, lambda n: (normal(n, 4, 6), classes(n, n))),
@@ -203,7 +234,9 @@ def torch_gradient(module, loss, batch, dtype):
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     slopes = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     held = zip(trained.items(), slopes, strict=True)
-    return value.item(), {n: (torch.zeros_like(p) if g is None else g).numpy() for (n, p), g in held}
+    return value.item(), {
+        n: (torch.zeros_like(p) if g is None else g).numpy() for (n, p), g in held
+    }
 
 
 def jax_gradient(problem, batch, dtype):
@@ -231,7 +264,9 @@ def test_gradients_are_those_of_torch(name):
             assert np.abs(ours[parameter] - slope).max() <= bound * size, parameter
 
 
-@pytest.mark.parametrize(("name", "kind"), [("lenet", "mean"), ("lstm", "mean"), ("batch norm", "coupled")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lenet", "mean"), ("lstm", "mean"), ("batch norm", "coupled")]
+)
 def test_which_losses_are_means_over_records(name, kind):
     problem = fs.problems.torch(*made(name))
     assert problem.inspected.kinds.loss == problem.inspected.kinds.gradient == kind
@@ -282,13 +317,18 @@ def test_simulator_and_deployment_end_at_one_model(norm, tmp_path):
 def test_running_statistics_are_the_state_of_a_run(precision):
     def metrics(module, batch):
         scores = module(batch[0])
-        return {"accuracy": (scores.argmax(1) == batch[1]).float().mean(), "size": scores.abs().mean().item()}
+        return {
+            "accuracy": (scores.argmax(1) == batch[1]).float().mean(),
+            "size": scores.abs().mean().item(),
+        }
 
     torch.manual_seed(0)
     clients, module = [rows(n) for n in SIZES], normalised(nn.Dropout(0.2))
     problem = fs.problems.torch(module, cross_entropy, clients, metrics=metrics)
     asked = ["loss", "accuracy", *problem.metrics]
-    run = fs.simulate(fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.1, precision=precision, metrics=asked)
+    run = fs.simulate(
+        fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.1, precision=precision, metrics=asked
+    )
     fresh = normalised(nn.Dropout(0.2)).to(getattr(torch, precision))
     fresh.load_state_dict(run.x | run.state)  # strictly
     assert fresh[1].num_batches_tracked == 6
@@ -296,9 +336,13 @@ def test_running_statistics_are_the_state_of_a_run(precision):
     with torch.no_grad():
         x, y = (torch.cat(parts) for parts in zip(*clients, strict=True))
         together = metrics(fresh.eval(), (x.to(fresh[0].weight.dtype), y))
-        each = [metrics(fresh, (x.to(fresh[0].weight.dtype), y))["accuracy"].item() for x, y in clients]
+        each = [
+            metrics(fresh, (x.to(fresh[0].weight.dtype), y))["accuracy"].item() for x, y in clients
+        ]
     tolerance = 1e-5 if precision == "float32" else 1e-10
-    assert abs(run.history["loss"][-1] - np.mean([of(fresh, batch) for batch in clients])) < tolerance
+    assert (
+        abs(run.history["loss"][-1] - np.mean([of(fresh, batch) for batch in clients])) < tolerance
+    )
     assert abs(run.history["accuracy"][-1] - np.mean(each)) < 1e-6
     assert abs(run.history["size"][-1] - together["size"]) < 1e-5
 
@@ -316,7 +360,9 @@ def test_the_model_of_a_run_is_a_state_dict():
         expected = np.mean([loss(fresh, batch).item() for batch in clients])
     assert abs(run.history["loss"][-1] - expected) < 1e-12
     assert not torch.equal(fresh.words.weight, module.words.weight.double())
-    again = fs.simulate(fs.scaffold(), problem, rounds=1, local_steps=1, lr=0.1, x0=run.x, precision="float64")
+    again = fs.simulate(
+        fs.scaffold(), problem, rounds=1, local_steps=1, lr=0.1, x0=run.x, precision="float64"
+    )
     assert problem.layout.digest == fs.problems.Layout.of(again.x).digest
 
 
@@ -326,7 +372,9 @@ def test_dropout_draws_by_key_and_is_measured_without():
     problem = fs.problems.torch(module, lambda m, b: m(torch.ones_like(b[0]))[:, 0].mean(), clients)
     weight = np.zeros((3, 4), np.float32)
     weight[0] = 0.25
-    params = jax.tree.unflatten(jax.tree.structure(problem.params), [weight, np.zeros(3, np.float32)])
+    params = jax.tree.unflatten(
+        jax.tree.structure(problem.params), [weight, np.zeros(3, np.float32)]
+    )
     loss = jax.jit(problem.functions.loss)
     batch = tuple(np.asarray(a) for a in clients[0])
     draws = np.array([loss(params, batch, key=jax.random.key(i)) for i in range(200)])
@@ -397,7 +445,10 @@ def test_a_loss_of_pairs_has_a_graph_for_each_size():
 
 def test_changed_buffers_are_values_of_the_graph():
     """BatchNorm's running statistics after a batch."""
-    module, batch = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double(), (rows(7)[0].double(), rows(7)[1])
+    module, batch = (
+        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double(),
+        (rows(7)[0].double(), rows(7)[1]),
+    )
     traced = TracedFunction(module, cross_entropy, [tuple(np.asarray(a) for a in batch)])
     with jax.enable_x64(True):
         arrays = {name: p.detach().numpy() for name, p in module.named_parameters()}
@@ -424,8 +475,16 @@ class Bessel(nn.Linear):
 
 
 REFUSED = {
-    "narrow labels": (nn.Linear(4, 3), lambda m, b: cross_entropy(m, (b[0], b[1].int())), "fails in torch: .*Long"),
-    "operator": (Bessel(4, 3), cross_entropy, rf"aten\.\w*i0\S* .*{Path(__file__).name}:\d+.*write this part in JAX"),
+    "narrow labels": (
+        nn.Linear(4, 3),
+        lambda m, b: cross_entropy(m, (b[0], b[1].int())),
+        "fails in torch: .*Long",
+    ),
+    "operator": (
+        Bessel(4, 3),
+        cross_entropy,
+        rf"aten\.\w*i0\S* .*{Path(__file__).name}:\d+.*write this part in JAX",
+    ),
     "custom gradient": (
         nn.Linear(4, 3),
         lambda m, b: cross_entropy(m, (Reverse.apply(b[0] + m.bias.sum()), b[1])),
@@ -439,8 +498,16 @@ REFUSED = {
     "skipped batch": (nn.Linear(4, 3), lambda m, b: None, "every batch"),
     "another module": (nn.Linear(4, 3), lambda m, b: b[0].square().mean(), "no trained parameter"),
     "a vector": (nn.Linear(4, 3), lambda m, b: m(b[0]).mean(1), "must be one number"),
-    "noise in evaluation": (nn.Linear(4, 3), lambda m, b: m(b[0] + torch.randn_like(b[0])).mean(), "module.training"),
-    "frozen": (nn.Linear(4, 3).requires_grad_(False), cross_entropy, "no parameter that is trained"),
+    "noise in evaluation": (
+        nn.Linear(4, 3),
+        lambda m, b: m(b[0] + torch.randn_like(b[0])).mean(),
+        "module.training",
+    ),
+    "frozen": (
+        nn.Linear(4, 3).requires_grad_(False),
+        cross_entropy,
+        "no parameter that is trained",
+    ),
 }
 
 
@@ -459,7 +526,13 @@ def test_the_app_that_deploy_new_writes_runs_in_the_simulator(tmp_path, monkeypa
     write_example(tmp_path / "app", "torch")
     app = runpy.run_path(str(tmp_path / "app" / "app.py"))
     run = fs.simulate(
-        fs.scaffold(), app["problem"](), rounds=2, local_steps=5, batch_size=32, lr=0.05, metrics=["accuracy"]
+        fs.scaffold(),
+        app["problem"](),
+        rounds=2,
+        local_steps=5,
+        batch_size=32,
+        lr=0.05,
+        metrics=["accuracy"],
     )
     network = app["model"]()
     network.load_state_dict(run.x)

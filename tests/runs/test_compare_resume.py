@@ -75,7 +75,9 @@ def test_a_damaged_run_is_run_again(asked, quiet, tmp_path, monkeypatch):
     paths[17].unlink()
     made = []
     usual = compare._save
-    monkeypatch.setattr(compare, "_save", lambda place, fields: made.append(place) or usual(place, fields))
+    monkeypatch.setattr(
+        compare, "_save", lambda place, fields: made.append(place) or usual(place, fields)
+    )
     same(compared(asked, tmp_path), quiet)
     assert sorted(made) == [paths[5].parent, paths[17].parent]
 
@@ -161,8 +163,13 @@ def command_line(tmp_path_factory):
 def results(folder):
     """Everything of a study that is the same however often it was broken off: all but the time it took."""
     study = read(folder)
-    runs = [replace(run, seconds=None, clock=None, config="", columns={"round": ()}) for run in study.runs]
-    columns = [{name: column.tobytes() for name, column in run.columns.items()} for run in study.runs]
+    runs = [
+        replace(run, seconds=None, clock=None, config="", columns={"round": ()})
+        for run in study.runs
+    ]
+    columns = [
+        {name: column.tobytes() for name, column in run.columns.items()} for run in study.runs
+    ]
     return columns, (folder / "table.csv").read_bytes(), runs, study.rows
 
 
@@ -173,7 +180,10 @@ def test_a_comparison_that_was_killed_goes_on_with_the_same_bits(command_line):
     assert codes[0] == 0, said
     assert codes[1] == 130, said
     assert 1 <= codes[2] < 24, said
-    assert f"stopped; {codes[2]} of 24 runs are kept; the same command goes on, or: fedscaffold resume broken" in said
+    assert (
+        f"stopped; {codes[2]} of 24 runs are kept; the same command goes on, or: fedscaffold resume broken"
+        in said
+    )
     assert codes[3] == -9, said
     assert codes[7:9] == [143, 0], said
     assert results(folder / "broken") == results(folder / "quiet")
@@ -185,9 +195,13 @@ def test_another_comparison_or_a_run_is_refused_in_its_folder(command_line):
     codes, said, _ = command_line
     assert codes[4:7] == [2, 2, 2], said
     assert (
-        "broken holds a comparison that was broken off, and it is another one (config.problem.dim: was 4, is 5)" in said
+        "broken holds a comparison that was broken off, and it is another one (config.problem.dim: was 4, is 5)"
+        in said
     )
-    assert "broken holds runs of a sweep that was broken off: `fedscaffold resume broken` goes on" in said
+    assert (
+        "broken holds runs of a sweep that was broken off: `fedscaffold resume broken` goes on"
+        in said
+    )
     assert "resume of a comparison takes --json only, got --rounds" in said
     assert codes[9] == 2
     assert "the comparison in broken is finished" in said
@@ -200,10 +214,14 @@ def test_a_run_with_a_tuned_step_size_goes_on_too(command_line):
     assert results(folder / "tuned") == results(folder / "whole")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"ended": 1, "config": {}}', "[" * 99_999, "\0"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"ended": 1, "config": {}}', "[" * 99_999, "\0"]
+)
 def test_a_damaged_question_is_named(text, tmp_path):
     (tmp_path / folders.ASKED).write_text(text)
-    with pytest.raises(folders.InputError, match=r"comparison.json is damaged: give --fresh to start anew"):
+    with pytest.raises(
+        folders.InputError, match=r"comparison.json is damaged: give --fresh to start anew"
+    ):
         folders.resume_comparison(tmp_path, False)
 
 

@@ -19,15 +19,57 @@ from fedscaffold.state import StateError, commit, latest
 from fedscaffold.state.commit import generations
 
 ODD = [
-    None, True, False, 0, -1, 3, 2.5, 1e400, float("nan"), 10**30, 10**400, "", "x", "3", [], [1], ["x"], [[1]], {}, {"a": 1},
-    {"round": 1}, [None], [True], [1.5], [-1], [10**30], "é" * 500,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    3,
+    2.5,
+    1e400,
+    float("nan"),
+    10**30,
+    10**400,
+    "",
+    "x",
+    "3",
+    [],
+    [1],
+    ["x"],
+    [[1]],
+    {},
+    {"a": 1},
+    {"round": 1},
+    [None],
+    [True],
+    [1.5],
+    [-1],
+    [10**30],
+    "é" * 500,
+]
 BEGIN = {
-    "event": "begin", "format": 1, "run": "5f0c", "at": 1763260000.0, "host": "here", "pid": 4711, "after": 0, "rounds": 9,
-    "clients": 3, "cohort": 2, "algorithm": "scaffold", "seed": 0, "precision": "float32", "target": ["loss", 0.5],
-    "problem": "p", "config": "8a", "stoppable": True,
-}  # fmt: skip
-ROUNDS = [{"round": r, "loss": 1.0 / r, "residual": 0.0, "bytes_up": 8, "heard": [0, 2]} for r in range(1, 6)]
+    "event": "begin",
+    "format": 1,
+    "run": "5f0c",
+    "at": 1763260000.0,
+    "host": "here",
+    "pid": 4711,
+    "after": 0,
+    "rounds": 9,
+    "clients": 3,
+    "cohort": 2,
+    "algorithm": "scaffold",
+    "seed": 0,
+    "precision": "float32",
+    "target": ["loss", 0.5],
+    "problem": "p",
+    "config": "8a",
+    "stoppable": True,
+}
+ROUNDS = [
+    {"round": r, "loss": 1.0 / r, "residual": 0.0, "bytes_up": 8, "heard": [0, 2]}
+    for r in range(1, 6)
+]
 CLOCK = {"at": 1763260001.5, "explained": 0.8, "seconds": {"rounds": 0.4}}
 END = {"event": "end", "at": 1763260009.0, "after": 5, "how": "finished"}
 LINES = [BEGIN, *ROUNDS[:4], ROUNDS[4] | CLOCK, END]
@@ -43,7 +85,9 @@ def seen(folder):
 
 
 def written(folder, lines):
-    (folder / NAME).write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    (folder / NAME).write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
 
 
 @pytest.mark.slow
@@ -54,7 +98,9 @@ def test_every_value_of_every_line_of_a_record_may_be_anything(tmp_path):
         for key in line:
             for value in ODD:
                 written(tmp_path, [*LINES[:k], line | {key: value}, *LINES[k + 1 :]])
-                if key == "format" and value in (0, 3) and not isinstance(value, bool):  # of another version
+                if (
+                    key == "format" and value in (0, 3) and not isinstance(value, bool)
+                ):  # of another version
                     assert refusal(lambda: seen(tmp_path))
                     continue
                 told = seen(tmp_path)
@@ -88,7 +134,9 @@ def test_lines_twice_out_of_order_and_cut_anywhere(tmp_path):
     for _ in range(200):
         cut = bytearray(data[: rng.randrange(len(data))])
         for _ in range(rng.randrange(4)):
-            cut[rng.randrange(len(cut) or 1) : rng.randrange(len(cut) + 1)] = rng.randbytes(rng.randrange(9))
+            cut[rng.randrange(len(cut) or 1) : rng.randrange(len(cut) + 1)] = rng.randbytes(
+                rng.randrange(9)
+            )
         (tmp_path / NAME).write_bytes(cut)
         seen(tmp_path)
 
@@ -105,11 +153,20 @@ def test_a_record_that_says_otherwise_is_written_anew_from_where_it_does():
 
 @pytest.fixture
 def kept(tmp_path):
-    columns = {"round": np.arange(1, 4), "loss": np.array([3.0, 2.0, 1.0], np.float32), "residual": np.zeros(3)}
+    columns = {
+        "round": np.arange(1, 4),
+        "loss": np.array([3.0, 2.0, 1.0], np.float32),
+        "residual": np.zeros(3),
+    }
     columns |= {"bytes_up": np.full(3, 8), "bytes_down": np.full(3, 8)}
     known = {"residual": 0.0, "explained": 1.0, "digest": "ab", "config": "rounds = 3\n"}
     run = RunRecord(algorithm="scaffold", seed=0, lr=0.1, columns=columns, **known)
-    shared = {"problem": "p", "target": ("loss", 0.5), "label_counts": np.array([[1, 2]]), "command": "c"}
+    shared = {
+        "problem": "p",
+        "target": ("loss", 0.5),
+        "label_counts": np.array([[1, 2]]),
+        "command": "c",
+    }
     shared |= {
         "versions": {"numpy": "2"},
         "seconds": {"wall": 1.0},
@@ -204,14 +261,24 @@ def test_a_linked_folder_of_state_is_neither_read_nor_written_through(tmp_path):
     before = sorted(elsewhere.iterdir())
     link = tmp_path / "checkpoint"
     link.symlink_to(elsewhere, target_is_directory=True)
-    for ask in (lambda: latest(link), lambda: commit(link, {"x": np.ones(2)}, {"round": 2}), lambda: generations(link)):
+    for ask in (
+        lambda: latest(link),
+        lambda: commit(link, {"x": np.ones(2)}, {"round": 2}),
+        lambda: generations(link),
+    ):
         with pytest.raises(StateError, match="symbolic link"):
             ask()
     assert sorted(elsewhere.iterdir()) == before
 
 
 AUDIT = [
-    {"event": "started", "at": "2026-01-01T00:00:00+00:00", "run": "a", "algorithm": "scaffold", "round": 0},
+    {
+        "event": "started",
+        "at": "2026-01-01T00:00:00+00:00",
+        "run": "a",
+        "algorithm": "scaffold",
+        "round": 0,
+    },
     {"event": "joined", "at": "2026-01-01T00:00:01+00:00", "site": "north", "records": 3},
     {"event": "opened", "at": "2026-01-01T00:00:02+00:00", "round": 1, "attempt": 0},
     {"event": "refused", "at": "2026-01-01T00:00:03+00:00", "site": "north", "reason": "r"},
@@ -227,16 +294,34 @@ AUDIT = [
     {"event": "left", "at": "2026-01-01T00:00:05+00:00", "site": "south"},
 ]
 STATUS = {
-    "phase": "waiting", "round": 1, "rounds": 5, "waiting_for": ["north"], "absent": ["south"], "attempt": 0, "residual": 0.0, "explained": 1.0,
-    "precision": "float32", "at": 1763260000.0, "pid": 4711, "sites": {"north": {"records": 3, "counted_in_round": 1, "last_seen": None}},
-    "missed": {"south": {"sentence": "south never counted", "cause": "late"}}, "unmeasured": {"auc": ["north"]},
-}  # fmt: skip
+    "phase": "waiting",
+    "round": 1,
+    "rounds": 5,
+    "waiting_for": ["north"],
+    "absent": ["south"],
+    "attempt": 0,
+    "residual": 0.0,
+    "explained": 1.0,
+    "precision": "float32",
+    "at": 1763260000.0,
+    "pid": 4711,
+    "sites": {"north": {"records": 3, "counted_in_round": 1, "last_seen": None}},
+    "missed": {"south": {"sentence": "south never counted", "cause": "late"}},
+    "unmeasured": {"auc": ["north"]},
+}
 
 
 def served(
-    folder, audit=AUDIT, status=STATUS, metrics=({"round": 0, "loss": 0.5, "heard": ["north"], "residual": 0.0},)
+    folder,
+    audit=AUDIT,
+    status=STATUS,
+    metrics=({"round": 0, "loss": 0.5, "heard": ["north"], "residual": 0.0},),
 ):
-    for name, lines in (("audit.jsonl", audit), ("metrics.jsonl", metrics), ("status.json", [status])):
+    for name, lines in (
+        ("audit.jsonl", audit),
+        ("metrics.jsonl", metrics),
+        ("status.json", [status]),
+    ):
         (folder / name).write_text(
             "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
         )
@@ -252,7 +337,9 @@ def test_every_value_of_a_servers_files_may_be_anything(tmp_path):
     for k, event in enumerate(AUDIT):
         for key in event:
             for value in ODD:
-                served(tmp_path, audit=[*AUDIT[:k], event | {key: value}, *AUDIT[k + 1 :], AUDIT[0]])
+                served(
+                    tmp_path, audit=[*AUDIT[:k], event | {key: value}, *AUDIT[k + 1 :], AUDIT[0]]
+                )
     for path in places(STATUS):
         for value in ODD:
             served(tmp_path, status=replaced(STATUS, path, value))
@@ -267,7 +354,11 @@ def test_checkpoints_whose_facts_are_something_else(tmp_path):
     """Their checksum is right: somebody made them so."""
     for k, value in enumerate([None, "x", -1, 2.5, [], {}, True]):
         folder = tmp_path / str(k)
-        commit(folder, {"x": np.zeros(2)}, {"round": value, "roster": value, "run": value, "resync": False})
+        commit(
+            folder,
+            {"x": np.zeros(2)},
+            {"round": value, "roster": value, "run": value, "resync": False},
+        )
         with pytest.raises(InputError):
             last_round(folder)
         with pytest.raises(StateError):

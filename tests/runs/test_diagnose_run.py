@@ -76,7 +76,9 @@ def copy(healthy, tmp_path):
 
 def test_a_healthy_run_has_no_finding_above_ok_and_its_numbers_are_right(healthy):
     found = found_in(healthy)
-    assert {"residual", "ages", "norms", "alignment", "drift", "step size", "progress"} == set(found)
+    assert {"residual", "ages", "norms", "alignment", "drift", "step size", "progress"} == set(
+        found
+    )
     assert Diagnosis("", 0, list(found.values())).severity == "ok", found
     problem = build(load(healthy / "config.toml").problem).problem
     a, b = client_quadratics(problem)
@@ -92,13 +94,20 @@ def test_a_healthy_run_has_no_finding_above_ok_and_its_numbers_are_right(healthy
     for _ in range(STEPS):
         y = y - LR * (np.einsum("nij,nj->ni", a, y) - b - c_i + c)
     assert found["drift"].number == pytest.approx(np.linalg.norm(y - x, axis=1).max(), rel=1e-9)
-    assert found["step size"].number == pytest.approx(LR / stable_step(problem, lr=LR, local_steps=STEPS).lr)
+    assert found["step size"].number == pytest.approx(
+        LR / stable_step(problem, lr=LR, local_steps=STEPS).lr
+    )
 
 
 def test_a_schedule_over_rounds_is_judged_by_the_present_rounds_step_size(tmp_path):
     problem = fs.problems.quadratic(num_clients=N, dim=4, mu=0.2, seed=1)
     rounds, done = 40, 12
-    given = {"local_steps": STEPS, "lr": lambda round: LR / round, "precision": "float64", "metrics": ("loss",)}
+    given = {
+        "local_steps": STEPS,
+        "lr": lambda round: LR / round,
+        "precision": "float64",
+        "metrics": ("loss",),
+    }
     whole = RunConfig(fs.scaffold(), problem, rounds=rounds, **given)
     fs.simulate(fs.scaffold(), problem, rounds=done, checkpoint=tmp_path, **given)
     a, b = client_quadratics(problem)
@@ -108,7 +117,9 @@ def test_a_schedule_over_rounds_is_judged_by_the_present_rounds_step_size(tmp_pa
             x = np.asarray(standing.state.x)
         lr = LR / number
         reach = STEPS * lr * np.linalg.norm(np.einsum("nij,j->ni", a, x) - b, axis=1)
-        assert f"K steps along their own gradients: {np.median(reach):.2g})" in found["drift"].sentence
+        assert (
+            f"K steps along their own gradients: {np.median(reach):.2g})" in found["drift"].sentence
+        )
         stable = stable_step(problem, lr=lr, local_steps=STEPS, exact=True).lr
         assert found["step size"].number == pytest.approx(lr / stable)
 
@@ -128,7 +139,11 @@ def overwrite(row):
             None,
         ),
         (lambda arrays: arrays["state.server.c"].__setitem__(0, 0.01), "so c was changed", None),
-        (lambda arrays: arrays["state.memory.c_i"].__iadd__(0.01), "rows of c_i were changed", None),
+        (
+            lambda arrays: arrays["state.memory.c_i"].__iadd__(0.01),
+            "rows of c_i were changed",
+            None,
+        ),
     ],
     ids=["overwritten row", "lost row", "lost c", "changed c", "changed rows"],
 )
@@ -166,7 +181,9 @@ def test_a_damaged_or_edited_folder_is_found(copy):
 
 def test_a_configuration_that_did_not_run_is_found(copy):
     path = copy / "config.toml"
-    path.write_text(path.read_text(encoding="utf-8").replace(f"lr = {LR}", "lr = 0.2"), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace(f"lr = {LR}", "lr = 0.2"), encoding="utf-8"
+    )
     one = found_in(copy)["config"]
     assert (one.severity, "lr: was 0.3, is 0.2" in one.sentence) == ("wrong", True)
 
@@ -192,7 +209,9 @@ def away(tmp_path, last):
     ).arrays
 
 
-@pytest.mark.parametrize(("last", "said"), [(0, "never heard in 400 rounds"), (10, "not heard for 39")])
+@pytest.mark.parametrize(
+    ("last", "said"), [(0, "never heard in 400 rounds"), (10, "not heard for 39")]
+)
 def test_a_client_that_is_heard_no_more_is_found_and_where_that_ends(tmp_path, last, said):
     found, arrays = away(tmp_path, last)
     one = found["ages"]
@@ -201,9 +220,14 @@ def test_a_client_that_is_heard_no_more_is_found_and_where_that_ends(tmp_path, l
     a, b = client_quadratics(build(parse(CONFIG).problem).problem)
     x, c_i = arrays["state.server.x"], arrays["state.memory.c_i"]
     pull = np.linalg.norm(a[5] @ x - b[5] - c_i[5]) / N
-    assert f"training ends at a gradient of {pull:.2g} (now {pull:.2g})" in one.sentence  # as it has
+    assert (
+        f"training ends at a gradient of {pull:.2g} (now {pull:.2g})" in one.sentence
+    )  # as it has
     assert np.linalg.norm(a.mean(0) @ x - b.mean(0)) == pytest.approx(pull, rel=1e-9)
-    assert (found["progress"].severity, "stands still" in found["progress"].sentence) == ("watch", True)
+    assert (found["progress"].severity, "stands still" in found["progress"].sentence) == (
+        "watch",
+        True,
+    )
     assert found["residual"].severity == "ok"  # c is the mean of the c_i all the same
 
 
@@ -212,17 +236,26 @@ def test_sampling_explains_ages_as_often_as_it_says():
     rng, n, size = np.random.default_rng(0), 20, 5
     longest = longest_absence(n, size / n)
     rounds = int(longest) + 1  # nobody may be away for that long
-    drawn = np.argpartition(rng.random((2000, rounds, n)), size, axis=-1)[..., :size].reshape(2000, -1)
+    drawn = np.argpartition(rng.random((2000, rounds, n)), size, axis=-1)[..., :size].reshape(
+        2000, -1
+    )
     absent = sum(len(np.unique(heard)) < n for heard in drawn)
     assert absent <= 2 + 3 * np.sqrt(2)  # expected at most 2, three standard deviations above
     assert n * (1 - size / n) ** longest == pytest.approx(1e-3)
 
 
 def test_a_method_without_memory_is_judged_by_its_course(tmp_path):
-    found = found_in(ran(tmp_path / "run", "algorithm.name=fedavg", "cohort.size=1.0", "rounds=100"))
+    found = found_in(
+        ran(tmp_path / "run", "algorithm.name=fedavg", "cohort.size=1.0", "rounds=100")
+    )
     assert "residual" not in found
-    assert (found["progress"].severity, "beside the optimum" in found["progress"].sentence) == ("watch", True)
-    bias = fs.theory.bias(build(parse(CONFIG).problem).problem, lr=LR, local_steps=STEPS, algorithm=fs.fedavg())
+    assert (found["progress"].severity, "beside the optimum" in found["progress"].sentence) == (
+        "watch",
+        True,
+    )
+    bias = fs.theory.bias(
+        build(parse(CONFIG).problem).problem, lr=LR, local_steps=STEPS, algorithm=fs.fedavg()
+    )
     a, _ = client_quadratics(build(parse(CONFIG).problem).problem)
     assert found["progress"].number == pytest.approx(np.linalg.norm(a.mean(0) @ bias), rel=1e-6)
 
@@ -237,19 +270,31 @@ def radius(problem, lr, steps, server_lr):
         y, c = np.tile(x, (n, 1)), c_i.mean(axis=0)
         for _ in range(steps):
             y = y - lr * (np.einsum("nij,nj->ni", a, y) - c_i + c)
-        return np.concatenate([x + server_lr * (y - x).mean(axis=0), (c_i - c + (x - y) / (steps * lr)).ravel()])
+        return np.concatenate(
+            [x + server_lr * (y - x).mean(axis=0), (c_i - c + (x - y) / (steps * lr)).ravel()]
+        )
 
-    return np.abs(np.linalg.eigvals(np.transpose([after(unit) for unit in np.eye((n + 1) * d)]))).max()
+    return np.abs(
+        np.linalg.eigvals(np.transpose([after(unit) for unit in np.eye((n + 1) * d)]))
+    ).max()
 
 
 def test_the_largest_stable_step_is_where_rounds_cease_to_contract():
     problem = build(parse(CONFIG).problem).problem
     for server_lr in (1.0, 1.5):
-        lr = stable_step(problem, lr=LR, local_steps=3, algorithm=fs.scaffold(server_lr=server_lr)).lr
-        assert radius(problem, lr * 0.999, 3, server_lr) < 1 < radius(problem, lr * 1.001, 3, server_lr)
+        lr = stable_step(
+            problem, lr=LR, local_steps=3, algorithm=fs.scaffold(server_lr=server_lr)
+        ).lr
+        assert (
+            radius(problem, lr * 0.999, 3, server_lr)
+            < 1
+            < radius(problem, lr * 1.001, 3, server_lr)
+        )
     a, _ = client_quadratics(problem)
     mean = np.linalg.eigvalsh(a.mean(axis=0))[-1]
-    assert stable_step(problem, lr=LR, local_steps=3, algorithm=fs.sgd()).lr == pytest.approx(2 / mean, rel=1e-3)
+    assert stable_step(problem, lr=LR, local_steps=3, algorithm=fs.sgd()).lr == pytest.approx(
+        2 / mean, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("steps", [2000, 20_000])
@@ -260,10 +305,14 @@ def test_many_local_steps_are_no_reason_to_refuse(steps, tmp_path):
     assert found.severity == "ok"
     largest = build(parse(CONFIG).problem).problem.smoothness
     for algorithm in (fs.scaffold(), fs.fedavg()):
-        limit = stable_step(build(parse(CONFIG).problem).problem, lr=0.01, local_steps=steps, algorithm=algorithm)
+        limit = stable_step(
+            build(parse(CONFIG).problem).problem, lr=0.01, local_steps=steps, algorithm=algorithm
+        )
         assert limit.lr == pytest.approx(2 / largest, rel=0.01)
         assert not limit.unstable
-    assert stable_step(build(parse(CONFIG).problem).problem, lr=3 / largest, local_steps=steps).unstable
+    assert stable_step(
+        build(parse(CONFIG).problem).problem, lr=3 / largest, local_steps=steps
+    ).unstable
 
 
 def test_curvature_at_x_is_measured_where_the_bound_does_not_hold():
@@ -275,7 +324,9 @@ def test_curvature_at_x_is_measured_where_the_bound_does_not_hold():
     found = stable_step(problem, lr=10 / problem.smoothness, local_steps=5, at=x)
     assert (found.source, found.radius) == ("curvature at x", None)
     assert found.lr == pytest.approx(2 / steepest, rel=1e-6)
-    assert stable_step(problem, lr=1 / problem.smoothness, local_steps=5).lr == 2 / problem.smoothness
+    assert (
+        stable_step(problem, lr=1 / problem.smoothness, local_steps=5).lr == 2 / problem.smoothness
+    )
 
 
 @pytest.mark.slow
@@ -291,7 +342,9 @@ def test_clients_who_are_away_are_diagnosed_all_the_same(tmp_path, kind):
     assert Diagnosis("", 0, list(here.values())).severity == "ok"
     for name in ("norms", "alignment", "drift", "ages"):
         assert here[name].number == pytest.approx(there[name].number, rel=1e-9)
-    one = found_in(damaged(folder, lambda arrays: arrays["state.server.c"].__setitem__(slice(None), 0.0)))["residual"]
+    one = found_in(
+        damaged(folder, lambda arrays: arrays["state.server.c"].__setitem__(slice(None), 0.0))
+    )["residual"]
     assert "c is exactly zero" in one.sentence
     if kind == "file":
         base = max((folder / "checkpoint").glob("rows-*-*"))
@@ -300,15 +353,21 @@ def test_clients_who_are_away_are_diagnosed_all_the_same(tmp_path, kind):
 
 
 def test_the_store_in_the_configuration(tmp_path):
-    with pytest.raises(InputError, match=r"unknown key 'client_stat' \(did you mean 'client_state'\?\)"):
+    with pytest.raises(
+        InputError, match=r"unknown key 'client_stat' \(did you mean 'client_state'\?\)"
+    ):
         parse("client_stat = 'file'")
-    with pytest.raises(InputError, match="unknown client_state 'disk'; known: array, auto, file, sparse"):
+    with pytest.raises(
+        InputError, match="unknown client_state 'disk'; known: array, auto, file, sparse"
+    ):
         parse("client_state = 'disk'")
     tuned = parse(CONFIG, ["client_state=file", "local.lr=tuned"])
     with pytest.raises(InputError, match="is for one run at a time"):
         compare.validate_run(tuned, build(tuned.problem))
     with pytest.raises(InputError, match="is for one run at a time"):
-        compare.compare(parse(CONFIG, ["client_state=file"]), build(tuned.problem), ["scaffold"], 1, None, "")
+        compare.compare(
+            parse(CONFIG, ["client_state=file"]), build(tuned.problem), ["scaffold"], 1, None, ""
+        )
     huge = parse(CONFIG, ["client_state=auto", "rounds=10"])
     assert compare.validate_run(huge, build(huge.problem)).client_state == "array"
 
@@ -348,7 +407,18 @@ def test_resume_keeps_the_store_that_auto_chose(monkeypatch, capsys, tmp_path):
     assert (code, json.loads(out)["rounds"]) == (0, 9)
     rows = set((folder / "checkpoint").glob("rows-*"))
     assert rows
-    assert typed(monkeypatch, capsys, "run", folder / "config.toml", *given[:4], "--set", "client_state=array")[0] == 0
+    assert (
+        typed(
+            monkeypatch,
+            capsys,
+            "run",
+            folder / "config.toml",
+            *given[:4],
+            "--set",
+            "client_state=array",
+        )[0]
+        == 0
+    )
     assert not rows & set((folder / "checkpoint").glob("rows-*"))
 
 
@@ -374,9 +444,14 @@ def test_a_deployed_server(tmp_path, capsys):
     assert {one["severity"] for one in answer["findings"]} == {"ok"}
     damaged(tmp_path, lambda arrays: arrays["c_i.cow"].__setitem__(slice(None), 0.0))
     assert print_diagnosis(tmp_path, None, as_json=False) == 1
-    assert "the control variate of cow is exactly zero although heard, so it was lost" in capsys.readouterr().out
+    assert (
+        "the control variate of cow is exactly zero although heard, so it was lost"
+        in capsys.readouterr().out
+    )
     log = tmp_path / "audit.jsonl"
-    log.write_text(log.read_text(encoding="utf-8").replace("committed", "Committed", 1), encoding="utf-8")
+    log.write_text(
+        log.read_text(encoding="utf-8").replace("committed", "Committed", 1), encoding="utf-8"
+    )
     assert print_diagnosis(tmp_path, None, as_json=False) == 1
     assert "was changed" in capsys.readouterr().out
 
@@ -389,6 +464,8 @@ def test_a_site_of_a_deployment_that_stays_away(tmp_path, capsys):
     for _ in range(12):
         deploy_case.play(server, config, tmp_path, present=deploy_case.SITES[1:])
     print_diagnosis(tmp_path, None, as_json=True)
-    [ages] = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["about"] == "ages"]
+    [ages] = [
+        one for one in json.loads(capsys.readouterr().out)["findings"] if one["about"] == "ages"
+    ]
     assert (ages["severity"], ages["clients"]) == ("watch", ["ant"])
     assert "ant not heard for 12 rounds".replace("ant", "Ant") in ages["sentence"]

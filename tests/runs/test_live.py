@@ -29,13 +29,27 @@ from fedscaffold.simulation.checkpoint import unfinished
 
 CLIENTS, COHORT, ROUNDS = 7, 2, 30
 PROBLEM = fs.problems.quadratic(num_clients=CLIENTS, dim=4, mu=0.1, noise=0.01, seed=0)
-ASK = {"local_steps": 2, "lr": 0.1, "cohort": COHORT, "seed": 3, "rounds": ROUNDS, "stale": "refresh:4", "every": 10}
+ASK = {
+    "local_steps": 2,
+    "lr": 0.1,
+    "cohort": COHORT,
+    "seed": 3,
+    "rounds": ROUNDS,
+    "stale": "refresh:4",
+    "every": 10,
+}
 ASK |= {"metrics": ("distance", "drift"), "evaluate_every": 2}
 FACTS = {"clients": CLIENTS, "rounds": ROUNDS, "precision": "float32", "stoppable": True}
 
 
 def simulated(folder, *callbacks, **more):
-    return fs.simulate(fs.scaffold(), PROBLEM, checkpoint=folder / "checkpoint", callbacks=callbacks, **(ASK | more))
+    return fs.simulate(
+        fs.scaffold(),
+        PROBLEM,
+        checkpoint=folder / "checkpoint",
+        callbacks=callbacks,
+        **(ASK | more),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +70,13 @@ def same(record, run, cohorts):
     """The record says what the run says: bit for bit, with null where nothing was measured."""
     assert record.columns.keys() == run.history.keys()
     for name, column in run.history.items():
-        np.testing.assert_array_equal(np.array(record.columns[name]).astype(column.dtype), column, err_msg=name)
+        np.testing.assert_array_equal(
+            np.array(record.columns[name]).astype(column.dtype), column, err_msg=name
+        )
     assert list(record.heard) == cohorts
-    assert [ROUNDS - record.heard_at[client] for client in range(CLIENTS)] == run.clients.age.tolist()
+    assert [
+        ROUNDS - record.heard_at[client] for client in range(CLIENTS)
+    ] == run.clients.age.tolist()
 
 
 def test_the_record_is_the_runs_own_history(tmp_path, quiet):
@@ -71,7 +89,10 @@ def test_the_record_is_the_runs_own_history(tmp_path, quiet):
     assert len(set(run.history["bytes_up"].tolist())) > 1  # renewals are counted across stretches
     assert reader.end["how"] == "finished"
     assert reader.explained == run.explained
-    assert reader.clock[-1] == (ROUNDS, sum(reader.seconds[phase] for phase in ("draw", "rounds", "checkpoint")))
+    assert reader.clock[-1] == (
+        ROUNDS,
+        sum(reader.seconds[phase] for phase in ("draw", "rounds", "checkpoint")),
+    )
     assert [number for number, _ in reader.stamps] == sorted(number for number, _ in reader.stamps)
     assert {"compile", "draw", "rounds", "checkpoint", "record"} == reader.seconds.keys()
     assert all(seconds > 0 for seconds in reader.seconds.values())
@@ -120,7 +141,9 @@ def test_after_a_crash_the_record_is_that_of_the_run_without_one(tmp_path, quiet
         same(each, *quiet)
     assert reader.version > version or lost == "lines"  # the file is the same there, and longer
     assert (each.facts["run"] == name) == (lost != "file")
-    assert each.facts["after"] == {"rounds": 10, "lines": 4, "file": 0}[lost]  # the fifth line has no end
+    assert (
+        each.facts["after"] == {"rounds": 10, "lines": 4, "file": 0}[lost]
+    )  # the fifth line has no end
 
 
 def test_a_file_named_stop_ends_the_run_with_a_checkpoint(tmp_path, quiet):
@@ -148,13 +171,35 @@ def test_a_file_named_stop_ends_the_run_with_a_checkpoint(tmp_path, quiet):
 
 
 def test_the_view_says_what_follows_from_the_log():
-    columns = {"round": np.arange(1, 4), "loss": np.array([3.0, np.nan, 1.0]), "residual": np.array([1e-9, 2e-8, 3e-9])}
-    run = RunRecord(algorithm="scaffold", seed=0, columns=columns | {"bytes_up": np.array([5, 5, 7])}, explained=1e-7)
-    known = {"kind": "simulation", "phase": "running", "round": 3, "rounds": 9, "marks": ({"heard": [1]},) * 3}
-    known |= {"clients": 4, "heard_at": {1: 3, 2: 1}, "stamps": ((0, 100.0), (1, 104.0), (3, 105.0))}
+    columns = {
+        "round": np.arange(1, 4),
+        "loss": np.array([3.0, np.nan, 1.0]),
+        "residual": np.array([1e-9, 2e-8, 3e-9]),
+    }
+    run = RunRecord(
+        algorithm="scaffold",
+        seed=0,
+        columns=columns | {"bytes_up": np.array([5, 5, 7])},
+        explained=1e-7,
+    )
+    known = {
+        "kind": "simulation",
+        "phase": "running",
+        "round": 3,
+        "rounds": 9,
+        "marks": ({"heard": [1]},) * 3,
+    }
+    known |= {
+        "clients": 4,
+        "heard_at": {1: 3, 2: 1},
+        "stamps": ((0, 100.0), (1, 104.0), (3, 105.0)),
+    }
 
     def told(one=run, **changes):
-        return view([Source("here", Study(problem="p", runs=[one]), Progress(**(known | changes)))], now=107.0)
+        return view(
+            [Source("here", Study(problem="p", runs=[one]), Progress(**(known | changes)))],
+            now=107.0,
+        )
 
     progress = told()["progress"]
     assert progress["pace"] == pytest.approx(3 / 5)
@@ -163,7 +208,9 @@ def test_the_view_says_what_follows_from_the_log():
     assert progress["ages"]["oldest"][0] == [2, 2]
     assert (progress["ages"]["never"], progress["ages"]["mean"]) == (2, 1.0)
     assert sum(progress["ages"]["counts"]) == 2
-    after = told(all_at=1, heard_at={2: 2})["progress"]["ages"]  # all in the first round, and one since
+    after = told(all_at=1, heard_at={2: 2})["progress"][
+        "ages"
+    ]  # all in the first round, and one since
     assert (after["never"], after["mean"], after["counts"][:3]) == (0, (3 * 2 + 1) / 4, [0, 1, 3])
     assert told(phase="stopped")["progress"]["left"] is None
     [held] = told()["groups"][0]["runs"]
@@ -179,7 +226,9 @@ def test_the_view_of_a_log_of_a_million_rounds_is_small(tmp_path):
     log = source_of(_folder_with_log(tmp_path))
     log.poll()
     for name in ("round", "loss", "residual"):
-        log.log.columns[name] = log.log.columns["round"].__class__("d", np.arange(1.0, number + 1).tobytes())
+        log.log.columns[name] = log.log.columns["round"].__class__(
+            "d", np.arange(1.0, number + 1).tobytes()
+        )
     told = json.dumps(view([log.poll()]), allow_nan=False)
     assert len(told) < 200_000
     assert json.loads(told)["groups"][0]["runs"][0]["rounds"] == number
@@ -198,7 +247,11 @@ def test_the_server_answers_nobody_but_its_page(tmp_path):
 
     def ask(method, path, host=None, **headers):
         line = http.client.HTTPConnection("127.0.0.1", server.http.server_port, timeout=60)
-        line.request(method, path, headers={"Host": host or f"127.0.0.1:{server.http.server_port}", **headers})
+        line.request(
+            method,
+            path,
+            headers={"Host": host or f"127.0.0.1:{server.http.server_port}", **headers},
+        )
         answer = line.getresponse()
         with contextlib.closing(line):
             return answer.status, answer.read().decode(), answer.headers
@@ -209,12 +262,25 @@ def test_the_server_answers_nobody_but_its_page(tmp_path):
         assert ask("GET", home)[0] == 200
         assert "default-src 'none'" in ask("GET", home)[2]["Content-Security-Policy"]
         assert ask("GET", home, f"localhost:{port}")[0] == 200
-        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1.evil.example:{port}"):
+        for host in (
+            "evil.example",
+            f"evil.example:{port}",
+            "127.0.0.1",
+            f"127.0.0.1.evil.example:{port}",
+        ):
             status, said, _ = ask("GET", home + "state", host)
             assert status == 403, host
             assert "rounds" not in said
             assert ask("POST", home + "stop", host)[0] == 403
-        for path in ("/", "/state", "/stop", f"/{server.token[:-1]}/", f"/{'x' * 24}/stop", "/%00/", "//"):
+        for path in (
+            "/",
+            "/state",
+            "/stop",
+            f"/{server.token[:-1]}/",
+            f"/{'x' * 24}/stop",
+            "/%00/",
+            "//",
+        ):
             assert ask("GET", path)[0] == 403, path
             assert ask("POST", path)[0] == 403, path
         assert ask("POST", home + "stop", Origin="http://evil.example")[0] == 403
@@ -243,7 +309,9 @@ class Faulty(InProcess):
         for site, reply in came:
             if self.known and reply.facts["round"] > 1:
                 if site == "bee":
-                    reply = Packet(reply.facts, {name: blob(np.full(2, np.nan)) for name in reply.blobs})
+                    reply = Packet(
+                        reply.facts, {name: blob(np.full(2, np.nan)) for name in reply.blobs}
+                    )
                 if site == "cow":
                     reply = "the process was killed"
                 if site == "dog":
@@ -272,10 +340,15 @@ def test_a_deployed_servers_folder_is_shown_too(deployed, capsys):
     assert given["title"] == "SCAFFOLD, deployed at 5 sites"
     assert told["clients"] == ["ant", "bee", "cow", "dog", "elk"]
     assert told["marks"][0] == {"heard": ["ant", "bee", "cow", "dog", "elk"]}
-    assert told["marks"][1:] == [{"heard": ["ant", "elk"], "late": ["dog"], "refused": ["bee"], "failed": ["cow"]}] * 2
+    assert (
+        told["marks"][1:]
+        == [{"heard": ["ant", "elk"], "late": ["dog"], "refused": ["bee"], "failed": ["cow"]}] * 2
+    )
     assert dict(told["ages"]["oldest"]) == {"ant": 0, "bee": 2, "cow": 2, "dog": 2, "elk": 0}
     assert held["along"]["round"] == [0, 1, 2, 3]
-    sent = np.mean([loss({"w": START}, data(site)) for site in told["clients"]])  # measured at the model sent out
+    sent = np.mean(
+        [loss({"w": START}, data(site)) for site in told["clients"]]
+    )  # measured at the model sent out
     assert held["columns"]["loss"]["values"][0] == pytest.approx(sent, rel=1e-12)
     assert held["health"] == "healthy"
     assert held["explained"] > 0
@@ -295,9 +368,16 @@ def test_runs_that_are_over_are_shown_too(tmp_path, quiet):
     study = Study(problem="quadratics", runs=[record], seconds={"wall": 1.0})
     write(study, tmp_path / "one")
     told = view([source_of(tmp_path / "one").poll()])
-    assert (told["progress"]["phase"], told["progress"]["round"], told["progress"]["marks"]) == ("finished", ROUNDS, [])
+    assert (told["progress"]["phase"], told["progress"]["round"], told["progress"]["marks"]) == (
+        "finished",
+        ROUNDS,
+        [],
+    )
     [held] = told["groups"][0]["runs"]
-    assert held["columns"]["distance"]["values"][:2] == [None, pytest.approx(float(run.history["distance"][1]))]
+    assert held["columns"]["distance"]["values"][:2] == [
+        None,
+        pytest.approx(float(run.history["distance"][1])),
+    ]
     assert held["along"]["up"][-1] == run.history["bytes_up"].sum()
     assert (held["health"], held["digest"]) == ("healthy", run.digest)
     write(replace(study, runs=[record, replace(record, seed=4)]), tmp_path / "both")
@@ -314,7 +394,9 @@ def test_a_folder_with_nothing_to_watch_is_refused_in_one_line(tmp_path):
 def test_a_tracker_that_is_not_installed_is_named_before_the_run(name):
     if importlib.util.find_spec(name):
         pytest.skip(f"{name} is installed here")
-    with pytest.raises(fs.InputError, match=f"--log {name} needs the package {name}: pip install {name}"):
+    with pytest.raises(
+        fs.InputError, match=f"--log {name} needs the package {name}: pip install {name}"
+    ):
         trackers.check_trackers([name])
 
 
@@ -331,11 +413,15 @@ def test_tensorboard_reads_the_events_of_a_run_that_was_broken_off(tmp_path, qui
         for name in ("drift", "residual", "bytes_up"):
             found = events.Scalars(name)
             assert [event.step for event in found] == list(range(1, ROUNDS + 1))
-            np.testing.assert_array_equal([np.float32(event.value) for event in found], quiet[0].history[name])
+            np.testing.assert_array_equal(
+                [np.float32(event.value) for event in found], quiet[0].history[name]
+            )
         assert [event.step for event in events.Scalars("distance")] == list(range(2, ROUNDS + 1, 2))
 
     check()
-    assert trackers.replay(tmp_path, ["tensorboard"]) == ROUNDS  # told once more: each round still once
+    assert (
+        trackers.replay(tmp_path, ["tensorboard"]) == ROUNDS
+    )  # told once more: each round still once
     check()
 
 
@@ -392,7 +478,14 @@ def readable(browser, width, dark):
 @pytest.mark.skipif(CHROMIUM is None, reason=WHY)
 def test_the_page_of_a_running_run_in_a_browser(tmp_path):
     (tmp_path / "run.toml").write_text(CONFIG)
-    command = [sys.executable, "-c", "from fedscaffold.cli import main; main()", "run", "run.toml", "--watch"]
+    command = [
+        sys.executable,
+        "-c",
+        "from fedscaffold.cli import main; main()",
+        "run",
+        "run.toml",
+        "--watch",
+    ]
     run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     limit = threading.Timer(600, run.kill)
     limit.start()
@@ -404,7 +497,9 @@ def test_the_page_of_a_running_run_in_a_browser(tmp_path):
             rest = run.stderr.read()
             assert run.wait(120) == 130
             browser.until("document.getElementById('phase').textContent === 'Stopped'")
-            assert all(asked.startswith((address, "data:")) for asked in browser.asked), browser.asked
+            assert all(asked.startswith((address, "data:")) for asked in browser.asked), (
+                browser.asked
+            )
             assert browser.faults == []
     finally:
         run.kill()
@@ -447,7 +542,9 @@ def played(browser, address):
     browser.run("document.getElementById('later').focus()")  # 60 clients: the next 20
     browser.press(" ", "Space", " ")
     assert browser.run("document.getElementById('shown').textContent") == "clients 40 to 59 of 60"
-    browser.run("document.getElementById('title').tabIndex = -1; document.getElementById('title').focus()")
+    browser.run(
+        "document.getElementById('title').tabIndex = -1; document.getElementById('title').focus()"
+    )
     browser.press("Tab")
     assert browser.run("document.activeElement.id") == "stop"
     browser.press("Enter", text="\r")

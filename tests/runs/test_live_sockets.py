@@ -22,7 +22,9 @@ BEGIN = {"event": "begin", "after": 0, "clients": 3, "rounds": 9, "run": "a"}
 
 @pytest.fixture
 def server(tmp_path):
-    (tmp_path / "rounds.jsonl").write_text(json.dumps(BEGIN) + '\n{"round": 1, "loss": 0.5, "heard": [0, 2]}\n')
+    (tmp_path / "rounds.jsonl").write_text(
+        json.dumps(BEGIN) + '\n{"round": 1, "loss": 0.5, "heard": [0, 2]}\n'
+    )
     with Server(tmp_path, Simulated(tmp_path)) as server:
         yield server
 
@@ -103,7 +105,11 @@ print("done")
 def test_a_run_with_few_files_outlives_more_idle_connections_than_it_may_open_files():
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 400, "the test itself needs files"
     run = subprocess.Popen(
-        [sys.executable, "-c", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", RUN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     port = int(run.stdout.readline())
     with ExitStack() as stack:

@@ -94,7 +94,12 @@ def beside(tmp_path_factory):
 def test_nobody_writes_into_the_folder_of_a_live_run(beside):
     (live, *codes), said = beside
     assert codes[:5] == [2] * 5, said
-    assert said.count(f"runs/live is in use by process {live}: wait until it ends, or take another folder") == 5, said
+    assert (
+        said.count(
+            f"runs/live is in use by process {live}: wait until it ends, or take another folder"
+        )
+        == 5
+    ), said
     assert codes[5], said
 
 
@@ -133,11 +138,17 @@ def test_whatever_the_file_of_the_owner_holds_does_no_harm(tmp_path):
         with owned(tmp_path):
             assert (tmp_path / ".owner").read_text().split()[0] == str(os.getpid())
             (tmp_path / ".owner").write_text(text)
-            with pytest.raises(StateError, match=r"is in use by (another process|process \d+)"), owned(tmp_path):
+            with (
+                pytest.raises(StateError, match=r"is in use by (another process|process \d+)"),
+                owned(tmp_path),
+            ):
                 pass
     (tmp_path / ".owner").unlink()
     (tmp_path / ".owner").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StateError, match=r"making .* the folder of one run failed"), owned(tmp_path):
+    with (
+        pytest.raises(StateError, match=r"making .* the folder of one run failed"),
+        owned(tmp_path),
+    ):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
@@ -146,10 +157,17 @@ def test_whatever_the_file_of_the_owner_holds_does_no_harm(tmp_path):
 def test_a_deployment_is_owned_while_it_lasts(tmp_path):
     fedscaffold("deploy", "new", "app", "--jax", cwd=tmp_path, check=True)
     facts = {"app": str(tmp_path / "app"), "engine": "in-process"}
-    for words in (["simulate", "app", "--out", "out"], ["local", "app", "--out", "out"], ["resume", "out"]):
+    for words in (
+        ["simulate", "app", "--out", "out"],
+        ["local", "app", "--out", "out"],
+        ["resume", "out"],
+    ):
         with owned(tmp_path / "out"):
             (tmp_path / "out/deployment.json").write_text(json.dumps(facts))
             done = fedscaffold("deploy", *words, cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         assert f"out is in use by process {os.getpid()}" in done.stderr
-    assert sorted(path.name for path in Path(tmp_path / "out").iterdir()) == [".owner", "deployment.json"]
+    assert sorted(path.name for path in Path(tmp_path / "out").iterdir()) == [
+        ".owner",
+        "deployment.json",
+    ]

@@ -27,16 +27,32 @@ EVIL = "</script><img src=x onerror=alert(1)>&\"'"
 def curve(algorithm: str, seed: int = 0, **columns: Any) -> RunRecord:
     """A run that sends 100 bytes a round, given its metrics by round."""
     rounds = max((len(values) for values in columns.values()), default=1)
-    held = {"round": np.arange(1, rounds + 1), **{name: np.array(values) for name, values in columns.items()}}
+    held = {
+        "round": np.arange(1, rounds + 1),
+        **{name: np.array(values) for name, values in columns.items()},
+    }
     held |= {"bytes_up": np.full(rounds, 40), "bytes_down": np.full(rounds, 60)}
-    known = {"residual": 0.0, "explained": 0.0, "digest": f"digest{algorithm}{seed}", "config": "x = 1\n"}
+    known = {
+        "residual": 0.0,
+        "explained": 0.0,
+        "digest": f"digest{algorithm}{seed}",
+        "config": "x = 1\n",
+    }
     return RunRecord(algorithm=algorithm, seed=seed, lr=0.1, columns=held, **known)
 
 
-def study(*runs: RunRecord, target: tuple[str, float] | None = TARGET, counts: Any = None, **changes: Any) -> Study:
+def study(
+    *runs: RunRecord, target: tuple[str, float] | None = TARGET, counts: Any = None, **changes: Any
+) -> Study:
     table = tables.rows(runs, target, 5)
     labels = None if counts is None else np.array(counts)
-    known = {"problem": "A problem.", "target": target, "rows": table, "precision": "float64", "command": "demo"}
+    known = {
+        "problem": "A problem.",
+        "target": target,
+        "rows": table,
+        "precision": "float64",
+        "command": "demo",
+    }
     return Study(**(known | {"runs": list(runs), "label_counts": labels} | changes))
 
 
@@ -63,16 +79,37 @@ def test_rows_by_hand():
     values = ["scaffold", 0.1, 3.0, 2, 4, 3, 3, 300, best, spread, 0.5, 0.0, 0, "accuracy", 0.9, 5]
     assert scaffold == dict(zip(keys.split(), values, strict=True))
     # of two seeds one did not reach it: the median lies beyond all rounds
-    told = ("rounds_to_target", "rounds_low", "rounds_high", "reached", "bytes_to_target", "final_loss", "diverged")
+    told = (
+        "rounds_to_target",
+        "rounds_low",
+        "rounds_high",
+        "reached",
+        "bytes_to_target",
+        "final_loss",
+        "diverged",
+    )
     assert [fedavg[key] for key in told] == [None, None, None, 1, None, 1.6, 1]
 
 
 def test_rows_of_falling_metrics_and_without_a_target():
-    runs = [curve("sgd", 0, gap=[4.0, 0.5, 0.25]), replace(curve("sgd", 1, gap=[4.0, 1.0, 0.5]), lr=0.2)]
+    runs = [
+        curve("sgd", 0, gap=[4.0, 0.5, 0.25]),
+        replace(curve("sgd", 1, gap=[4.0, 1.0, 0.5]), lr=0.2),
+    ]
     [row] = tables.rows(runs, ("gap", 0.5), 3)
-    assert (row["rounds_to_target"], row["bytes_to_target"], row["best_metric"], row["lr"]) == (2.5, 250, 0.375, None)
+    assert (row["rounds_to_target"], row["bytes_to_target"], row["best_metric"], row["lr"]) == (
+        2.5,
+        250,
+        0.375,
+        None,
+    )
     [row] = tables.rows(runs, None, 3)
-    assert (row["metric"], row["best_metric"], row["reached"], row["rounds_to_target"]) == ("gap", 0.375, 0, None)
+    assert (row["metric"], row["best_metric"], row["reached"], row["rounds_to_target"]) == (
+        "gap",
+        0.375,
+        0,
+        None,
+    )
     assert "rounds to" not in tables.terminal([row])
     [row] = tables.rows(runs, ("accuracy", 0.9), 3)  # never measured
     assert (row["reached"], row["best_metric"], row["final_loss"]) == (0, None, None)
@@ -90,7 +127,9 @@ def test_report_and_simulator_agree_on_what_is_better():
 def test_csv_parses_back_to_the_same_values():
     rows = tables.rows([*example(), curve('a,b"c')], TARGET, 5)
     parsed = list(csv.DictReader(tables.csv(rows).splitlines()))
-    texts = [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
+    texts = [
+        {key: "" if value is None else str(value) for key, value in row.items()} for row in rows
+    ]
     assert parsed == texts  # and str of a float reads back to the same float
 
 
@@ -99,8 +138,15 @@ def test_printed_tables_parse_back_to_the_same_cells():
     cells = tables.cells(rows)
     back = {shown: char for char, shown in tables.LATEX.items()}
     pattern = "|".join(re.escape(shown) for shown in sorted(back, key=len, reverse=True))
-    lines = [line.removesuffix(r" \\") for line in tables.latex(rows).splitlines() if line.endswith(r" \\")]
-    assert [[re.sub(pattern, lambda m: back[m[0]], cell) for cell in line.split(" & ")] for line in lines] == cells
+    lines = [
+        line.removesuffix(r" \\")
+        for line in tables.latex(rows).splitlines()
+        if line.endswith(r" \\")
+    ]
+    assert [
+        [re.sub(pattern, lambda m: back[m[0]], cell) for cell in line.split(" & ")]
+        for line in lines
+    ] == cells
     lines = tables.terminal(rows).splitlines()
     assert [re.split(r"  +", line) for line in lines[-len(rows) :]] == cells[1:]
     assert max(map(len, lines)) < 120
@@ -108,9 +154,19 @@ def test_printed_tables_parse_back_to_the_same_cells():
 
 def test_not_reached_is_said():
     rows = tables.rows(example(), TARGET, 5)
-    assert [line[2] for line in tables.cells(rows)] == ["rounds to accuracy 0.9", "3 (2 to 4)", "> 5"]
-    foreign = [{key: row[key] for key in row if key not in ("metric", "target", "rounds")} for row in rows]
-    assert [line[2] for line in tables.cells(foreign)] == ["rounds to target", "3 (2 to 4)", "not reached"]
+    assert [line[2] for line in tables.cells(rows)] == [
+        "rounds to accuracy 0.9",
+        "3 (2 to 4)",
+        "> 5",
+    ]
+    foreign = [
+        {key: row[key] for key in row if key not in ("metric", "target", "rounds")} for row in rows
+    ]
+    assert [line[2] for line in tables.cells(foreign)] == [
+        "rounds to target",
+        "3 (2 to 4)",
+        "not reached",
+    ]
 
 
 @pytest.mark.parametrize("number", [1, 6])
@@ -126,13 +182,28 @@ def test_what_is_written_is_read_back(tmp_path, number):
     assert found.rows == (kept.rows if number > 1 else [])
     np.testing.assert_array_equal(found.label_counts, kept.label_counts)
     for one, other in zip(found.runs, runs, strict=True):
-        for name in ("algorithm", "seed", "lr", "diverged_at", "reached_at", "advice", "digest", "config"):
+        for name in (
+            "algorithm",
+            "seed",
+            "lr",
+            "diverged_at",
+            "reached_at",
+            "advice",
+            "digest",
+            "config",
+        ):
             assert getattr(one, name) == getattr(other, name), name
         np.testing.assert_array_equal(one.residual, other.residual)
         assert list(one.columns) == list(other.columns)
         for name, column in other.columns.items():
-            known = np.where(np.isfinite(column), column, np.nan) if column.dtype.kind == "f" else column
-            np.testing.assert_array_equal(one.columns[name], known, strict=True)  # infinity is not kept: JSON has none
+            known = (
+                np.where(np.isfinite(column), column, np.nan)
+                if column.dtype.kind == "f"
+                else column
+            )
+            np.testing.assert_array_equal(
+                one.columns[name], known, strict=True
+            )  # infinity is not kept: JSON has none
     assert tables.rows(found.runs, TARGET, 5) == tables.rows(runs, TARGET, 5)
 
 
@@ -140,12 +211,24 @@ def test_a_comparison_is_a_folder_of_run_folders(tmp_path):
     replace_study(study(*example()), tmp_path / "both")
     replace_study(study(example()[0]), tmp_path / "one")
     members = sorted(path.name for path in (tmp_path / "both" / "runs").iterdir())
-    assert members == ["fedavg-seed-0", "fedavg-seed-1", "scaffold-seed-0", "scaffold-seed-1", "scaffold-seed-2"]
-    alone = read(tmp_path / "both" / "runs" / "fedavg-seed-1")  # each is a run's folder in its own right
+    assert members == [
+        "fedavg-seed-0",
+        "fedavg-seed-1",
+        "scaffold-seed-0",
+        "scaffold-seed-1",
+        "scaffold-seed-2",
+    ]
+    alone = read(
+        tmp_path / "both" / "runs" / "fedavg-seed-1"
+    )  # each is a run's folder in its own right
     assert (alone.runs[0].diverged_at, alone.problem, alone.target) == (3, "A problem.", TARGET)
     assert find_studies([tmp_path]) == [tmp_path / "both", tmp_path / "one"]
-    replace_study(study(*example()[:2]), tmp_path / "both")  # in its place: nothing of the other is left
-    assert len(list((tmp_path / "both" / "runs").iterdir())) == len(read(tmp_path / "both").runs) == 2
+    replace_study(
+        study(*example()[:2]), tmp_path / "both"
+    )  # in its place: nothing of the other is left
+    assert (
+        len(list((tmp_path / "both" / "runs").iterdir())) == len(read(tmp_path / "both").runs) == 2
+    )
     replace_study(study(example()[3]), tmp_path / "both")
     assert [run.algorithm for run in read(tmp_path / "both").runs] == ["fedavg"]
     assert not (tmp_path / "both" / "runs").exists()
@@ -168,11 +251,15 @@ def test_folders_of_other_versions_are_refused_in_one_line(tmp_path):
     about = json.loads((tmp_path / "run.json").read_text())
     for number in (1, 3):
         (tmp_path / "run.json").write_text(json.dumps(about | {"format": number}))
-        with pytest.raises(InputError, match=f"has format {number}, and this fedscaffold reads format 2"):
+        with pytest.raises(
+            InputError, match=f"has format {number}, and this fedscaffold reads format 2"
+        ):
             read(tmp_path)
     (tmp_path / "run.json").rename(tmp_path / "study.json")
     for ask in (read, lambda folder: find_studies([folder])):
-        with pytest.raises(InputError, match=r"was written by fedscaffold 0\.1\.0.* run its config\.toml again"):
+        with pytest.raises(
+            InputError, match=r"was written by fedscaffold 0\.1\.0.* run its config\.toml again"
+        ):
             ask(tmp_path)
 
 
@@ -184,21 +271,27 @@ def test_a_newer_index_member_or_log_is_refused_by_its_number(tmp_path):
         about = json.loads(text)
         assert about["format"] == FORMAT
         path.write_text(json.dumps(about | {"format": FORMAT + 1, "runs": {"of": "another kind"}}))
-        with pytest.raises(InputError, match=rf"{path.name} has format {FORMAT + 1}, and .* reads format {FORMAT}"):
+        with pytest.raises(
+            InputError, match=rf"{path.name} has format {FORMAT + 1}, and .* reads format {FORMAT}"
+        ):
             read(tmp_path)
         path.write_text(text)
     read(tmp_path)
     log = member / NAME
     begin = json.loads(log.read_text().splitlines()[0])
     assert begin["format"] == FORMAT
-    log.write_text(json.dumps(begin | {"format": FORMAT + 1, "after": {"of": "another kind"}}) + "\n")
+    log.write_text(
+        json.dumps(begin | {"format": FORMAT + 1, "after": {"of": "another kind"}}) + "\n"
+    )
     reader = RoundLog(member)
     with pytest.raises(
         InputError, match=rf"^{re.escape(str(log))} has format {FORMAT + 1}"
     ):  # and is not called damaged
         read(tmp_path)
     for _ in range(2):  # a live page asks again
-        with pytest.raises(InputError, match=rf"{NAME} has format {FORMAT + 1}, and .* up to {FORMAT}"):
+        with pytest.raises(
+            InputError, match=rf"{NAME} has format {FORMAT + 1}, and .* up to {FORMAT}"
+        ):
             reader.update()
 
 
@@ -213,7 +306,9 @@ def test_a_log_with_other_rounds_than_the_run_is_damage_and_is_written_anew(tmp_
     log.write_text("\n".join(whole.splitlines()[:3]) + "\n")
     with pytest.raises(InputError, match=r"rounds\.jsonl has 2 of its 4 rounds"):
         read(tmp_path)
-    more = whole.replace('{"event": "begin"', '{"event": "begin", "pid": 4711')  # the run's own log stays
+    more = whole.replace(
+        '{"event": "begin"', '{"event": "begin", "pid": 4711'
+    )  # the run's own log stays
     log.write_text(more)
     replace_study(run, tmp_path)
     assert log.read_text() == more
@@ -247,7 +342,15 @@ def seen(made: Study) -> tuple[dict[str, Any], str]:
     text = page([Source("here", made)])
     reader = Reader(text)
     assert reader.open == []
-    assert not {tag for tag, _ in reader.tags} & {"a", "img", "iframe", "object", "embed", "form", "base"}
+    assert not {tag for tag, _ in reader.tags} & {
+        "a",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "form",
+        "base",
+    }
     for tag, attributes in reader.tags:
         assert not {"src", "action", "data", "onclick", "onload"} & set(attributes)
         assert attributes.get("href", "data:,") == "data:,", tag
@@ -260,7 +363,12 @@ def seen(made: Study) -> tuple[dict[str, Any], str]:
 
 
 def test_the_page_is_one_file_with_everything_inside():
-    made = study(*example(), counts=[[5, 0, 2], [0, 7, 1]], seconds={"scaffold": 1.5}, versions={"numpy": "2.0"})
+    made = study(
+        *example(),
+        counts=[[5, 0, 2], [0, 7, 1]],
+        seconds={"scaffold": 1.5},
+        versions={"numpy": "2.0"},
+    )
     told, words = seen(made)
     assert "2 configurations compared" in words
     assert told["problems"] == ["A problem."]
@@ -284,13 +392,23 @@ def test_the_page_is_one_file_with_everything_inside():
 
 def test_titles():
     one, other = example()[0], example()[3]
-    for runs, title in (([one], "SCAFFOLD, 1 run"), (example()[:3], "SCAFFOLD, 3 runs"), ([], "No runs")):
+    for runs, title in (
+        ([one], "SCAFFOLD, 1 run"),
+        (example()[:3], "SCAFFOLD, 3 runs"),
+        ([], "No runs"),
+    ):
         assert view([Source("here", study(*runs))])["title"] == title
-    assert view([Source("a", study(one)), Source("b", study(other))])["title"] == "2 configurations compared"
+    assert (
+        view([Source("a", study(one)), Source("b", study(other))])["title"]
+        == "2 configurations compared"
+    )
 
 
 def test_no_text_ends_the_script():
-    evil = [replace(run, algorithm=EVIL, advice=EVIL, diverged_at=2, digest=EVIL, config=EVIL) for run in example()]
+    evil = [
+        replace(run, algorithm=EVIL, advice=EVIL, diverged_at=2, digest=EVIL, config=EVIL)
+        for run in example()
+    ]
     told = dict.fromkeys(("problem", "command"), EVIL) | {"versions": {EVIL: EVIL}}
     given, words = seen(study(*evil, counts=[[1, 2]], seconds={EVIL: 1.0}, **told))
     assert given["groups"][0]["algorithm"] == given["origins"][0]["command"] == EVIL
@@ -303,17 +421,29 @@ ODD = {
     "one round": study(curve("scaffold", accuracy=[0.5], loss=[1.0])),
     "no rounds": study(curve("scaffold", accuracy=[], loss=[])),
     "one seed, one algorithm": study(curve("scaffold", accuracy=[0.5, 0.95], loss=[1.0, 0.1])),
-    "rounds without evaluation": study(*(curve("sgd", s, loss=[math.nan, 1.0, math.nan, s]) for s in range(3))),
-    "nothing but NaN": study(replace(curve("sgd", loss=[math.nan] * 3, residual=[math.nan] * 3), residual=math.nan)),
+    "rounds without evaluation": study(
+        *(curve("sgd", s, loss=[math.nan, 1.0, math.nan, s]) for s in range(3))
+    ),
+    "nothing but NaN": study(
+        replace(curve("sgd", loss=[math.nan] * 3, residual=[math.nan] * 3), residual=math.nan)
+    ),
     "no target": study(*example(), target=None),
-    "other metrics": study(curve("sgd", distance=[1.0, 1e-9, 0.0], gap=[1.0, 1e-17, -1e-17]), target=("gap", 0.0)),
+    "other metrics": study(
+        curve("sgd", distance=[1.0, 1e-9, 0.0], gap=[1.0, 1e-17, -1e-17]), target=("gap", 0.0)
+    ),
     "regression": study(curve("sgd", loss=[3.0, 2.0]), target=None, counts=[[4], [9], [0]]),
-    "many clients and labels": study(*example(), counts=np.random.default_rng(0).integers(0, 3, (1000, 62))),
+    "many clients and labels": study(
+        *example(), counts=np.random.default_rng(0).integers(0, 3, (1000, 62))
+    ),
     "clients without records": study(*example(), counts=[[0, 0], [0, 0]]),
     "some diverged": study(*example()),
-    "all diverged": study(replace(curve("sgd", loss=[1.0, 1e200, math.inf]), diverged_at=3, explained=math.nan)),
+    "all diverged": study(
+        replace(curve("sgd", loss=[1.0, 1e200, math.inf]), diverged_at=3, explained=math.nan)
+    ),
     "a constant": study(replace(curve("sgd", loss=[0.0, 0.0]), diverged_at=2)),
-    "no bytes": study(replace(example()[0], columns={"round": np.arange(1, 3), "loss": np.array([1.0, 2.0])})),
+    "no bytes": study(
+        replace(example()[0], columns={"round": np.arange(1, 3), "loss": np.array([1.0, 2.0])})
+    ),
     "long": study(*(curve("sgd", s, loss=np.geomspace(1, 1e-6, 3000) + s) for s in range(2))),
 }
 
@@ -347,7 +477,9 @@ def test_long_curves_are_thinned_and_no_spike_is_lost():
             near = whole[kept[np.abs(kept - 1 - at) <= told["stretch"]] - 1]
             assert near.min() <= whole[at] <= near.max()
     first = tables.first_reached(run.columns, ("accuracy", 0.9995))
-    assert first in held["columns"]["accuracy"]["round"]  # the study's own target is met in the right round
+    assert (
+        first in held["columns"]["accuracy"]["round"]
+    )  # the study's own target is met in the right round
     assert first in held["along"]["round"]
     at = held["along"]["round"].index(first)
     assert (held["along"]["up"][at], held["along"]["sent"][at]) == (40 * first, 100 * first)
@@ -373,19 +505,31 @@ def test_thinning_keeps_the_ends_and_extremes_of_every_stretch():
 
 def test_pages_stay_small():
     runs = [
-        replace(noisy(10 * k + seed), algorithm=name) for k, name in enumerate(("sgd", "fedavg")) for seed in range(3)
+        replace(noisy(10 * k + seed), algorithm=name)
+        for k, name in enumerate(("sgd", "fedavg"))
+        for seed in range(3)
     ]
-    assert len(page([Source("here", study(noisy(0), counts=np.ones((100, 62), int)))]).encode()) < 300_000
+    assert (
+        len(page([Source("here", study(noisy(0), counts=np.ones((100, 62), int)))]).encode())
+        < 300_000
+    )
     assert len(page([Source("here", study(*runs))]).encode()) < 300_000
 
 
 def test_colour_is_the_algorithm():
     names = ["sgd", "mine", "scaffold", "fedavg", "fedprox", "other"]
-    runs = [replace(curve(name, seed, loss=[1.0]), lr=lr) for name in names for lr in (0.1, 0.2) for seed in (0, 1)]
+    runs = [
+        replace(curve(name, seed, loss=[1.0]), lr=lr)
+        for name in names
+        for lr in (0.1, 0.2)
+        for seed in (0, 1)
+    ]
     groups = view([Source("here", study(*runs))])["groups"]
     assert len(groups) == 12
     pairs = {(group["algorithm"], group["colour"]) for group in groups}
-    assert len(pairs) == len({colour for _, colour in pairs}) == 6 <= COLOURS  # two step sizes share their algorithm's
+    assert (
+        len(pairs) == len({colour for _, colour in pairs}) == 6 <= COLOURS
+    )  # two step sizes share their algorithm's
     alone = view([Source("here", study(curve("fedavg", loss=[1.0])))])["groups"]
     assert (alone[0]["algorithm"], alone[0]["colour"]) in pairs  # the same on every page
     many = view([Source("here", study(*(curve(f"a{k}", loss=[1.0]) for k in range(20))))])["groups"]
@@ -403,7 +547,11 @@ def test_colour_is_the_algorithm():
     ],
 )
 def test_health(residual, explained, state):
-    run = replace(curve("scaffold", loss=[1.0] * 4, residual=[residual] * 4), residual=residual, explained=explained)
+    run = replace(
+        curve("scaffold", loss=[1.0] * 4, residual=[residual] * 4),
+        residual=residual,
+        explained=explained,
+    )
     found = health(run)
     assert found.state == state == seen(study(run))[0]["groups"][0]["runs"][0]["health"]
     if state in ("healthy", "broken") and explained:
@@ -414,5 +562,9 @@ def test_a_split_has_a_page_of_its_own():
     text = split_page(np.array([[5, 0], [1, 2]]), "Split <1>")
     assert "Split &lt;1&gt;" in text
     assert json.loads(Reader(text).scripts["data"])["maps"][0] == {
-        "of": "", "clients": 2, "records": 8, "who": [0, 1], "counts": [[5, 0], [1, 2]]
-    }  # fmt: skip
+        "of": "",
+        "clients": 2,
+        "records": 8,
+        "who": [0, 1],
+        "counts": [[5, 0], [1, 2]],
+    }

@@ -14,12 +14,23 @@ from fedscaffold.metrics import explained
 from fedscaffold.runs.theatre import asset, theatre, write_theatre
 
 NODE = shutil.which("node")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed: it runs the page's formulas")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: it shows the page")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+needs_node = pytest.mark.skipif(
+    NODE is None, reason="node is not installed: it runs the page's formulas"
+)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium is not installed: it shows the page"
+)
 
 MU = 1.0  # FedProx's pull, the library's default
-METHODS = {"sgd": fs.sgd(), "fedavg": fs.fedavg(), "fedprox": fs.fedprox(mu=MU), "scaffold": fs.scaffold()}
+METHODS = {
+    "sgd": fs.sgd(),
+    "fedavg": fs.fedavg(),
+    "fedprox": fs.fedprox(mu=MU),
+    "scaffold": fs.scaffold(),
+}
 ROUNDS = 7
 # On random landscapes: rounds with given cohorts from a start that is not special, and all that the page says of theory.
 DRIVER = """
@@ -45,7 +56,9 @@ console.log(JSON.stringify(cases.map(({ settings, cohorts }) => {
 
 def scripted(driver, given):
     script = f"{asset('engine.js')}\n{asset('theory.js')}\n{driver}"
-    done = subprocess.run([NODE, "-e", script], input=json.dumps(given), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [NODE, "-e", script], input=json.dumps(given), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -78,7 +91,9 @@ def instances():
     made = []
     for case, page in zip(cases, found, strict=True):
         given = page["problem"]
-        problem = fs.problems.quadratic(hessians=given["hessians"], linear=given["linear"], x0=given["start"])
+        problem = fs.problems.quadratic(
+            hessians=given["hessians"], linear=given["linear"], x0=given["start"]
+        )
         made.append((case["settings"], case["cohorts"], page, problem))
     return made
 
@@ -91,9 +106,16 @@ def instances():
 def test_rounds_are_the_simulators(instances, name):
     for settings, cohorts, page, problem in instances[::2] if name != "scaffold" else instances:
         run = fs.simulate(
-            METHODS[name], problem, rounds=ROUNDS, local_steps=settings["steps"], lr=settings["lr"], cohorts=cohorts,
-            precision="float64", metrics=(), progress=False,
-        )  # fmt: skip
+            METHODS[name],
+            problem,
+            rounds=ROUNDS,
+            local_steps=settings["steps"],
+            lr=settings["lr"],
+            cohorts=cohorts,
+            precision="float64",
+            metrics=(),
+            progress=False,
+        )
         seen = page["runs"][name]
         np.testing.assert_allclose(seen["x"], run.vector, rtol=1e-9, atol=1e-9)
         if name == "scaffold":
@@ -109,7 +131,9 @@ def test_theory_is_the_librarys(instances):
         assert page["pull"] == MU
         at = {"lr": settings["lr"], "local_steps": settings["steps"]}
         np.testing.assert_allclose(page["optimum"], fs.theory.fixed_point(problem, **at), atol=1e-9)
-        assert page["rate"] == pytest.approx(fs.theory.contraction_rate(problem, **at).spectral_radius, rel=1e-9)
+        assert page["rate"] == pytest.approx(
+            fs.theory.contraction_rate(problem, **at).spectral_radius, rel=1e-9
+        )
         best = fs.theory.best_local_steps(problem, lr=settings["lr"])
         assert page["best"]["steps"] == best.local_steps
         assert page["best"]["rate"] == pytest.approx(best.rate, rel=1e-9)
@@ -119,7 +143,9 @@ def test_theory_is_the_librarys(instances):
                 off, fs.theory.bias(problem, **at, algorithm=METHODS[name]), rtol=1e-9, atol=1e-12
             )
         for name, law in page["laws"].items():
-            exact = fs.theory.stationary(problem, **at, noise=settings["noise"] ** 2, algorithm=METHODS[name])
+            exact = fs.theory.stationary(
+                problem, **at, noise=settings["noise"] ** 2, algorithm=METHODS[name]
+            )
             np.testing.assert_allclose(law, exact.x_covariance, rtol=1e-9, atol=1e-12)
 
 
@@ -146,14 +172,24 @@ def test_the_two_dials_of_heterogeneity_are_apart(instances):
 @needs_node
 def test_noise_leaves_the_model_in_its_ellipse():
     """The drawn noise has the variance that the ellipse is drawn for: the mean of many rounds, by its standard error."""
-    settings = {"clients": 3, "steps": 4, "lr": 0.3, "slopes": 0.8, "curves": 0.5, "noise": 0.5, "cohort": 3}
+    settings = {
+        "clients": 3,
+        "steps": 4,
+        "lr": 0.3,
+        "slopes": 0.8,
+        "curves": 0.5,
+        "noise": 0.5,
+        "cohort": 3,
+    }
     driver = """
       const settings = JSON.parse(require("fs").readFileSync(0)), { problem, told } = Engine.run(settings, [], 4000);
       console.log(JSON.stringify({ xs: told.scaffold.xs.slice(50), law: Theory.stationary(problem, 0.3, 4, 0.25) }));"""
     seen = scripted(driver, settings)
     xs = np.array(seen["xs"])
     squares = (xs**2).sum(axis=1)
-    blocks = squares[: len(squares) // 50 * 50].reshape(-1, 50).mean(axis=1)  # longer than the memory of the run
+    blocks = (
+        squares[: len(squares) // 50 * 50].reshape(-1, 50).mean(axis=1)
+    )  # longer than the memory of the run
     error = blocks.std(ddof=1) / np.sqrt(len(blocks))
     assert abs(blocks.mean() - np.trace(seen["law"])) < 4 * error
     inside = np.einsum("ti,ij,tj->t", xs, np.linalg.inv(seen["law"]), xs) < 2 * np.log(20)
@@ -165,10 +201,19 @@ def test_noise_leaves_the_model_in_its_ellipse():
 @pytest.mark.browser
 @needs_node
 @pytest.mark.parametrize(
-    ("kind", "last"), [("lose", 3), ("twice", 1), ("drop", 1e9), ("momentum", 1e9), (None, 0), ("drop", 30)]
+    ("kind", "last"),
+    [("lose", 3), ("twice", 1), ("drop", 1e9), ("momentum", 1e9), (None, 0), ("drop", 30)],
 )
 def test_a_broken_memory_stops_beside_the_optimum_for_good(kind, last):
-    settings = {"clients": 4, "steps": 10, "lr": 0.2, "slopes": 0.8, "curves": 0.6, "noise": 0, "cohort": 4}
+    settings = {
+        "clients": 4,
+        "steps": 10,
+        "lr": 0.2,
+        "slopes": 0.8,
+        "curves": 0.6,
+        "noise": 0,
+        "cohort": 4,
+    }
     harms = [{"kind": kind, "from": 2 if kind == "lose" else 0, "to": last}] if kind else []
     driver = """
       const { settings, harms } = JSON.parse(require("fs").readFileSync(0)), { problem, told } = Engine.run(settings, harms, 200);
@@ -176,7 +221,9 @@ def test_a_broken_memory_stops_beside_the_optimum_for_good(kind, last):
       console.log(JSON.stringify({ problem, xs: one.xs, e: one.mismatch, well, avg: told.fedavg.xs }));"""
     seen = scripted(driver, {"settings": settings, "harms": harms})
     x, e = np.array(seen["xs"][-1]), np.array(seen["e"][-1])
-    end = -np.linalg.solve(np.mean(seen["problem"]["hessians"], axis=0), e)  # grad f(x) = -e, the optimum being 0
+    end = -np.linalg.solve(
+        np.mean(seen["problem"]["hessians"], axis=0), e
+    )  # grad f(x) = -e, the optimum being 0
     np.testing.assert_allclose(x, end, atol=1e-9)
     if kind is None:
         assert all(seen["well"])
@@ -201,7 +248,10 @@ def test_the_gauge_turns_red_where_the_librarys_does():
 
 def test_the_page_asks_nobody_for_anything():
     page = theatre()
-    assert not re.search(r"https?://|//[a-z]|@import|url\(|fetch\(|XMLHttp|import\(", re.sub(r"(?m)//[ ].*$", "", page))
+    assert not re.search(
+        r"https?://|//[a-z]|@import|url\(|fetch\(|XMLHttp|import\(",
+        re.sub(r"(?m)//[ ].*$", "", page),
+    )
     assert "default-src 'none'" in page
     assert "$" not in re.sub(r"\$\{", "", page)  # every part is filled in
     assert len(page.encode()) < 100_000
@@ -271,10 +321,18 @@ def browsed(tmp_path_factory):
     (folder / "played.html").write_text(played, encoding="utf-8")
     (folder / "frames.html").write_text(FRAMES, encoding="utf-8")
     command = [
-        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
-        "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--window-size=1700,2000",
-        "--virtual-time-budget=4000", "--dump-dom", (folder / "frames.html").as_uri(),
-    ]  # fmt: skip
+        CHROMIUM,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder / 'profile'}",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--enable-logging=stderr",
+        "--window-size=1700,2000",
+        "--virtual-time-budget=4000",
+        "--dump-dom",
+        (folder / "frames.html").as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     text = re.search(r'<pre id="seen">(\[.*?\])</pre>', done.stdout, re.S)
     assert text, (done.stdout[:2000], done.stderr[-2000:])

@@ -7,7 +7,14 @@ import fedscaffold as fs
 
 ROUNDS = 30
 NOISY = fs.problems.quadratic(num_clients=7, dim=4, mu=0.1, noise=0.01, seed=0)
-ASK = {"rounds": ROUNDS, "local_steps": 3, "lr": 0.2, "cohort": 3, "seed": 2, "precision": "float64"}
+ASK = {
+    "rounds": ROUNDS,
+    "local_steps": 3,
+    "lr": 0.2,
+    "cohort": 3,
+    "seed": 2,
+    "precision": "float64",
+}
 
 
 class Seen(fs.Callback):
@@ -45,7 +52,9 @@ def test_every_round_is_told_once_and_no_bit_changes(every, quiet):
     if every is not None:
         assert [look[1] for look in seen.looks] == [*range(every, ROUNDS, every), ROUNDS]
     for name, column in quiet.history.items():
-        np.testing.assert_array_equal(np.concatenate([look[2][name] for look in seen.looks]), column)
+        np.testing.assert_array_equal(
+            np.concatenate([look[2][name] for look in seen.looks]), column
+        )
     assert [look[4] for look in seen.looks] == [None] * (len(seen.looks) - 1) + ["finished"]
     assert seen.looks[-1][5]["loss"] == quiet.history["loss"][-1]
 
@@ -89,7 +98,9 @@ def test_who_asks_to_stop_at_the_last_round_does_not_stop_it():
 
 @pytest.mark.slow
 def test_outcomes_are_told():
-    ask = ASK | {"stop_at": ("loss", 0.5 * fs.simulate(fs.scaffold(), NOISY, **ASK).history["loss"][0])}
+    ask = ASK | {
+        "stop_at": ("loss", 0.5 * fs.simulate(fs.scaffold(), NOISY, **ASK).history["loss"][0])
+    }
     seen = Seen()
     run = fs.simulate(fs.scaffold(), NOISY, **ask, callbacks=[seen])
     assert (run.outcome, seen.looks[-1][4]) == ("target", "target")
@@ -112,7 +123,10 @@ def test_functions_and_other_objects_will_do(quiet):
 
     plain, losses = Plain(), []
     run = fs.simulate(
-        fs.scaffold(), NOISY, **ASK, callbacks=[plain, lambda look: losses.extend(look.columns["loss"].tolist())]
+        fs.scaffold(),
+        NOISY,
+        **ASK,
+        callbacks=[plain, lambda look: losses.extend(look.columns["loss"].tolist())],
     )
     assert plain.rounds == [10, 20, 30]
     assert losses == run.history["loss"].tolist()
@@ -131,4 +145,6 @@ def test_what_is_no_callback_is_refused():
         with pytest.raises(fs.InputError, match=said):
             fs.simulate(fs.scaffold(), NOISY, **ASK, callbacks=callbacks)
     with pytest.raises(fs.InputError, match="sweep does not take callbacks"):
-        fs.sweep(fs.scaffold(), NOISY, rounds=2, local_steps=1, lr=[0.1], seeds=2, callbacks=[Seen()])
+        fs.sweep(
+            fs.scaffold(), NOISY, rounds=2, local_steps=1, lr=[0.1], seeds=2, callbacks=[Seen()]
+        )

@@ -37,7 +37,9 @@ def test_scaffnews_batches_depend_neither_on_the_length_nor_on_the_company(draw)
     short = fs.simulate(fs.scaffnew(), regression(), rounds=5, seed=3, **ask)
     long = fs.simulate(fs.scaffnew(), regression(), rounds=60, seed=3, **ask)
     np.testing.assert_array_equal(long.history["loss"][:5], short.history["loss"])
-    swept = fs.sweep(fs.scaffnew(), regression(), rounds=5, seeds=[0, 1, 2, 3], **{**ask, "lr": [0.02]})
+    swept = fs.sweep(
+        fs.scaffnew(), regression(), rounds=5, seeds=[0, 1, 2, 3], **{**ask, "lr": [0.02]}
+    )
     np.testing.assert_allclose(swept.runs[0][3].vector, short.vector, rtol=0, atol=1e-12)
 
 
@@ -45,13 +47,19 @@ def test_scaffnews_batches_depend_neither_on_the_length_nor_on_the_company(draw)
 
 
 @pytest.mark.parametrize(
-    "algorithm", [fs.fedavg_m(beta=0.5), fs.mime(), fs.amplified_scaffold(window=2)], ids=lambda a: a.name
+    "algorithm",
+    [fs.fedavg_m(beta=0.5), fs.mime(), fs.amplified_scaffold(window=2)],
+    ids=lambda a: a.name,
 )
 @pytest.mark.parametrize(
     "who",
     [
         {"weights": [1, 1, 1, 0], "cohorts": [[0, 1], [3], [2]]},
-        {"sampling": [1, 1, 1, 0], "cohort": 2, "availability": [[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]]},
+        {
+            "sampling": [1, 1, 1, 0],
+            "cohort": 2,
+            "availability": [[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]],
+        },
     ],
     ids=["weights", "sampling"],
 )
@@ -85,7 +93,10 @@ def test_local_layers_are_not_renewed_from_a_model_without_them():
 def test_dittos_common_model_is_fedavgs_whatever_the_optimizer():
     ask = {"precision": "float64", "local_steps": 3, "rounds": 4}
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.05))
-    runs = [fs.simulate(a, quadratic(), local_optimizer=optimizer, **ask) for a in (fs.ditto(), fs.fedavg())]
+    runs = [
+        fs.simulate(a, quadratic(), local_optimizer=optimizer, **ask)
+        for a in (fs.ditto(), fs.fedavg())
+    ]
     np.testing.assert_allclose(runs[0].vector, runs[1].vector, rtol=0, atol=1e-14)
 
 
@@ -94,7 +105,13 @@ def test_dittos_common_model_is_fedavgs_whatever_the_optimizer():
 
 def test_runs_of_a_sweep_that_diverge_end_as_they_do_alone():
     lrs, rounds = [0.1, 0.5, 30.0, 1e3], 400
-    ask = {"rounds": rounds, "local_steps": 2, "cohort": 2, "stale": "decay:0.9", "precision": "float64"}
+    ask = {
+        "rounds": rounds,
+        "local_steps": 2,
+        "cohort": 2,
+        "stale": "decay:0.9",
+        "precision": "float64",
+    }
     swept = fs.sweep(fs.scaffold(), quadratic(), lr=lrs, seeds=2, **ask)
     assert [runs[0].diverged_at is None for runs in swept.runs] == [True, True, False, False]
     for lr, runs in zip(lrs, swept.runs, strict=True):
@@ -124,7 +141,9 @@ def test_a_target_in_single_precision_is_reached_by_steps_too():
 def test_a_state_of_other_types_is_taken_and_of_other_shapes_refused():
     simulator = fs.Simulator(fs.scaffold(), quadratic(), local_steps=2, lr=0.1)
     state = simulator.init()
-    moved = state._replace(server=state.server._replace(x=np.zeros(3)))  # float64 in a run of float32
+    moved = state._replace(
+        server=state.server._replace(x=np.zeros(3))
+    )  # float64 in a run of float32
     assert int(simulator.step(moved)[0].round) == 1
     other = fs.Simulator(fs.scaffold(), quadratic(dim=5), local_steps=2, lr=0.1).init()
     with pytest.raises(InputError, match="must be one of this simulator"):
@@ -132,7 +151,10 @@ def test_a_state_of_other_types_is_taken_and_of_other_shapes_refused():
 
 
 def test_a_flat_start_may_be_a_jax_array():
-    runs = [fs.simulate(fs.fedavg(), quadratic(), rounds=2, x0=x0, **EXACT) for x0 in (np.ones(3), jnp.ones(3))]
+    runs = [
+        fs.simulate(fs.fedavg(), quadratic(), rounds=2, x0=x0, **EXACT)
+        for x0 in (np.ones(3), jnp.ones(3))
+    ]
     np.testing.assert_array_equal(runs[0].vector, runs[1].vector)
 
 
@@ -184,17 +206,31 @@ def helped(params, batch):
 @pytest.mark.parametrize("name", ["HELPER", "SCALE"])
 def test_another_helper_of_a_loss_is_another_run(name, tmp_path, monkeypatch):
     clients = [(np.eye(2), np.arange(2.0)), (2 * np.eye(2), np.ones(2))]
-    fs.simulate(fs.fedavg(), fs.Problem(helped, np.zeros(2), clients), rounds=2, checkpoint=tmp_path, **EXACT)
+    fs.simulate(
+        fs.fedavg(),
+        fs.Problem(helped, np.zeros(2), clients),
+        rounds=2,
+        checkpoint=tmp_path,
+        **EXACT,
+    )
     monkeypatch.setitem(globals(), name, doubled if name == "HELPER" else {"factor": 3.0})
     with pytest.raises(InputError, match=name):
-        fs.simulate(fs.fedavg(), fs.Problem(helped, np.zeros(2), clients), rounds=4, checkpoint=tmp_path, **EXACT)
+        fs.simulate(
+            fs.fedavg(),
+            fs.Problem(helped, np.zeros(2), clients),
+            rounds=4,
+            checkpoint=tmp_path,
+            **EXACT,
+        )
 
 
 def test_the_round_of_a_reached_target_is_the_one_that_is_named(tmp_path):
     ask = {**EXACT, "stop_at": ("distance", 1e-3), "checkpoint": tmp_path}
     run = fs.simulate(fs.scaffold(), quadratic(), rounds=5000, **ask)
     assert run.outcome == "target"
-    assert fs.simulate(fs.scaffold(), quadratic(), rounds=run.rounds, **ask).reached_at == run.rounds
+    assert (
+        fs.simulate(fs.scaffold(), quadratic(), rounds=run.rounds, **ask).reached_at == run.rounds
+    )
     with pytest.raises(InputError, match=f"is after round {run.rounds};"):
         fs.simulate(fs.scaffold(), quadratic(), rounds=run.rounds - 1, **ask)
 
@@ -244,7 +280,9 @@ def counting():
     return fs.fedavg()._replace(
         name="counting",
         message=lambda walk, shift: Counted(walk.move, 2.0),
-        update=lambda server, sent, mean, heard: server._replace(x=server.x - mean.move * (mean.number / 2)),
+        update=lambda server, sent, mean, heard: server._replace(
+            x=server.x - mean.move * (mean.number / 2)
+        ),
     )
 
 
@@ -255,14 +293,19 @@ def test_a_number_in_a_message_is_a_number():
     assert (run.history["bytes_up"] - plain.history["bytes_up"]).tolist() == [4 * 8] * 3
     squeezed = fs.simulate(counting(), quadratic(), rounds=3, compression="top_k:0.5", **EXACT)
     np.testing.assert_array_equal(
-        squeezed.vector, fs.simulate(fs.fedavg(), quadratic(), rounds=3, compression="top_k:0.5", **EXACT).vector
+        squeezed.vector,
+        fs.simulate(fs.fedavg(), quadratic(), rounds=3, compression="top_k:0.5", **EXACT).vector,
     )
 
 
 def test_work_is_a_function_of_what_is_asked_for():
-    twice = fs.fedavg()._replace(name="twice", work=lambda work: work._replace(steps=2 * work.steps))
+    twice = fs.fedavg()._replace(
+        name="twice", work=lambda work: work._replace(steps=2 * work.steps)
+    )
     ask = {"precision": "float64", "lr": 0.1, "rounds": 3}
-    runs = [fs.simulate(a, quadratic(), local_steps=k, **ask) for a, k in ((twice, 3), (fs.fedavg(), 6))]
+    runs = [
+        fs.simulate(a, quadratic(), local_steps=k, **ask) for a, k in ((twice, 3), (fs.fedavg(), 6))
+    ]
     np.testing.assert_array_equal(runs[0].vector, runs[1].vector)
     with pytest.raises(InputError, match="either local_steps or local_epochs"):
         fs.simulate(twice, quadratic(), **ask)
@@ -285,11 +328,18 @@ def test_memory_may_begin_anywhere_in_memory():
     assert run.fault is None
     assert run.residual <= run.explained
     with pytest.raises(InputError, match="does not begin at 0"):
-        fs.simulate(ones, quadratic(), rounds=4, cohort=2, metrics=(), client_state="sparse", **EXACT)
+        fs.simulate(
+            ones, quadratic(), rounds=4, cohort=2, metrics=(), client_state="sparse", **EXACT
+        )
 
 
-@pytest.mark.parametrize("more", [{"server_optimizer": optax.adam(0.1)}, {"lr": lambda step: 0.1 / (1 + step)}])
+@pytest.mark.parametrize(
+    "more", [{"server_optimizer": optax.adam(0.1)}, {"lr": lambda step: 0.1 / (1 + step)}]
+)
 def test_what_clients_cannot_find_is_sent(more):
     """The xi form finds c from two models only after plain steps; else c is sent as SCAFFOLD sends it."""
-    runs = [fs.simulate(a, quadratic(), rounds=2, **EXACT | more) for a in (fs.scaffold_xi(), fs.scaffold())]
+    runs = [
+        fs.simulate(a, quadratic(), rounds=2, **EXACT | more)
+        for a in (fs.scaffold_xi(), fs.scaffold())
+    ]
     assert runs[0].history["bytes_down"].tolist() == runs[1].history["bytes_down"].tolist()

@@ -212,7 +212,9 @@ def test_two_and_four_devices_give_what_one_gives(devices):
     for number in range(5):
         agree(loaded(folder / f"many-{number}.npz"), loaded(folder / f"one-{number}.npz"))
     assert loaded(folder / "one-1.npz")["distance"][-1] <= 1.9  # it did end at its target
-    assert all(apart < 1e-12 for apart in loaded(folder / "apart.npz").values())  # every registered algorithm
+    assert all(
+        apart < 1e-12 for apart in loaded(folder / "apart.npz").values()
+    )  # every registered algorithm
     agree(loaded(folder / "resumed.npz"), loaded(folder / "one-0.npz"))
 
 
@@ -255,7 +257,11 @@ def test_when_a_process_is_killed_the_other_says_so_and_ends(killed):
     assert first == [3, -9], said
     assert second == [-9, 3], said
     for survivor, victim in ((0, 1), (1, 0)):
-        found = [line for line in said.splitlines() if f"process {survivor} of 2 has lost process {victim};" in line]
+        found = [
+            line
+            for line in said.splitlines()
+            if f"process {survivor} of 2 has lost process {victim};" in line
+        ]
         assert len(found) == 1, said
         assert "the last common checkpoint is after round" in found[0]
         assert "fedscaffold resume runs/killed --coordinator" in found[0]
@@ -284,14 +290,19 @@ def test_any_number_of_processes_goes_on_from_the_last_common_checkpoint(killed)
     assert digest(runs / "killed") == digest(runs / "quiet")  # on as many processes, the same bits
     assert bits(runs / "killed") == bits(runs / "quiet")
     agree(metrics(runs / "copy"), metrics(runs / "quiet"))  # two processes, one, two again
-    assert len(list((runs / "killed/checkpoint").glob("part-*/state-*"))) == 4  # two generations of two parts
+    assert (
+        len(list((runs / "killed/checkpoint").glob("part-*/state-*"))) == 4
+    )  # two generations of two parts
 
 
 @pytest.mark.process
 def test_mistakes_at_the_start_are_one_line(killed):
     (*_, differ, alone), said, _ = killed
     assert differ == [2, 2], said
-    assert said.count("process 1 was asked for another run than process 0 (local.lr: was 0.1, is 0.2)") == 2
+    assert (
+        said.count("process 1 was asked for another run than process 0 (local.lr: was 0.1, is 0.2)")
+        == 2
+    )
     assert alone == [2], said
     assert "within 2 s (Connection refused): start process 0 there" in said
 
@@ -305,7 +316,12 @@ def test_a_checkpoint_names_its_parts_and_cannot_lead_elsewhere(tmp_path):
         sharded_checkpoint.write(tmp_path, own, {key: a[own] for key, a in rows.items()}, 3)
         for own in (slice(0, 4), slice(4, 6))
     ]
-    for own in (slice(0, 6), slice(1, 5), slice(4, 6), slice(0, 4)):  # any split of the clients can be read
+    for own in (
+        slice(0, 6),
+        slice(1, 5),
+        slice(4, 6),
+        slice(0, 4),
+    ):  # any split of the clients can be read
         np.testing.assert_array_equal(
             sharded_checkpoint.read(tmp_path, names, own)["state.c_i"], rows["state.c_i"][own]
         )

@@ -27,7 +27,9 @@ def agree(run, expected, tolerance=1e-11):
     x, c, c_i = expected
     np.testing.assert_allclose(run.vector, x, rtol=0, atol=tolerance * max(1, np.abs(x).max()))
     np.testing.assert_allclose(run.server.c, c, rtol=0, atol=tolerance * max(1, np.abs(c_i).max()))
-    np.testing.assert_allclose(run.clients.c_i, c_i, rtol=0, atol=tolerance * max(1, np.abs(c_i).max()))
+    np.testing.assert_allclose(
+        run.clients.c_i, c_i, rtol=0, atol=tolerance * max(1, np.abs(c_i).max())
+    )
 
 
 @st.composite
@@ -35,11 +37,15 @@ def federations(draw):
     sizes = draw(st.lists(st.integers(0, N), min_size=R, max_size=R))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     same_size = draw(st.booleans())
-    cohorts = [rng.permutation(N)[: (max(1, sizes[0]) if same_size else size)].tolist() for size in sizes]
+    cohorts = [
+        rng.permutation(N)[: (max(1, sizes[0]) if same_size else size)].tolist() for size in sizes
+    ]
     return {
         "seed": draw(st.integers(0, 2**16)),
         "cohorts": cohorts,
-        "steps": rng.integers(1, 6, N).tolist() if draw(st.booleans()) else [draw(st.integers(1, 5))] * N,
+        "steps": rng.integers(1, 6, N).tolist()
+        if draw(st.booleans())
+        else [draw(st.integers(1, 5))] * N,
         "weights": rng.uniform(0.1, 1, N) if draw(st.booleans()) else None,
         "momentum": draw(st.sampled_from([0.0, 0.0, 0.5, 0.9])),
         "schedule": draw(st.booleans()),
@@ -58,8 +64,16 @@ def test_engine_is_the_paper_under_sampling_weights_momentum_unequal_steps_and_s
     lrs = [0.05 / (1 + k) if case["schedule"] else 0.05 for k in range(k_max)]
     expected = reference.scaffold(
         lambda i, y, r, k: a[i] @ y - b[i],
-        N, x0, case["cohorts"], case["steps"], lrs, case["server_lr"], case["weights"], case["momentum"], case["option"],
-    )  # fmt: skip
+        N,
+        x0,
+        case["cohorts"],
+        case["steps"],
+        lrs,
+        case["server_lr"],
+        case["weights"],
+        case["momentum"],
+        case["option"],
+    )
     step = (lambda k: jnp.asarray(lrs)[k]) if case["schedule"] else 0.05
     local = {"lr": (lambda k: lrs[k]) if case["schedule"] else 0.05}
     if case["momentum"]:
@@ -89,14 +103,25 @@ def test_fedavg_and_fedprox_are_the_reference(algorithm, mu):
     cohorts = [[0, 2], [1, 2, 3], [5], [0, 1, 2, 3, 4, 5]]
     expected = reference.fedavg(lambda i, y, r, k: a[i] @ y - b[i], N, x0, cohorts, 4, 0.1, mu, 0.5)
     problem = fs.problems.quadratic(hessians=a, linear=b)
-    run = fs.simulate(algorithm, problem, rounds=4, local_steps=4, lr=0.1, cohorts=cohorts, x0=x0, precision="float64")
+    run = fs.simulate(
+        algorithm,
+        problem,
+        rounds=4,
+        local_steps=4,
+        lr=0.1,
+        cohorts=cohorts,
+        x0=x0,
+        precision="float64",
+    )
     np.testing.assert_allclose(run.vector, expected, rtol=0, atol=1e-13)
 
 
 def test_sgd_takes_one_step_on_all_data_whatever_is_asked():
     a, b, x0 = quadratic(4)
     problem = fs.problems.quadratic(hessians=a, linear=b)
-    run = fs.simulate(fs.sgd(), problem, rounds=3, local_steps=7, lr=0.1, x0=x0, precision="float64")
+    run = fs.simulate(
+        fs.sgd(), problem, rounds=3, local_steps=7, lr=0.1, x0=x0, precision="float64"
+    )
     x = x0
     for _ in range(3):
         x = x - 0.1 * (np.mean(a, 0) @ x - np.mean(b, 0))
@@ -118,15 +143,31 @@ def least_squares(w, batch):
 @pytest.mark.parametrize("given", [False, True])
 def test_full_batches_of_unequal_clients_are_their_means(option, given):
     clients = records()
-    gradient = (lambda w, batch: batch[0].T @ (batch[0] @ w - batch[1]) / len(batch[1])) if given else None
+    gradient = (
+        (lambda w, batch: batch[0].T @ (batch[0] @ w - batch[1]) / len(batch[1])) if given else None
+    )
     problem = fs.Problem(least_squares, np.ones(3), clients, gradient=gradient)
     run = fs.simulate(
-        fs.scaffold(option=option), problem, rounds=8, local_steps=3, lr=0.1, weights="records", precision="float64"
+        fs.scaffold(option=option),
+        problem,
+        rounds=8,
+        local_steps=3,
+        lr=0.1,
+        weights="records",
+        precision="float64",
     )
     expected = reference.scaffold(
-        lambda i, w, r, k: clients[i][0].T @ (clients[i][0] @ w - clients[i][1]) / len(clients[i][1]),
-        4, np.ones(3), [range(4)] * 8, [3] * 4, [0.1] * 3, weights=[5, 9, 3, 12], option=option,
-    )  # fmt: skip
+        lambda i, w, r, k: (
+            clients[i][0].T @ (clients[i][0] @ w - clients[i][1]) / len(clients[i][1])
+        ),
+        4,
+        np.ones(3),
+        [range(4)] * 8,
+        [3] * 4,
+        [0.1] * 3,
+        weights=[5, 9, 3, 12],
+        option=option,
+    )
     agree(run, expected)
 
 
@@ -147,9 +188,13 @@ def test_batches_are_what_the_draws_say(local):
 
     clients = records(1)
     problem = fs.Problem(least_squares, np.ones(3), clients)
-    run = fs.simulate(fs.scaffold(), problem, rounds=6, lr=0.1, cohort=0.5, seed=7, precision="float64", **local)
+    run = fs.simulate(
+        fs.scaffold(), problem, rounds=6, lr=0.1, cohort=0.5, seed=7, precision="float64", **local
+    )
     drawer = prepare(
-        fs.RunConfig(fs.scaffold(), problem, rounds=6, lr=0.1, cohort=0.5, precision="float64", **local)
+        fs.RunConfig(
+            fs.scaffold(), problem, rounds=6, lr=0.1, cohort=0.5, precision="float64", **local
+        )
     ).drawer
     x, y = (np.concatenate(parts) for parts in zip(*clients, strict=True))
     draws = drawer.draw(7, 0, 6, 6)
@@ -167,7 +212,9 @@ def test_batches_are_what_the_draws_say(local):
         return x[rows].T @ (share * (x[rows] @ w - y[rows]))
 
     cohorts = [[int(i) for i in row if i < 4] for row in draws.cohort]
-    expected = reference.scaffold(gradient, 4, np.ones(3), cohorts, drawer.steps, [0.1] * int(drawer.steps.max()))
+    expected = reference.scaffold(
+        gradient, 4, np.ones(3), cohorts, drawer.steps, [0.1] * int(drawer.steps.max())
+    )
     agree(run, expected)
 
 
@@ -209,8 +256,19 @@ def test_cohorts_are_uniform_without_replacement_and_do_not_depend_on_the_groupi
 @pytest.mark.slow
 def test_noise_has_the_covariance_asked_for():
     covariance = np.array([[2.0, 0.6], [0.6, 0.5]])
-    problem = fs.problems.quadratic(hessians=np.eye(2)[None], linear=np.zeros((1, 2)), noise=covariance)
-    found = fs.sweep(fs.sgd(), problem, rounds=1, local_steps=1, lr=1.0, seeds=4000, precision="float64", metrics=())
+    problem = fs.problems.quadratic(
+        hessians=np.eye(2)[None], linear=np.zeros((1, 2)), noise=covariance
+    )
+    found = fs.sweep(
+        fs.sgd(),
+        problem,
+        rounds=1,
+        local_steps=1,
+        lr=1.0,
+        seeds=4000,
+        precision="float64",
+        metrics=(),
+    )
     steps = np.stack([run.vector for run in found.runs[0]])
     error = np.abs(np.cov(steps.T) - covariance)
     assert error.max() < 5 * 2.0 * np.sqrt(2 / 4000)
@@ -237,7 +295,13 @@ def test_problems_built_twice_share_a_program():
     before = _compile.cache_info().misses
     clients = [(np.eye(3), np.array([0, 1, 2]))] * 2
     for _ in range(2):
-        fs.simulate(fs.fedavg(server_lr=0.9), fs.problems.softmax(clients, l2=0.1), rounds=2, local_steps=2, lr=0.1)
+        fs.simulate(
+            fs.fedavg(server_lr=0.9),
+            fs.problems.softmax(clients, l2=0.1),
+            rounds=2,
+            local_steps=2,
+            lr=0.1,
+        )
     assert _compile.cache_info().misses == before + 1
 
 
@@ -260,7 +324,13 @@ def test_same_seed_same_bits_and_stretches_change_none(monkeypatch):
 @pytest.mark.parametrize("cohort", [1.0, 2])
 def test_a_sweep_is_its_runs(cohort):
     problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, noise=0.1, seed=2)
-    ask = {"rounds": 15, "local_steps": 4, "cohort": cohort, "precision": "float64", "stop_at": ("distance", 0.3)}
+    ask = {
+        "rounds": 15,
+        "local_steps": 4,
+        "cohort": cohort,
+        "precision": "float64",
+        "stop_at": ("distance", 0.3),
+    }
     found = fs.sweep(fs.scaffold(), problem, lr=[0.05, 0.2, 0.9], seeds=[1, 5], **ask)
     for lr, runs in zip(found.lr, found.runs, strict=True):
         for seed, swept in zip(found.seeds, runs, strict=True):
@@ -287,7 +357,13 @@ def test_with_adam_the_c_i_are_the_mean_raw_gradients():
     a, b, x0 = quadratic(5)
     problem = fs.problems.quadratic(hessians=a, linear=b)
     optimizer = optax.adam(1e-2)
-    ask = {"local_steps": 4, "local_optimizer": optimizer, "cohort": 3, "x0": x0, "precision": "float64"}
+    ask = {
+        "local_steps": 4,
+        "local_optimizer": optimizer,
+        "cohort": 3,
+        "x0": x0,
+        "precision": "float64",
+    }
     run = fs.simulate(fs.scaffold(), problem, rounds=1, cohorts=[[0, 2, 5]], **ask)
     with jax.enable_x64(True):
         for i in (0, 2, 5):
@@ -296,7 +372,9 @@ def test_with_adam_the_c_i_are_the_mean_raw_gradients():
                 seen.append(a[i] @ np.asarray(y) - b[i])
                 step, memory = optimizer.update(jnp.asarray(seen[-1]), memory, y)
                 y = y + step
-            np.testing.assert_allclose(run.clients.c_i[i], np.mean(seen, axis=0), rtol=0, atol=1e-12)
+            np.testing.assert_allclose(
+                run.clients.c_i[i], np.mean(seen, axis=0), rtol=0, atol=1e-12
+            )
     later = fs.simulate(fs.scaffold(), problem, rounds=30, **ask)
     assert later.residual < 1e-13 * np.abs(later.clients.c_i).max()
     assert (later.history["bytes_up"] == 2 * 3 * D * 8).all()
@@ -308,9 +386,16 @@ def test_metrics_are_what_they_say():
     problem = fs.problems.quadratic(hessians=a, linear=b)
     p = np.arange(1.0, N + 1) / np.arange(1.0, N + 1).sum()
     run = fs.simulate(
-        fs.scaffold(), problem, rounds=3, local_steps=4, lr=0.1, weights=p, x0=x0, precision="float64",
+        fs.scaffold(),
+        problem,
+        rounds=3,
+        local_steps=4,
+        lr=0.1,
+        weights=p,
+        x0=x0,
+        precision="float64",
         metrics=["loss", "grad_norm", "gap", "distance", "drift", "control_error"],
-    )  # fmt: skip
+    )
     x, best = run.vector, np.linalg.solve(np.tensordot(p, a, 1), p @ b)
     value = lambda z: p @ (0.5 * (a @ z) @ z - b @ z)  # noqa: E731
     last = {name: column[-1] for name, column in run.history.items()}
@@ -319,14 +404,26 @@ def test_metrics_are_what_they_say():
     assert last["distance"] == pytest.approx(np.linalg.norm(x - best), abs=1e-13)
     assert last["grad_norm"] == pytest.approx(np.linalg.norm(p @ (a @ x - b)), abs=1e-13)
     ideal = a @ best - b
-    assert last["control_error"] == pytest.approx(np.sqrt(p @ ((run.clients.c_i - ideal) ** 2).sum(1)), abs=1e-13)
+    assert last["control_error"] == pytest.approx(
+        np.sqrt(p @ ((run.clients.c_i - ideal) ** 2).sum(1)), abs=1e-13
+    )
     first = fs.simulate(
-        fs.fedavg(), problem, rounds=1, local_steps=4, lr=0.1, weights=p, x0=x0, precision="float64", metrics=["drift"]
+        fs.fedavg(),
+        problem,
+        rounds=1,
+        local_steps=4,
+        lr=0.1,
+        weights=p,
+        x0=x0,
+        precision="float64",
+        metrics=["drift"],
     )
     y = np.tile(x0, (N, 1))
     for _ in range(4):
         y -= 0.1 * (np.einsum("nij,nj->ni", a, y) - b)
-    assert first.history["drift"][0] == pytest.approx(np.sqrt(p @ ((y - p @ y) ** 2).sum(1)), rel=1e-9)
+    assert first.history["drift"][0] == pytest.approx(
+        np.sqrt(p @ ((y - p @ y) ** 2).sum(1)), rel=1e-9
+    )
 
 
 def test_evaluation_covers_all_records_once_in_many_stretches(monkeypatch):
@@ -336,7 +433,11 @@ def test_evaluation_covers_all_records_once_in_many_stretches(monkeypatch):
     clients = records(3, sizes=(5, 9, 3, 12, 1))
     test = (np.concatenate([x for x, _ in clients])[:7], np.arange(7) % 2)
     problem = fs.Problem(
-        least_squares, np.ones(3), clients, test=test, accuracy=lambda w, b: jnp.mean((b[0] @ w > 0) == b[1])
+        least_squares,
+        np.ones(3),
+        clients,
+        test=test,
+        accuracy=lambda w, b: jnp.mean((b[0] @ w > 0) == b[1]),
     )
     run = fs.simulate(
         fs.fedavg(),
@@ -351,7 +452,9 @@ def test_evaluation_covers_all_records_once_in_many_stretches(monkeypatch):
     losses = [0.5 * np.mean((x @ w - y) ** 2) for x, y in clients]
     slopes = [x.T @ (x @ w - y) / len(y) for x, y in clients]
     assert run.history["loss"][0] == pytest.approx(np.mean(losses), abs=1e-12)
-    assert run.history["grad_norm"][0] == pytest.approx(np.linalg.norm(np.mean(slopes, 0)), abs=1e-12)
+    assert run.history["grad_norm"][0] == pytest.approx(
+        np.linalg.norm(np.mean(slopes, 0)), abs=1e-12
+    )
     assert run.history["accuracy"][0] == pytest.approx(np.mean((test[0] @ w > 0) == test[1]))
 
 
@@ -362,9 +465,18 @@ def test_bytes_count_one_vector_up_for_plain_sgd_and_two_otherwise():
     vector = 5 * 4 * 3
     up = lambda algorithm, **local: fs.simulate(algorithm, problem, **ask, **local).history  # noqa: E731
     assert up(fs.scaffold(), local_steps=3, lr=0.1)["bytes_up"].tolist() == [vector, vector]
-    assert up(fs.scaffold(), local_steps=3, lr=0.1)["bytes_down"].tolist() == [2 * vector, 2 * vector]
-    assert up(fs.scaffold(), local_steps=[1, 2, 3, 4], lr=0.1)["bytes_up"].tolist() == [vector, vector]
-    assert up(fs.scaffold(option=1), local_steps=3, lr=0.1)["bytes_up"].tolist() == [2 * vector, 2 * vector]
+    assert up(fs.scaffold(), local_steps=3, lr=0.1)["bytes_down"].tolist() == [
+        2 * vector,
+        2 * vector,
+    ]
+    assert up(fs.scaffold(), local_steps=[1, 2, 3, 4], lr=0.1)["bytes_up"].tolist() == [
+        vector,
+        vector,
+    ]
+    assert up(fs.scaffold(option=1), local_steps=3, lr=0.1)["bytes_up"].tolist() == [
+        2 * vector,
+        2 * vector,
+    ]
     assert up(fs.fedavg(), local_steps=3, lr=0.1)["bytes_up"].tolist() == [vector, vector]
     assert up(fs.fedavg(), local_steps=3, lr=0.1)["bytes_down"].tolist() == [vector, vector]
 
@@ -391,7 +503,9 @@ def test_divergence_is_a_result_with_advice():
 
 def test_unmeasured_rounds_hold_nan_and_the_residual_is_always_on():
     problem = fs.problems.quadratic(num_clients=4, dim=3, seed=1)
-    history = fs.simulate(fs.scaffold(), problem, rounds=7, local_steps=2, lr=0.3, evaluate_every=3).history
+    history = fs.simulate(
+        fs.scaffold(), problem, rounds=7, local_steps=2, lr=0.3, evaluate_every=3
+    ).history
     assert np.isfinite(history["loss"]).tolist() == [False, False, True, False, False, True, False]
     assert np.isfinite(history["residual"]).all()
 
@@ -404,7 +518,9 @@ def test_pytrees_come_back_in_their_own_structure():
         out = p["scale"] * (batch["x"] @ p["layer"][0].T + p["layer"][1])
         return jnp.mean((out[:, 0] - batch["y"]) ** 2)
 
-    run = fs.simulate(fs.scaffold(), fs.Problem(loss, params, clients), rounds=2, local_steps=2, lr=0.01)
+    run = fs.simulate(
+        fs.scaffold(), fs.Problem(loss, params, clients), rounds=2, local_steps=2, lr=0.01
+    )
     assert jax.tree.structure(run.x) == jax.tree.structure(params)
     assert run.x["layer"][0].shape == (1, 2)
     assert run.vector.shape == (4,)
@@ -414,7 +530,12 @@ def test_large_populations_keep_the_residual_small():
     rng = np.random.default_rng(0)
     clients = [(rng.normal(size=(1, 3)), rng.normal(size=1)) for _ in range(5000)]
     run = fs.simulate(
-        fs.scaffold(), fs.Problem(least_squares, np.ones(3), clients), rounds=5, local_steps=2, lr=0.1, metrics=()
+        fs.scaffold(),
+        fs.Problem(least_squares, np.ones(3), clients),
+        rounds=5,
+        local_steps=2,
+        lr=0.1,
+        metrics=(),
     )
     assert run.residual < 3e-7 * np.sqrt((run.clients.c_i**2).sum(1).mean())
 
@@ -422,7 +543,11 @@ def test_large_populations_keep_the_residual_small():
 def test_a_round_costs_its_cohort_not_the_population():
     """Nothing in the compiled loop may be as large as the table of c_i, except the table itself."""
     problem = fs.problems.quadratic(num_clients=997, dim=7, seed=0)
-    simulator = fs.Simulator(fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.1, cohort=5, metrics=())
-    made = [line for line in simulator._engine.program.as_text().splitlines() if "= f32[997,7]" in line]
+    simulator = fs.Simulator(
+        fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.1, cohort=5, metrics=()
+    )
+    made = [
+        line for line in simulator._engine.program.as_text().splitlines() if "= f32[997,7]" in line
+    ]
     allowed = ("parameter(", "get-tuple-element(", "dynamic-update-slice", "while(", "call(")
     assert [line for line in made if not any(word in line for word in allowed)] == []

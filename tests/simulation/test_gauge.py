@@ -40,7 +40,9 @@ def test_a_right_run_shows_rounding_of_double_precision(name, precision):
     run = ask(precision=precision, **RIGHT[name])
     assert run.fault is None
     shown = max(run.residual, run.history["residual"].max())
-    assert shown < 10 * EPS * np.sqrt(60) * run.scale  # a few roundings of c a round, which add up like a random walk
+    assert (
+        shown < 10 * EPS * np.sqrt(60) * run.scale
+    )  # a few roundings of c a round, which add up like a random walk
     assert shown < run.explained < 100 * EPS * np.sqrt(60) * run.scale
     assert run.x.dtype == precision
 
@@ -76,7 +78,10 @@ def test_one_of_ten_moved_after_a_hundred_thousand_rounds_is_seen(tmp_path):
     ask(rounds=10, **given)
     found = latest(tmp_path)
     rounds = 100_000
-    aged = {"state.round": np.array(rounds, np.int32), "metrics": np.resize(found.arrays["metrics"], (rounds, 1))}
+    aged = {
+        "state.round": np.array(rounds, np.int32),
+        "metrics": np.resize(found.arrays["metrics"], (rounds, 1)),
+    }
     commit(tmp_path, found.arrays | aged, found.facts | {"round": rounds})
     run = ask(rounds=rounds + 10, **given)
     assert run.rounds == rounds + 10

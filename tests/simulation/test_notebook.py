@@ -13,7 +13,13 @@ PROBLEM = fs.problems.quadratic(num_clients=4, dim=3, mu=0.1, seed=0)
 
 @pytest.fixture(scope="module")
 def run():
-    ask = {"rounds": 6, "local_steps": 2, "lr": 0.1, "metrics": ("loss", "drift"), "evaluate_every": 2}
+    ask = {
+        "rounds": 6,
+        "local_steps": 2,
+        "lr": 0.1,
+        "metrics": ("loss", "drift"),
+        "evaluate_every": 2,
+    }
     return fs.simulate(fs.scaffold(), PROBLEM, **ask)
 
 
@@ -47,11 +53,14 @@ def test_html_has_the_last_values(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("package", "call"), [("pandas", "to_pandas"), ("matplotlib.pyplot", "plot")])
+@pytest.mark.parametrize(
+    ("package", "call"), [("pandas", "to_pandas"), ("matplotlib.pyplot", "plot")]
+)
 def test_a_missing_package_is_named_in_one_line(package, call):
     code = f"import sys; sys.modules[{package!r}] = None\nimport numpy as np\n"
-    code += (
-        f"from fedscaffold.simulation import notebook\nnotebook.{call}({{'round': np.arange(2), 'loss': np.zeros(2)}})"
-    )
+    code += f"from fedscaffold.simulation import notebook\nnotebook.{call}({{'round': np.arange(2), 'loss': np.zeros(2)}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"InputError: run.{call}() needs {package.split('.')[0]}: pip install" in done.stderr.splitlines()[-1]
+    assert (
+        f"InputError: run.{call}() needs {package.split('.')[0]}: pip install"
+        in done.stderr.splitlines()[-1]
+    )

@@ -21,7 +21,11 @@ def records(n):
     return {"x": x, "y": (x @ [1.0, -2.0, 0.5] + RNG.normal(size=n) > 0) * 1.0}
 
 
-CLIENTS, TEST, OTHERS = [records(n) for n in COUNTS], records(30), [records(n) for n in (3, 2, 3, 6, 2)]
+CLIENTS, TEST, OTHERS = (
+    [records(n) for n in COUNTS],
+    records(30),
+    [records(n) for n in (3, 2, 3, 6, 2)],
+)
 X0 = {"w": RNG.normal(size=3), "b": np.array(0.3)}
 ASK = {"local_steps": 2, "lr": 0.1, "precision": "float64", "cohort": 3}
 P = np.array([1.0, 2.0, 1.0, 3.0, 1.0]) / 8
@@ -66,8 +70,14 @@ def kinds(function):
         "pooled": (over("train"), lambda x: [expected(x, pooled(CLIENTS))]),
         "test": (over("test"), lambda x: [expected(x, TEST)]),
         "own": (over(OTHERS[3]), lambda x: [expected(x, OTHERS[3])]),
-        "clients": (over("train", **each), lambda x: summaries([expected(x, data) for data in CLIENTS])),
-        "others": (over(OTHERS, **each), lambda x: summaries([expected(x, data) for data in OTHERS])),
+        "clients": (
+            over("train", **each),
+            lambda x: summaries([expected(x, data) for data in CLIENTS]),
+        ),
+        "others": (
+            over(OTHERS, **each),
+            lambda x: summaries([expected(x, data) for data in OTHERS]),
+        ),
     }
 
 
@@ -94,7 +104,10 @@ def test_a_metric_is_the_function_of_the_real_data_sets(function):
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [spread, error], ids=["compiled", "host"])
 def test_each_round_has_its_own_value_in_runs_steps_and_sweeps(function, tmp_path):
-    metrics = [fs.metric(function, by_client=True, name="m"), fs.metric(function, on="test", name="t")]
+    metrics = [
+        fs.metric(function, by_client=True, name="m"),
+        fs.metric(function, on="test", name="t"),
+    ]
     ask = ASK | {"metrics": metrics, "evaluate_every": 2}
     run = fs.simulate(fs.scaffold(), PROBLEM, rounds=7, **ask)
     assert np.isnan(run.history["t"]).tolist() == [True, False, True, False, True, False, True]
@@ -104,12 +117,16 @@ def test_each_round_has_its_own_value_in_runs_steps_and_sweeps(function, tmp_pat
         state, some = simulator.step(state, rounds)
         rows.append(some)
     for column in ("m_mean", "m_max", "t"):
-        np.testing.assert_array_equal(np.concatenate([some[column] for some in rows]), run.history[column])
+        np.testing.assert_array_equal(
+            np.concatenate([some[column] for some in rows]), run.history[column]
+        )
     at, _ = simulator.step(simulator.init(), 4)
     assert run.history["t"][3] == pytest.approx(expected(simulator.params(at), TEST), rel=1e-12)
     for seeds in ([0, 1], list(range(8))):  # one after the other, and side by side
         swept = fs.sweep(fs.scaffold(), PROBLEM, rounds=7, seeds=seeds, **ask)
-        np.testing.assert_allclose(swept.runs[0][0].history["m_max"], run.history["m_max"], rtol=1e-12)
+        np.testing.assert_allclose(
+            swept.runs[0][0].history["m_max"], run.history["m_max"], rtol=1e-12
+        )
         assert swept.runs[0][1].history["t"][5] == pytest.approx(
             fs.simulate(fs.scaffold(), PROBLEM, rounds=7, seed=1, **ask).history["t"][5], rel=1e-12
         )
@@ -205,7 +222,9 @@ def test_scikit_learns_scores_are_called_on_the_host():
     def f1(params, data):
         return scores.f1_score(data["y"], data["x"] @ params["w"] + params["b"] > 0)
 
-    run = fs.simulate(fs.scaffold(), PROBLEM, rounds=3, metrics=[fs.metric(f1, on="test", maximize=True)], **ASK)
+    run = fs.simulate(
+        fs.scaffold(), PROBLEM, rounds=3, metrics=[fs.metric(f1, on="test", maximize=True)], **ASK
+    )
     assert run.history["f1"][-1] == f1(run.x, TEST)
 
 
@@ -289,7 +308,10 @@ def words(params, data):
         ([lambda params, data: 0.0], "needs one: fs.metric"),
         ([3], r"must be a function \(params, data\) -> number, got 3"),
         (["f1"], "unknown metric 'f1'"),
-        ([fs.metric(spread, on=OTHERS[:2], by_client=True)], "one data set for each of the 5 clients, got 2"),
+        (
+            [fs.metric(spread, on=OTHERS[:2], by_client=True)],
+            "one data set for each of the 5 clients, got 2",
+        ),
     ],
 )
 def test_what_is_no_metric_is_refused(metrics, said):
@@ -315,7 +337,13 @@ def test_metrics_that_make_no_sense_are_refused_when_they_are_made(ask, said):
 
 
 def test_the_test_data_must_be_there():
-    with pytest.raises(fs.InputError, match="spread is measured on test data, and problem has none"):
+    with pytest.raises(
+        fs.InputError, match="spread is measured on test data, and problem has none"
+    ):
         fs.simulate(
-            fs.scaffold(), fs.Problem(loss, X0, CLIENTS), rounds=1, metrics=[fs.metric(spread, on="test")], **ASK
+            fs.scaffold(),
+            fs.Problem(loss, X0, CLIENTS),
+            rounds=1,
+            metrics=[fs.metric(spread, on="test")],
+            **ASK,
         )

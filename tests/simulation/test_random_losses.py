@@ -88,9 +88,13 @@ def test_dane_has_one_key_for_a_step_and_another_for_the_exchange():
     problem = fs.Problem(dropout, X0, EVEN)
     run = fs.simulate(fs.dane(), problem, rounds=1, **(ASK | {"local_steps": 1}))
     with jax.enable_x64(True):
-        grads = [jax.grad(dropout)(X0, client, one_key(SEED, 1, i, 3)) for i, client in enumerate(EVEN)]
+        grads = [
+            jax.grad(dropout)(X0, client, one_key(SEED, 1, i, 3)) for i, client in enumerate(EVEN)
+        ]
     mean = np.mean([problem.layout.flatten(g) for g in grads], axis=0)
-    np.testing.assert_allclose(run.vector, problem.layout.flatten(X0) - LR * mean, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        run.vector, problem.layout.flatten(X0) - LR * mean, rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.slow
@@ -100,17 +104,26 @@ def test_keys_do_not_depend_on_blocks_stretches_stores_devices_or_company():
     run = fs.simulate(fs.scaffold(), problem, **ask)
     for other in ({"block": 1}, {"client_state": "sparse"}):
         np.testing.assert_allclose(
-            fs.simulate(fs.scaffold(), problem, **ask, **other).vector, run.vector, rtol=0, atol=1e-14
+            fs.simulate(fs.scaffold(), problem, **ask, **other).vector,
+            run.vector,
+            rtol=0,
+            atol=1e-14,
         )
-    simulator = fs.Simulator(fs.scaffold(), problem, **{k: v for k, v in ask.items() if k != "rounds"})
+    simulator = fs.Simulator(
+        fs.scaffold(), problem, **{k: v for k, v in ask.items() if k != "rounds"}
+    )
     state = simulator.init()
     for rounds in (2, 1, 2):
         state, _ = simulator.step(state, rounds)
     np.testing.assert_array_equal(np.asarray(state.x), run.vector)
-    swept = fs.sweep(fs.scaffold(), problem, seeds=[1, SEED], **{k: v for k, v in ask.items() if k != "seed"})
+    swept = fs.sweep(
+        fs.scaffold(), problem, seeds=[1, SEED], **{k: v for k, v in ask.items() if k != "seed"}
+    )
     np.testing.assert_allclose(swept.runs[0][1].vector, run.vector, rtol=0, atol=1e-14)
     alone, together = (
-        fs.simulate(fs.fedavg(), problem, cohorts=[cohort], weights=[0, 1, 0, 0], **(ASK | {"rounds": 1}))
+        fs.simulate(
+            fs.fedavg(), problem, cohorts=[cohort], weights=[0, 1, 0, 0], **(ASK | {"rounds": 1})
+        )
         for cohort in ([1], [0, 1, 3])
     )
     np.testing.assert_allclose(alone.vector, together.vector, rtol=0, atol=1e-15)
@@ -129,7 +142,10 @@ def test_clients_steps_rounds_and_seeds_have_keys_of_their_own():
     run = fs.simulate(fs.scaffold(option=1), problem, rounds=2, local_steps=2, **ask)
     at_x = run.clients.c_i
     steps = [
-        jax.random.normal(one_key(0, r, i, 2, k), (40,)) for r in (1, 2) for i in range(3) for k in range(2)
+        jax.random.normal(one_key(0, r, i, 2, k), (40,))
+        for r in (1, 2)
+        for i in range(3)
+        for k in range(2)
     ] + list(at_x)
     correlation = np.corrcoef(np.array(steps))
     assert np.abs(correlation - np.eye(len(steps))).max() < 5 / np.sqrt(40)
@@ -146,12 +162,16 @@ def test_it_is_measured_without_randomness():
         values = [float(dropout(run.x, client)) for client in RAGGED]
         grads = [problem.layout.flatten(jax.grad(dropout)(run.x, client)) for client in RAGGED]
     np.testing.assert_allclose(run.history["loss"][-1], np.mean(values), rtol=1e-13)
-    np.testing.assert_allclose(run.history["grad_norm"][-1], np.linalg.norm(np.mean(grads, axis=0)), rtol=1e-12)
+    np.testing.assert_allclose(
+        run.history["grad_norm"][-1], np.linalg.norm(np.mean(grads, axis=0)), rtol=1e-12
+    )
 
 
 @pytest.mark.slow
 def test_kinds_are_found_with_the_key_held_fixed():
-    def shaken(params, batch, key=None):  # the same perturbation for all records: a mean over records, given the key
+    def shaken(
+        params, batch, key=None
+    ):  # the same perturbation for all records: a mean over records, given the key
         w = params["w"] if key is None else params["w"] + jax.random.normal(key, (3,))
         return jnp.mean((batch[0] @ w + params["b"] - batch[1]) ** 2)
 
@@ -171,7 +191,9 @@ def test_kinds_are_found_with_the_key_held_fixed():
         (shaken, shaken),
         (weighed, lambda p, b, key: weighed(p, b, np.full(len(b[1]), 1 / len(b[1])), key)),
     ):
-        run = fs.simulate(fs.scaffold(), fs.Problem(loss, X0, RAGGED), rounds=3, cohorts=COHORTS[:3], **ASK)
+        run = fs.simulate(
+            fs.scaffold(), fs.Problem(loss, X0, RAGGED), rounds=3, cohorts=COHORTS[:3], **ASK
+        )
         x, _ = by_hand(RAGGED, 3, COHORTS, loss=plain)
         np.testing.assert_allclose(run.x["w"], x["w"], rtol=0, atol=1e-12)
 
@@ -201,7 +223,9 @@ def test_a_loss_that_cannot_do_without_a_key_is_refused_at_the_start():
         x = batch[0] * jax.random.bernoulli(key, 0.5, batch[0].shape)
         return jnp.mean((x @ params["w"] - batch[1]) ** 2)
 
-    with pytest.raises(fs.InputError, match=r"loss must run with key=None.* only where key is not None") as refused:
+    with pytest.raises(
+        fs.InputError, match=r"loss must run with key=None.* only where key is not None"
+    ) as refused:
         fs.simulate(fs.scaffold(), fs.Problem(needy, X0, EVEN), rounds=1, **ASK)
     assert "\n" not in str(refused.value)
 
@@ -214,7 +238,9 @@ def test_theory_does_not_know_the_noise_of_a_key():
 def test_a_deployed_client_has_a_key_for_each_step():
     learner = JaxLearner(dropout, X0, lambda site: EVEN[0], precision="float64")
     local = Local(steps=K, batch_size=None, lr=LR)
-    trained = learner.site("north").train(Work(learner.start, None, fs.fedavg(), local, 2**40 + 5, {}))
+    trained = learner.site("north").train(
+        Work(learner.start, None, fs.fedavg(), local, 2**40 + 5, {})
+    )
     with jax.enable_x64(True):
         y = X0
         for k in range(K):
@@ -226,4 +252,7 @@ def test_a_deployed_client_has_a_key_for_each_step():
 
 
 def named(tree):
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

@@ -20,20 +20,32 @@ ADAM = optax.adam(0.1, b1=0.9)
 
 CASES = {
     "sampling and local momentum": (
-        fs.scaffold(), RECORDS, {"local_optimizer": optax.sgd(0.1, momentum=0.9), "batch_size": 5, "cohort": 3},
+        fs.scaffold(),
+        RECORDS,
+        {"local_optimizer": optax.sgd(0.1, momentum=0.9), "batch_size": 5, "cohort": 3},
     ),
     "server adam": (fs.fedavg(), NOISY, {"lr": 0.1, "cohort": 0.5, "server_optimizer": ADAM}),
     "feddyn": (fs.feddyn(), NOISY, {"lr": 0.1, "cohort": 4}),
     "coin": (fs.scaffnew(), NOISY, {"lr": 0.1}),
-    "errors of compression": (fs.fedavg(), NOISY, {"lr": 0.1, "cohort": 4, "compression": "top_k:0.4"}),
-    "decay": (fs.scaffold(), NOISY, {"lr": 0.1, "cohort": 3, "stale": "decay:0.9", "evaluate_every": 5}),
+    "errors of compression": (
+        fs.fedavg(),
+        NOISY,
+        {"lr": 0.1, "cohort": 4, "compression": "top_k:0.4"},
+    ),
+    "decay": (
+        fs.scaffold(),
+        NOISY,
+        {"lr": 0.1, "cohort": 3, "stale": "decay:0.9", "evaluate_every": 5},
+    ),
     "a target": (fs.scaffold(), NOISY, {"lr": 0.3, "local_steps": 1, "stop_at": ("distance", 1.0)}),
-}  # fmt: skip
+}
 
 
 def ask(name, **more):
     algorithm, problem, own = CASES[name]
-    return fs.simulate(algorithm, problem, **({"rounds": ROUNDS, "local_steps": 2, "seed": 7} | own | more))
+    return fs.simulate(
+        algorithm, problem, **({"rounds": ROUNDS, "local_steps": 2, "seed": 7} | own | more)
+    )
 
 
 def same(run, other):
@@ -50,7 +62,9 @@ def same(run, other):
 def signalled(monkeypatch):
     """A function that makes a signal come when a round is over."""
     usual = checkpoint.Checkpoint.after
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
+    inherited = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # whoever started the tests may ignore it
 
     def at(round, number):
         def after(self, now, stopped):
@@ -85,7 +99,9 @@ def test_a_run_that_a_signal_broke_goes_on_with_the_same_bits(name, tmp_path, si
 def test_a_run_can_be_prolonged_and_not_cut_short(tmp_path):
     ask("feddyn", rounds=9, checkpoint=tmp_path)
     same(ask("feddyn", checkpoint=tmp_path, every=7), ask("feddyn"))
-    with pytest.raises(fs.InputError, match=r"is after round 24; rounds must be at least as many, got 20"):
+    with pytest.raises(
+        fs.InputError, match=r"is after round 24; rounds must be at least as many, got 20"
+    ):
         ask("feddyn", rounds=20, checkpoint=tmp_path)
 
 
@@ -136,7 +152,9 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(StateError, match=r"full .*committed before is intact; free some space and resume"):
+        with pytest.raises(
+            StateError, match=r"full .*committed before is intact; free some space and resume"
+        ):
             ask("feddyn", checkpoint=tmp_path, every=6)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -145,13 +163,25 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(tmp_path):
 
 
 def test_another_run_is_refused_with_the_difference(tmp_path):
-    base = {"lr": 0.1, "cohort": 0.5, "server_optimizer": ADAM, "rounds": 4, "local_steps": 2, "checkpoint": tmp_path}
+    base = {
+        "lr": 0.1,
+        "cohort": 0.5,
+        "server_optimizer": ADAM,
+        "rounds": 4,
+        "local_steps": 2,
+        "checkpoint": tmp_path,
+    }
     fs.simulate(fs.fedavg(), NOISY, **base)
     other = fs.problems.quadratic(num_clients=10, dim=6, mu=0.05, noise=0.01, seed=1)
     for algorithm, problem, change, said in [
         (fs.fedavg(), NOISY, {"lr": 0.2}, r"\(lr: was 0.1, is 0.2\)"),
         (fs.fedavg(), NOISY, {"seed": 1}, r"\(seed: was 0, is 1\)"),
-        (fs.fedavg(), NOISY, {"local_steps": [2] * 9 + [3]}, r"local_steps: was 2, is not there; local_steps.0: was"),
+        (
+            fs.fedavg(),
+            NOISY,
+            {"local_steps": [2] * 9 + [3]},
+            r"local_steps: was 2, is not there; local_steps.0: was",
+        ),
         (fs.fedavg(), NOISY, {"evaluate_every": 2}, r"\(evaluate_every: was 1, is 2\)"),
         (fs.fedavg(), NOISY, {"x0": np.ones(6)}, r"\(x0: was None, is float64 \(6,\)"),
         (fs.fedavg(), NOISY, {"precision": "float64"}, r"precision: was float32, is float64"),
@@ -169,9 +199,17 @@ def test_another_run_is_refused_with_the_difference(tmp_path):
 def test_a_loss_with_other_code_is_another_run(tmp_path):
     clients = [np.arange(4.0), np.arange(3.0)]
     ask = {"rounds": 2, "local_steps": 1, "lr": 0.1, "checkpoint": tmp_path}
-    fs.simulate(fs.fedavg(), fs.Problem(lambda w, batch: ((batch - w) ** 2).mean(), np.zeros(()), clients), **ask)
+    fs.simulate(
+        fs.fedavg(),
+        fs.Problem(lambda w, batch: ((batch - w) ** 2).mean(), np.zeros(()), clients),
+        **ask,
+    )
     with pytest.raises(fs.InputError, match=r"problem.functions.loss.function: was "):
-        fs.simulate(fs.fedavg(), fs.Problem(lambda w, batch: ((batch - w) ** 4).mean(), np.zeros(()), clients), **ask)
+        fs.simulate(
+            fs.fedavg(),
+            fs.Problem(lambda w, batch: ((batch - w) ** 4).mean(), np.zeros(()), clients),
+            **ask,
+        )
 
 
 SCALE = 0.5
@@ -209,17 +247,27 @@ def test_a_loss_with_another_parameter_is_another_run(way, tmp_path, monkeypatch
     ask = {"rounds": 2, "local_steps": 1, "lr": 0.1, "checkpoint": tmp_path}
     first = fs.simulate(fs.fedavg(), problem(0.5), **ask)
     assert fs.simulate(fs.fedavg(), problem(0.5), **ask).digest == first.digest
-    with pytest.raises(fs.InputError, match=r"problem.functions.loss.*(scale|SCALE|l2): was 0.5, is 0.25"):
+    with pytest.raises(
+        fs.InputError, match=r"problem.functions.loss.*(scale|SCALE|l2): was 0.5, is 0.25"
+    ):
         fs.simulate(fs.fedavg(), problem(0.25), **ask)
 
 
 def test_what_cannot_be_checkpointed_says_so(tmp_path):
-    with pytest.raises(fs.InputError, match="sweep does not take checkpoint: it is not checkpointed"):
-        fs.sweep(fs.scaffold(), NOISY, rounds=2, local_steps=1, lr=[0.1], seeds=2, checkpoint=tmp_path)
+    with pytest.raises(
+        fs.InputError, match="sweep does not take checkpoint: it is not checkpointed"
+    ):
+        fs.sweep(
+            fs.scaffold(), NOISY, rounds=2, local_steps=1, lr=[0.1], seeds=2, checkpoint=tmp_path
+        )
     with pytest.raises(fs.InputError, match="give its folder"):
         ask("feddyn", every=3)
-    with pytest.raises(fs.InputError, match=r"sweep does not take client_state: .* keeps its clients in memory"):
-        fs.sweep(fs.scaffold(), NOISY, rounds=2, local_steps=1, lr=[0.1], seeds=2, client_state="sparse")
+    with pytest.raises(
+        fs.InputError, match=r"sweep does not take client_state: .* keeps its clients in memory"
+    ):
+        fs.sweep(
+            fs.scaffold(), NOISY, rounds=2, local_steps=1, lr=[0.1], seeds=2, client_state="sparse"
+        )
     with pytest.raises(fs.InputError, match="every must be a whole number"):
         ask("feddyn", checkpoint=tmp_path, every=0)
 
@@ -252,7 +300,9 @@ def test_a_state_that_was_damaged_stops_the_run(field, tmp_path, monkeypatch):
     # small enough to be seen by nobody else; a c_i in single precision cannot hold less
     size = 1e-5 * healthy.scale if field == "memory" else 100 * healthy.explained
     spoilt(monkeypatch, field, 10, size)
-    with pytest.raises(StateError, match=r"after round 10 c differs .* never heals. Likely causes: .* is of before"):
+    with pytest.raises(
+        StateError, match=r"after round 10 c differs .* never heals. Likely causes: .* is of before"
+    ):
         ask(name, checkpoint=tmp_path, every=5)
     assert latest(tmp_path).facts["round"] == 5
     if field != "server":  # a fault in c fades with `decay`, others never heal

@@ -49,7 +49,10 @@ def test_the_stream_of_a_round_depends_on_seed_and_round_only(tmp_path):
         state, _ = simulator.step(state, rounds)
     np.testing.assert_array_equal(np.asarray(state.x), whole.vector)
     fs.simulate(fs.scaffold(), PROBLEM, rounds=4, checkpoint=tmp_path, **ask)
-    assert fs.simulate(fs.scaffold(), PROBLEM, rounds=9, checkpoint=tmp_path, **ask).digest == whole.digest
+    assert (
+        fs.simulate(fs.scaffold(), PROBLEM, rounds=9, checkpoint=tmp_path, **ask).digest
+        == whole.digest
+    )
     swept = fs.sweep(fs.scaffold(), PROBLEM, rounds=9, seeds=[1, 0], **ask)
     np.testing.assert_array_equal(swept.runs[0][1].vector, whole.vector)
     assert swept.runs[0][0].digest != whole.digest
@@ -67,7 +70,12 @@ def test_out_of_core_cohorts_are_the_same():
 
 
 @pytest.mark.parametrize(
-    "draw", [{"sampling": WEIGHTS}, {"sampling": some}, {"availability": lambda round: np.arange(N) % 2 == round % 2}]
+    "draw",
+    [
+        {"sampling": WEIGHTS},
+        {"sampling": some},
+        {"availability": lambda round: np.arange(N) % 2 == round % 2},
+    ],
 )
 @pytest.mark.parametrize("weights", ["equal", [3, 1, 1, 2, 1, 1]])
 def test_c_stays_the_mean_of_the_c_i_and_scaffold_ends_at_the_optimum(draw, weights):
@@ -103,28 +111,41 @@ def test_availability_by_a_function_is_availability_by_rows():
     rows = np.array([[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
     ask = {"rounds": 7, "cohort": 2, **ASK}
     listed = fs.simulate(fs.scaffold(), PROBLEM, availability=rows, **ask)
-    called = fs.simulate(fs.scaffold(), PROBLEM, availability=lambda round: rows[(round - 1) % 3], **ask)
+    called = fs.simulate(
+        fs.scaffold(), PROBLEM, availability=lambda round: rows[(round - 1) % 3], **ask
+    )
     assert called.digest == listed.digest
     assert called.history["bytes_up"].tolist() == listed.history["bytes_up"].tolist()
-    _, cohorts = cohorts_of(6, availability=lambda round: rows[(round - 1) % 3], sampling=WEIGHTS, cohort=2)
+    _, cohorts = cohorts_of(
+        6, availability=lambda round: rows[(round - 1) % 3], sampling=WEIGHTS, cohort=2
+    )
     for r, cohort in enumerate(cohorts):
         assert rows[r % 3][cohort].all()
         assert len(cohort) == min(2, rows[r % 3].sum())
 
 
 def test_weights_of_everybody_are_everybody():
-    one, other = (fs.simulate(fs.scaffold_xi(), PROBLEM, rounds=3, **ASK, **how) for how in ({}, {"sampling": WEIGHTS}))
+    one, other = (
+        fs.simulate(fs.scaffold_xi(), PROBLEM, rounds=3, **ASK, **how)
+        for how in ({}, {"sampling": WEIGHTS})
+    )
     assert one.digest == other.digest
 
 
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        ({"sampling": lambda round, rng: [0, 0]}, r"clients 0 to 5, each once, got \[0, 0\] in round 1"),
+        (
+            {"sampling": lambda round, rng: [0, 0]},
+            r"clients 0 to 5, each once, got \[0, 0\] in round 1",
+        ),
         ({"sampling": lambda round, rng: [round + 3]}, r"each once, got \[6\] in round 3"),
         ({"sampling": lambda round, rng: [0.5]}, r"each once, got \[0.5\] in round 1"),
         ({"sampling": lambda round, rng: None}, "each once, got None in round 1"),
-        ({"sampling": lambda round, rng: range(3)}, "at most as many clients as cohort says, 2, got 3 in round 1"),
+        (
+            {"sampling": lambda round, rng: range(3)},
+            "at most as many clients as cohort says, 2, got 3 in round 1",
+        ),
         ({"sampling": lambda round, rng: [next(TURNS) % N]}, "depend on round and rng only"),
         ({"sampling": "weighted"}, "must be 'uniform', one weight for each client, or a function"),
         ({"sampling": [1.0, 2.0]}, "one weight for each of the 6 clients"),
@@ -132,7 +153,10 @@ def test_weights_of_everybody_are_everybody():
         ({"sampling": [1.0, 0, 0, 0, 0, 0]}, "cohorts of 2 among clients of weight above 0, got 1"),
         ({"sampling": some, "cohorts": [[0]] * 9}, "either sampling or cohorts"),
         ({"sampling": some, "availability": np.ones((1, N))}, "either availability or a function"),
-        ({"availability": lambda round: [1, 0]}, r"return 6 zeros and ones, got \[1, 0\] for round 1"),
+        (
+            {"availability": lambda round: [1, 0]},
+            r"return 6 zeros and ones, got \[1, 0\] for round 1",
+        ),
         ({"availability": lambda round: [2 if round == 4 else 1] * N}, "for round 4"),
     ],
 )
@@ -143,4 +167,6 @@ def test_what_is_no_cohort_is_refused_in_a_line_that_names_the_round(ask, said):
 
 def test_algorithms_that_need_everybody_refuse_a_function():
     with pytest.raises(fs.InputError, match="scaffold-xi"):
-        fs.simulate(fs.scaffold_xi(), PROBLEM, rounds=2, sampling=lambda round, rng: range(N), **ASK)
+        fs.simulate(
+            fs.scaffold_xi(), PROBLEM, rounds=2, sampling=lambda round, rng: range(N), **ASK
+        )

@@ -23,12 +23,21 @@ UNEQUAL = fs.Problem(squares, np.ones(3), CLIENTS)
 COVARIANCES = np.stack([np.eye(5) * (i + 1) * 1e-3 for i in range(13)])
 NOISY = fs.problems.quadratic(num_clients=13, dim=5, mu=0.05, noise=COVARIANCES, seed=0)
 CASES = {
-    "noise of each client's own, ghosts in the last block": (NOISY, {"cohort": 5, "block": 2, "metrics": ("distance",)}),
+    "noise of each client's own, ghosts in the last block": (
+        NOISY,
+        {"cohort": 5, "block": 2, "metrics": ("distance",)},
+    ),
     "batches, records and steps that differ": (
-        UNEQUAL, {"cohort": 3, "batch_size": 0.5, "local_steps": [1, 2, 3, 2, 1, 4, 2], "weights": "records"},
+        UNEQUAL,
+        {
+            "cohort": 3,
+            "batch_size": 0.5,
+            "local_steps": [1, 2, 3, 2, 1, 4, 2],
+            "weights": "records",
+        },
     ),
     "full batches that fade": (UNEQUAL, {"cohort": 3, "stale": "decay:0.9", "weights": "records"}),
-}  # fmt: skip
+}
 
 
 def ask(problem, own, **more):
@@ -60,7 +69,10 @@ def test_records_may_lie_in_files(tmp_path):
     problem = problem_on_disk(squares, np.ones(3), records)
     own = CASES["batches, records and steps that differ"][1]
     assert problem.counts.tolist() == UNEQUAL.counts.tolist()
-    assert ask(problem, own, client_state="sparse").digest == ask(UNEQUAL, own, client_state="sparse").digest
+    assert (
+        ask(problem, own, client_state="sparse").digest
+        == ask(UNEQUAL, own, client_state="sparse").digest
+    )
     records.close()
     with pytest.raises(fs.InputError, match="offsets must rise from 0"):
         problem_on_disk(squares, np.ones(3), CLIENTS[0], [0, 2, 3])
@@ -82,10 +94,18 @@ def test_a_damaged_row_is_refused_by_name(tmp_path):
     [
         ({"client_state": "disk"}, "unknown client_state 'disk'"),
         ({"client_state": "file"}, "give checkpoint=DIR"),
-        ({"client_state": "sparse", "metrics": ("loss", "drift")}, "loss would look at all clients"),
+        (
+            {"client_state": "sparse", "metrics": ("loss", "drift")},
+            "loss would look at all clients",
+        ),
         ({"client_state": "sparse", "stale": "drop:3"}, "stale='drop' looks at all clients"),
         (
-            {"client_state": "sparse", "compression": "top_k:0.5", "lr": None, "local_optimizer": optax.sgd(0.1, 0.9)},
+            {
+                "client_state": "sparse",
+                "compression": "top_k:0.5",
+                "lr": None,
+                "local_optimizer": optax.sgd(0.1, 0.9),
+            },
             "use 'array'",
         ),
     ],
@@ -101,7 +121,9 @@ def test_auto_goes_by_size():
     assert small.metrics is None
     many = out_of_core.resolve_client_state(asked(far(200_000, 2_000), 10))
     assert many.client_state == "sparse"
-    assert out_of_core.resolve_client_state(asked(far(200_000, 2_000), 2_000)).client_state == "file"
+    assert (
+        out_of_core.resolve_client_state(asked(far(200_000, 2_000), 2_000)).client_state == "file"
+    )
 
 
 def asked(problem, cohort):
@@ -114,13 +136,17 @@ def loss(w, batch):
 
 
 def far(num_clients, dim):
-    return problem_on_disk(loss, np.zeros(dim), np.arange(num_clients) / num_clients, np.arange(num_clients + 1))
+    return problem_on_disk(
+        loss, np.zeros(dim), np.arange(num_clients) / num_clients, np.arange(num_clients + 1)
+    )
 
 
 def io_counts():
     return {
         key: int(value)
-        for key, value in (line.split(": ") for line in Path("/proc/self/io").read_text().split("\n")[:4])
+        for key, value in (
+            line.split(": ") for line in Path("/proc/self/io").read_text().split("\n")[:4]
+        )
     }
 
 
@@ -144,9 +170,19 @@ def test_a_round_does_not_know_how_many_clients_there_are(tmp_path, monkeypatch)
     def run(num_clients):
         begun = io_counts()
         done = fs.simulate(
-            fs.scaffold(), far(num_clients, 100), rounds=40, local_steps=2, lr=1.0, cohort=10, metrics=(), batch_size=1,
-            precision="float64", client_state="file", checkpoint=tmp_path / str(num_clients), every=10,
-        )  # fmt: skip
+            fs.scaffold(),
+            far(num_clients, 100),
+            rounds=40,
+            local_steps=2,
+            lr=1.0,
+            cohort=10,
+            metrics=(),
+            batch_size=1,
+            precision="float64",
+            client_state="file",
+            checkpoint=tmp_path / str(num_clients),
+            every=10,
+        )
         assert done.fault is None
         return {key: value - begun[key] for key, value in io_counts().items()}
 

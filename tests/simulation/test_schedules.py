@@ -40,9 +40,15 @@ def schedules():
         "round": (lambda round: table[round - 1, 0], lambda r, k: table[r - 1, 0]),
         "step": (lambda step: table[0, step], lambda r, k: table[0, k]),
         "both": (lambda round, step: table[round - 1, step], lambda r, k: table[r - 1, k]),
-        "both in the other order": (lambda step, round: table[round - 1, step], lambda r, k: table[r - 1, k]),
+        "both in the other order": (
+            lambda step, round: table[round - 1, step],
+            lambda r, k: table[r - 1, k],
+        ),
         "another name": (lambda epoch: table[0, epoch], lambda r, k: table[0, k]),
-        "a default": (lambda round, scale=0.5: scale * table[round - 1, 0], lambda r, k: 0.5 * table[r - 1, 0]),
+        "a default": (
+            lambda round, scale=0.5: scale * table[round - 1, 0],
+            lambda r, k: 0.5 * table[r - 1, 0],
+        ),
     }
 
 
@@ -76,11 +82,19 @@ def test_a_schedule_resumes_with_the_same_bits_and_another_one_is_refused(tmp_pa
 
     whole = fs.simulate(fs.scaffold(), PROBLEM, rounds=9, lr=lr, cohort=2, **ASK)
     fs.simulate(fs.scaffold(), PROBLEM, rounds=4, lr=lr, cohort=2, checkpoint=tmp_path, **ASK)
-    rest = fs.simulate(fs.scaffold(), PROBLEM, rounds=9, lr=lr, cohort=2, checkpoint=tmp_path, **ASK)
+    rest = fs.simulate(
+        fs.scaffold(), PROBLEM, rounds=9, lr=lr, cohort=2, checkpoint=tmp_path, **ASK
+    )
     assert rest.digest == whole.digest
     with pytest.raises(fs.InputError, match=r"another run \(lr"):
         fs.simulate(
-            fs.scaffold(), PROBLEM, rounds=9, lr=lambda round: 0.2 / round, cohort=2, checkpoint=tmp_path, **ASK
+            fs.scaffold(),
+            PROBLEM,
+            rounds=9,
+            lr=lambda round: 0.2 / round,
+            cohort=2,
+            checkpoint=tmp_path,
+            **ASK,
         )
 
 
@@ -93,7 +107,9 @@ def test_steps_of_the_simulator_and_runs_of_a_sweep_have_the_same_schedule():
     for rounds in (1, 3, 2):
         state, _ = simulator.step(state, rounds)
     np.testing.assert_array_equal(np.asarray(state.x), run.vector)
-    swept = fs.sweep(fs.scaffold(), PROBLEM, rounds=6, lr=lambda round: 0.3 / round, seeds=[5, 0], **ask)
+    swept = fs.sweep(
+        fs.scaffold(), PROBLEM, rounds=6, lr=lambda round: 0.3 / round, seeds=[5, 0], **ask
+    )
     np.testing.assert_array_equal(swept.runs[0][1].vector, run.vector)
     assert "schedule" in repr(swept)
 
@@ -101,7 +117,9 @@ def test_steps_of_the_simulator_and_runs_of_a_sweep_have_the_same_schedule():
 def test_fednova_divides_by_the_travel_of_its_round():
     """With equal steps FedNova's update is FedAvg's, whatever the step sizes."""
     ask = ASK | {"rounds": 5, "lr": lambda round, step: 0.2 / (round + step)}
-    nova, average = (fs.simulate(algorithm, PROBLEM, **ask) for algorithm in (fs.fednova(), fs.fedavg()))
+    nova, average = (
+        fs.simulate(algorithm, PROBLEM, **ask) for algorithm in (fs.fednova(), fs.fedavg())
+    )
     np.testing.assert_allclose(nova.vector, average.vector, rtol=0, atol=1e-13)
 
 
@@ -117,7 +135,10 @@ def test_scaffnew_takes_schedules_over_rounds_only():
     [
         (lambda round: 1 - round, r"lr\(round=1\) must be a number above 0, got 0"),
         (lambda round: "fast", r"lr\(round=1\) must be a number above 0, got 'fast'"),
-        (lambda round, step: -1.0, r"lr\(round=1, step=0\) must be a number of at least 0, got -1.0"),
+        (
+            lambda round, step: -1.0,
+            r"lr\(round=1, step=0\) must be a number of at least 0, got -1.0",
+        ),
         (lambda round, step: 0.0, "lr must be above 0 at some of the 3 local steps of round 1"),
         (
             lambda round, other: 0.1,
@@ -134,6 +155,10 @@ def test_schedules_that_are_none_are_refused(lr, said):
 
 def test_a_bad_value_of_a_later_round_names_the_round():
     with pytest.raises(fs.InputError, match=r"lr\(round=3\) must be a number above 0, got -1"):
-        fs.simulate(fs.scaffold(), PROBLEM, rounds=5, lr=lambda round: 0.1 if round < 3 else -1, **ASK)
+        fs.simulate(
+            fs.scaffold(), PROBLEM, rounds=5, lr=lambda round: 0.1 if round < 3 else -1, **ASK
+        )
     with pytest.raises(fs.InputError, match="one schedule"):
-        fs.sweep(fs.scaffold(), PROBLEM, rounds=2, lr=[0.1, lambda round: 0.1], seeds=2, local_steps=K)
+        fs.sweep(
+            fs.scaffold(), PROBLEM, rounds=2, lr=[0.1, lambda round: 0.1], seeds=2, local_steps=K
+        )

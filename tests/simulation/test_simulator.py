@@ -10,10 +10,22 @@ NOISY = fs.problems.quadratic(num_clients=10, dim=6, mu=0.05, noise=0.01, seed=0
 RECORDS = fs.problems.two_datasets("logistic", 8, records=20)
 CASES = {
     "sampling": (fs.scaffold(), NOISY, {"lr": 0.1, "cohort": 4}),
-    "batches in double precision": (fs.scaffold_m(), RECORDS, {"lr": 0.1, "batch_size": 5, "precision": "float64"}),
-    "renewed control variates": (fs.scaffold(), NOISY, {"lr": 0.1, "cohort": 2, "stale": "refresh:3"}),
+    "batches in double precision": (
+        fs.scaffold_m(),
+        RECORDS,
+        {"lr": 0.1, "batch_size": 5, "precision": "float64"},
+    ),
+    "renewed control variates": (
+        fs.scaffold(),
+        NOISY,
+        {"lr": 0.1, "cohort": 2, "stale": "refresh:3"},
+    ),
     "personal models": (fs.ditto(), NOISY, {"lr": 0.1, "cohort": 3, "evaluate_every": 4}),
-    "a schedule of cohorts": (fs.fedavg(), NOISY, {"lr": 0.1, "cohorts": [[0, 1], [], [2, 5, 7]] * 8}),
+    "a schedule of cohorts": (
+        fs.fedavg(),
+        NOISY,
+        {"lr": 0.1, "cohorts": [[0, 1], [], [2, 5, 7]] * 8},
+    ),
     "a coin": (fs.scaffnew(), NOISY, {"lr": 0.1}),
 }
 EVERY = pytest.mark.parametrize("name", CASES)
@@ -43,8 +55,12 @@ def test_steps_are_the_rounds_of_simulate_bit_for_bit(name):
     assert bits((state.server, state.own)) == bits((run.server, run.clients.own))
     assert columns[0].keys() == run.history.keys()
     for key, column in run.history.items():
-        np.testing.assert_array_equal(np.concatenate([rows[key] for rows in columns]), column, err_msg=key)
-    np.testing.assert_array_equal(jax.tree_util.tree_leaves(simulator.params(state))[0].ravel()[:2], run.vector[:2])
+        np.testing.assert_array_equal(
+            np.concatenate([rows[key] for rows in columns]), column, err_msg=key
+        )
+    np.testing.assert_array_equal(
+        jax.tree_util.tree_leaves(simulator.params(state))[0].ravel()[:2], run.vector[:2]
+    )
 
 
 def test_a_state_stays_valid_and_can_be_gone_on_from_again():
@@ -110,13 +126,17 @@ def test_what_only_run_can_is_refused_by_name_when_stepping():
 def test_more_rounds_than_cohorts_are_refused():
     simulator = fs.Simulator(fs.scaffold(), NOISY, local_steps=2, lr=0.1, cohorts=[[0, 1]] * ROUNDS)
     state, _ = simulator.step(simulator.init(), ROUNDS - 1)
-    with pytest.raises(fs.InputError, match=r"made for 24 rounds and 23 are done: at most 1 more, got 2"):
+    with pytest.raises(
+        fs.InputError, match=r"made for 24 rounds and 23 are done: at most 1 more, got 2"
+    ):
         simulator.step(state, 2)
 
 
 @pytest.mark.slow
 def test_the_state_of_another_simulator_is_refused():
-    simulators = [fs.Simulator(make(), NOISY, local_steps=2, lr=0.1) for make in (fs.scaffold, fs.fedavg)]
+    simulators = [
+        fs.Simulator(make(), NOISY, local_steps=2, lr=0.1) for make in (fs.scaffold, fs.fedavg)
+    ]
     for state in (simulators[1].init(), None):
         with pytest.raises(fs.InputError, match="state must be one of this simulator"):
             simulators[0].step(state)

@@ -32,7 +32,11 @@ def same(snapshot, arrays, facts):
     assert snapshot.arrays.keys() == arrays.keys()
     for name, array in arrays.items():
         kept = snapshot.arrays[name]
-        assert (kept.dtype, kept.shape, kept.tobytes()) == (array.dtype, array.shape, array.tobytes()), name
+        assert (kept.dtype, kept.shape, kept.tobytes()) == (
+            array.dtype,
+            array.shape,
+            array.tobytes(),
+        ), name
 
 
 def files(folder):
@@ -48,7 +52,9 @@ def two(folder):
 
 def forged(folder, content, generation=9):
     """A file with the right name for any bytes: what a stranger can make."""
-    path = Path(folder) / f"state-{generation:08d}-{hashlib.sha256(content).hexdigest()}.safetensors"
+    path = (
+        Path(folder) / f"state-{generation:08d}-{hashlib.sha256(content).hexdigest()}.safetensors"
+    )
     path.write_bytes(content)
     return path
 
@@ -67,8 +73,14 @@ arrays = st.dictionaries(
     max_size=4,
 )
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -79,7 +91,9 @@ plain = st.recursive(
 def test_what_comes_back_is_what_was_committed(arrays, facts):
     with tempfile.TemporaryDirectory() as folder:
         assert commit(folder, arrays, facts) == 1
-        native = {name: array.astype(array.dtype.newbyteorder("<")) for name, array in arrays.items()}
+        native = {
+            name: array.astype(array.dtype.newbyteorder("<")) for name, array in arrays.items()
+        }
         same(latest(folder), native, facts)
         for array in latest(folder).arrays.values():
             assert array.flags.writeable
@@ -88,7 +102,12 @@ def test_what_comes_back_is_what_was_committed(arrays, facts):
 
 def test_memory_order_does_not_matter(tmp_path):
     matrix = np.arange(12.0).reshape(3, 4)
-    given = {"transposed": matrix.T, "strided": matrix[:, ::2], "reversed": matrix[::-1], "scalar": np.float32(3.5)}
+    given = {
+        "transposed": matrix.T,
+        "strided": matrix[:, ::2],
+        "reversed": matrix[::-1],
+        "scalar": np.float32(3.5),
+    }
     commit(tmp_path, given, {})
     for name, array in given.items():
         np.testing.assert_array_equal(latest(tmp_path).arrays[name], array)
@@ -98,7 +117,12 @@ def test_other_readers_of_the_format_agree(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
     from safetensors import safe_open
 
-    given = {**FIRST, "flags": np.array([True, False, True]), "ids": np.arange(5), "none": np.empty((0, 7), np.float16)}
+    given = {
+        **FIRST,
+        "flags": np.array([True, False, True]),
+        "ids": np.arange(5),
+        "none": np.empty((0, 7), np.float16),
+    }
     commit(tmp_path, given, {"round": 3})
     (path,) = files(tmp_path)
     read = library.load_file(path)
@@ -113,7 +137,9 @@ def test_other_readers_of_the_format_agree(tmp_path):
 def test_the_name_is_the_checksum(tmp_path):
     commit(tmp_path, FIRST, {})
     (path,) = files(tmp_path)
-    assert path.name == f"state-00000001-{hashlib.sha256(path.read_bytes()).hexdigest()}.safetensors"
+    assert (
+        path.name == f"state-00000001-{hashlib.sha256(path.read_bytes()).hexdigest()}.safetensors"
+    )
 
 
 def test_the_last_two_are_kept(tmp_path):
@@ -121,7 +147,9 @@ def test_the_last_two_are_kept(tmp_path):
         assert commit(tmp_path, FIRST, {"round": round_}) == round_
         kept = [load(path).facts["round"] for path in files(tmp_path)]
         assert kept == [n for n in (round_ - 1, round_) if n]
-    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("state-")) == [".lock"]
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("state-")) == [
+        ".lock"
+    ]
     assert commit(tmp_path, FIRST, {}, keep=4) == 6
     assert len(files(tmp_path)) == 3
 
@@ -154,7 +182,9 @@ def test_flipped_bits_are_found(data):
     with tempfile.TemporaryDirectory() as folder:
         _, newest = two(folder)
         content = bytearray(newest.read_bytes())
-        for place in data.draw(st.sets(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=4)):
+        for place in data.draw(
+            st.sets(st.integers(0, 8 * len(content) - 1), min_size=1, max_size=4)
+        ):
             content[place // 8] ^= 1 << place % 8
         newest.write_bytes(content)
         snapshot = latest(folder)
@@ -165,7 +195,9 @@ def test_flipped_bits_are_found(data):
 def test_when_none_is_whole_it_says_so_of_each(tmp_path):
     for path in two(tmp_path):
         path.write_bytes(b"torn")
-    with pytest.raises(StateError, match=r"no whole state.*00000002.*truncated.*00000001.*truncated"):
+    with pytest.raises(
+        StateError, match=r"no whole state.*00000002.*truncated.*00000001.*truncated"
+    ):
         latest(tmp_path)
 
 
@@ -205,7 +237,9 @@ def test_foreign_files_are_named_and_left_alone(tmp_path):
     foreign.write_bytes(container({"__metadata__": {}}))
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / ".commit.tmp").write_bytes(b"left by a crash")
-    assert latest(tmp_path).warnings == ("model.safetensors is not a state of this folder; it is ignored",)
+    assert latest(tmp_path).warnings == (
+        "model.safetensors is not a state of this folder; it is ignored",
+    )
     commit(tmp_path, FIRST, {})
     assert foreign.exists()
     assert (tmp_path / "notes.txt").exists()
@@ -236,11 +270,15 @@ HOSTILE = {
     "facts missing": container({"__metadata__": {"fedscaffold": "1", "generation": "9"}}),
     "facts not an object": container({"__metadata__": {**OURS, "facts": "[]"}}),
     "facts with NaN": container({"__metadata__": {**OURS, "facts": '{"a": NaN}'}}),
-    "1 TiB claimed": container({"__metadata__": OURS, "x": entry(shape=(1 << 37,), offsets=(0, 1 << 40))}, bytes(8)),
+    "1 TiB claimed": container(
+        {"__metadata__": OURS, "x": entry(shape=(1 << 37,), offsets=(0, 1 << 40))}, bytes(8)
+    ),
     "product overflows 64 bits": container(
         {"__metadata__": OURS, "x": entry(shape=(1 << 32, 1 << 32), offsets=(0, 0))}
     ),
-    "empty but absurd": container({"__metadata__": OURS, "x": entry(shape=(0, 1 << 62, 1 << 62), offsets=(0, 0))}),
+    "empty but absurd": container(
+        {"__metadata__": OURS, "x": entry(shape=(0, 1 << 62, 1 << 62), offsets=(0, 0))}
+    ),
     "hundred dimensions": container({"__metadata__": OURS, "x": entry(shape=(1,) * 100)}, bytes(8)),
     "negative shape": container({"__metadata__": OURS, "x": entry(shape=(-1, -1))}, bytes(8)),
     "truth for a shape": container({"__metadata__": OURS, "x": entry(shape=(True,))}, bytes(8)),
@@ -340,7 +378,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes_}, {bytes_}))
 try: commit({str(folder)!r}, {{"x": np.ones(131072)}}, {{}})
 except StateError as error: print(error)
 """
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.mark.process
@@ -381,7 +421,9 @@ def test_a_disk_that_is_really_full(tmp_path):
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare to mount a small disk")
     mount = f"mount -t tmpfs -o size=1m none {tmp_path} || exit 77; exec {sys.executable} -c '{FULL_DISK}' {tmp_path}"
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True, text=True
+    )
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip("this system lets users mount nothing")
     assert done.stdout == "held\n", done.stderr

@@ -32,7 +32,10 @@ def state(generation):
 def equal(snapshot, generation):
     assert snapshot.generation == generation == snapshot.facts["generation"]
     assert not snapshot.warnings
-    assert all(snapshot.arrays[name].tobytes() == array.tobytes() for name, array in state(generation).items())
+    assert all(
+        snapshot.arrays[name].tobytes() == array.tobytes()
+        for name, array in state(generation).items()
+    )
 
 
 class Commits:
@@ -83,7 +86,9 @@ class FirstCommit:
 
 
 N, D = 16, 3
-OFTEN = np.array([0.15] * 5 + [0.25 / 11] * 11)  # some clients come again soon, some are never heard
+OFTEN = np.array(
+    [0.15] * 5 + [0.25 / 11] * 11
+)  # some clients come again soon, some are never heard
 
 
 @functools.cache
@@ -106,7 +111,16 @@ def history(steps):
     return tables
 
 
-ENDS = [2, 5, 6, 7, 10, 13, 14, 15]  # the last steps of the first commits, which come after 3, 3, 1, 1, 3, ... steps
+ENDS = [
+    2,
+    5,
+    6,
+    7,
+    10,
+    13,
+    14,
+    15,
+]  # the last steps of the first commits, which come after 3, 3, 1, 1, 3, ... steps
 
 
 def save(root, store, step, after):
@@ -121,7 +135,9 @@ def resume(root):
     store = FileStore(root / "rows", N, D, "float64")
 
     def accept(snapshot):
-        store.restore({name.removeprefix("rows."): array for name, array in snapshot.arrays.items()})
+        store.restore(
+            {name.removeprefix("rows."): array for name, array in snapshot.arrays.items()}
+        )
 
     try:
         return store, latest(root / "run", accept)
@@ -201,7 +217,9 @@ def doomed(scene, root, fatal, torn, report):
                 if torn and "write" in name:
                     data = b"".join(map(bytes, args[1])) if name == "pwritev" else bytes(args[1])
                     half = data[: len(data) // 2]
-                    genuine["pwrite"](args[0], half, args[2]) if len(args) > 2 else genuine["write"](args[0], half)
+                    genuine["pwrite"](args[0], half, args[2]) if len(args) > 2 else genuine[
+                        "write"
+                    ](args[0], half)
                 os._exit(10 if "write" in name else 9)
             return real(*args, **kwargs)
 
@@ -256,9 +274,15 @@ def kill_everywhere(name):
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["Commits", "FirstCommit", "Stores"])
 def test_killed_between_any_two_calls(name):
-    code = f"import test_crashes as t; t.kill_everywhere({name!r})"  # a process of its own: it forks
+    code = (
+        f"import test_crashes as t; t.kill_everywhere({name!r})"  # a process of its own: it forks
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > 8
@@ -365,11 +389,20 @@ def disks(recorder, start):
                 found, there = dict(names), set(folders)
                 for entry in subset:
                     apply(entry, found, there)
-                for lost in (lambda w: [], lambda w: w, lambda w: w[: len(w) // 2], lambda w: w[1:], torn):
+                for lost in (
+                    lambda w: [],
+                    lambda w: w,
+                    lambda w: w[: len(w) // 2],
+                    lambda w: w[1:],
+                    torn,
+                ):
                     content = {
-                        key: patched(bytes_.get(key, b""), lost(unsynced.get(key, []))) for key in found.values()
+                        key: patched(bytes_.get(key, b""), lost(unsynced.get(key, [])))
+                        for key in found.values()
                     }
-                    reachable = {name: content[key] for name, key in found.items() if inside(name, there)}
+                    reachable = {
+                        name: content[key] for name, key in found.items() if inside(name, there)
+                    }
                     yield reachable, {name for name in there if inside(name, there)}, promised
 
 
@@ -379,7 +412,9 @@ def inside(name, folders):
 
 
 def torn(writes):
-    return [*writes[:-1], (writes[-1][0], writes[-1][1][: len(writes[-1][1]) // 2])] if writes else []
+    return (
+        [*writes[:-1], (writes[-1][0], writes[-1][1][: len(writes[-1][1]) // 2])] if writes else []
+    )
 
 
 def patched(content, writes):
@@ -449,7 +484,11 @@ FORGOTTEN = {
 
 def row_files(recorder):
     linked = {event[2]: event[1] for event in recorder.trace if event[0] == "link"}
-    return {key for key, name in {**linked, **{k: n for n, k in recorder.names.items()}}.items() if "rows-" in name}
+    return {
+        key
+        for key, name in {**linked, **{k: n for n, k in recorder.names.items()}}.items()
+        if "rows-" in name
+    }
 
 
 @pytest.mark.parametrize(("scene", "forget"), FORGOTTEN.values(), ids=FORGOTTEN.keys())

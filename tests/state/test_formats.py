@@ -81,7 +81,14 @@ def test_a_newer_text_is_refused(read):
 
 def test_the_note_of_a_comparison(tmp_path):
     config = Config().model_dump(exclude_none=True)
-    old = {"config": config, "algorithms": ["scaffold"], "left_out": {}, "seeds": 2, "target": None, "ended": False}
+    old = {
+        "config": config,
+        "algorithms": ["scaffold"],
+        "left_out": {},
+        "seeds": 2,
+        "target": None,
+        "ended": False,
+    }
     (tmp_path / ASKED).write_text(json.dumps(old))
     asked, ended = _read_request(tmp_path)
     assert (asked.seeds, ended) == (2, False)
@@ -106,9 +113,17 @@ def test_a_checkpoint_of_0_1_0_is_refused_with_what_to_do(tmp_path):
     facts = latest(tmp_path / "new").facts
     assert facts["format"] == 2
     old = {name: value for name, value in facts.items() if name != "format"}
-    arrays = {"state.x": np.zeros(2), "state.c": np.zeros(2), "state.c_i": np.zeros((3, 2)), "state.mean": np.zeros(2)}
+    arrays = {
+        "state.x": np.zeros(2),
+        "state.c": np.zeros(2),
+        "state.c_i": np.zeros((3, 2)),
+        "state.mean": np.zeros(2),
+    }
     commit(tmp_path / "old", arrays, old)
-    with pytest.raises(InputError, match=r"is of fedscaffold 0\.1\.0, .*: finish the run with 0\.1\.0, or start anew"):
+    with pytest.raises(
+        InputError,
+        match=r"is of fedscaffold 0\.1\.0, .*: finish the run with 0\.1\.0, or start anew",
+    ):
         fs.simulate(fs.scaffold(), problem, checkpoint=tmp_path / "old", **ASK)
     rewritten(tmp_path / "new", tmp_path / "newer", lambda facts: facts | {"format": 99})
     with pytest.raises(InputError, match=f"{NEWER} 2: update fedscaffold"):
@@ -118,12 +133,30 @@ def test_a_checkpoint_of_0_1_0_is_refused_with_what_to_do(tmp_path):
 def test_the_state_of_a_server_of_0_1_0_is_read(tmp_path):
     """As it was committed: x, c and the c_i by site, without a format and without the names of its means."""
     settings, schema = parse_settings("[local]\nsteps = 2"), SimpleNamespace(digest="schema")
-    member = {"records": 4, "mass": 1.0, "applied": 5, "digest": "", "told": "", "lost": 0, "rests": 0}
-    arrays = {"x": np.array([1.0, 2.0]), "c": np.array([3.0, 4.0]), "c_i.north": np.array([3.0, 4.0])}
+    member = {
+        "records": 4,
+        "mass": 1.0,
+        "applied": 5,
+        "digest": "",
+        "told": "",
+        "lost": 0,
+        "rests": 0,
+    }
+    arrays = {
+        "x": np.array([1.0, 2.0]),
+        "c": np.array([3.0, 4.0]),
+        "c_i.north": np.array([3.0, 4.0]),
+    }
     facts = {
-        "run": "r", "round": 5, "scale": 0.0, "resync": False, "settings": settings.digest, "schema": "schema",
-        "roster": {"north": member}, "audit": None,
-    }  # fmt: skip
+        "run": "r",
+        "round": 5,
+        "scale": 0.0,
+        "resync": False,
+        "settings": settings.digest,
+        "schema": "schema",
+        "roster": {"north": member},
+        "audit": None,
+    }
     commit(tmp_path / "old", arrays, facts)
     kept = server_state.load_state(tmp_path / "old", settings, schema)
     assert kept.state.round == 5

@@ -24,7 +24,11 @@ def clients(count, seed=0):
 def same(given, kept):
     assert given.keys() == kept.keys()
     for name, array in given.items():
-        assert (array.dtype, array.shape, array.tobytes()) == (kept[name].dtype, kept[name].shape, kept[name].tobytes())
+        assert (array.dtype, array.shape, array.tobytes()) == (
+            kept[name].dtype,
+            kept[name].shape,
+            kept[name].tobytes(),
+        )
 
 
 def test_what_is_read_is_what_was_yielded(tmp_path):
@@ -80,7 +84,9 @@ def test_clients_that_do_not_fit_are_named_and_leave_no_source(bad, tmp_path):
     write_records(tmp_path, [{"x": np.zeros((2, 3))}]).close()  # the folder can be used again
 
 
-@pytest.mark.parametrize("wrong", [{"x": np.array([object()])}, {"x": np.float64(1)}, {"x": np.zeros((2, 0))}])
+@pytest.mark.parametrize(
+    "wrong", [{"x": np.array([object()])}, {"x": np.float64(1)}, {"x": np.zeros((2, 0))}]
+)
 def test_columns_are_arrays_of_numbers(wrong, tmp_path):
     with pytest.raises(InputError, match="column 'x' must be"):
         write_records(tmp_path, [wrong])

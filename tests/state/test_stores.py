@@ -15,7 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedscaffold.checks import InputError
-from fedscaffold.state import ArrayStore, FileStore, Prefetched, SparseStore, StateError, choose, commit, latest, mean
+from fedscaffold.state import (
+    ArrayStore,
+    FileStore,
+    Prefetched,
+    SparseStore,
+    StateError,
+    choose,
+    commit,
+    latest,
+    mean,
+)
 
 N, D = 10, 3
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -124,7 +134,10 @@ def test_what_is_read_is_the_callers_own(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_snapshots_of_others_are_refused(kind, tmp_path):
-    store, other = make(kind, tmp_path / "a"), make(kind, tmp_path / "b", num_clients=N - 3, dtype="float32")
+    store, other = (
+        make(kind, tmp_path / "a"),
+        make(kind, tmp_path / "b", num_clients=N - 3, dtype="float32"),
+    )
     store.write([1, 9], np.ones((2, D)))
     arrays = store.snapshot()
     with pytest.raises(StateError):
@@ -234,7 +247,9 @@ def test_misuse_around_a_commit_is_refused(tmp_path):
 def test_files_do_not_pile_up(tmp_path):
     file_commits(tmp_path, 12)
     names = [path.name for path in tmp_path.glob("rows-*")]
-    assert len(names) == 1 + 3  # the base; the segments of the last two commits, and one the older of them lists
+    assert (
+        len(names) == 1 + 3
+    )  # the base; the segments of the last two commits, and one the older of them lists
     store = FileStore(tmp_path / "other", N, D, "float64")
     store.write([1], np.ones((1, D)))
     store.close()
@@ -303,7 +318,9 @@ def test_a_round_costs_the_same_whatever_the_number_of_clients(tmp_path, monkeyp
     few = calls_of_a_round(10_000, tmp_path / "few", monkeypatch)
     many = calls_of_a_round(10_000_000, tmp_path / "many", monkeypatch)
     assert few[0] == many[0]
-    assert many[1] < 20 * 60 * 4096  # 60 rows of 4 kB each, in blocks of a few pages, of a table of 40 GB
+    assert (
+        many[1] < 20 * 60 * 4096
+    )  # 60 rows of 4 kB each, in blocks of a few pages, of a table of 40 GB
     assert many[2] < 8e6  # the bitmap of ten million clients has 1.25 MB
 
 
@@ -335,7 +352,11 @@ class Slow:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 5), unique=True, min_size=1, max_size=4), min_size=2, max_size=12))
+@given(
+    st.lists(
+        st.lists(st.integers(0, 5), unique=True, min_size=1, max_size=4), min_size=2, max_size=12
+    )
+)
 def test_reading_ahead_sees_every_write(cohorts):
     """Six clients, so cohorts overlap nearly always: what is computed is what a plain array gives."""
     table, store = np.zeros((6, 1)), Prefetched(Slow(ArrayStore(6, 1, "float64")))
@@ -385,7 +406,12 @@ def test_a_failed_write_is_raised_by_the_next_call(tmp_path):
 
 @pytest.mark.parametrize(
     ("num_clients", "cohort", "rounds", "kind"),
-    [(10**4, 10, 10**6, "array"), (10**9, 100, 100, "sparse"), (10**6, 100, 10**5, "file"), (10**6, 10**6, 1, "file")],
+    [
+        (10**4, 10, 10**6, "array"),
+        (10**9, 100, 100, "sparse"),
+        (10**6, 100, 10**5, "file"),
+        (10**6, 10**6, 1, "file"),
+    ],
 )
 def test_the_store_is_chosen_by_what_it_will_hold(num_clients, cohort, rounds, kind):
     assert choose(num_clients, 10_000, "float32", cohort, rounds) == kind
@@ -414,7 +440,10 @@ except StateError as error:
 @pytest.mark.parametrize("room", [0, 5, 9_000, 100_000])
 def test_a_full_disk_leaves_the_rows_committed(tmp_path, room):
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, tmp_path, str(room)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", FULL_DISK, tmp_path, str(room)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     store = FileStore(tmp_path, 100, 1000, "float64")

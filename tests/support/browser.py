@@ -10,12 +10,20 @@ import subprocess
 import sys
 import time
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 WHY = "chromium is not installed: it shows the page"
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
-    "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--hide-scrollbars",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--remote-debugging-pipe",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--hide-scrollbars",
+)
 PATIENCE = 120.0  # seconds; a busy machine takes its time
 
 
@@ -30,14 +38,18 @@ class Browser:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         # the pipe must be 3 and 4 there; a step between instead of work after a fork, which JAX warns of
         step = f"import os, sys; os.dup2({high[0]}, 3); os.dup2({high[1]}, 4); os.execv(sys.argv[1], sys.argv[1:])"
-        self.process = subprocess.Popen([sys.executable, "-S", "-c", step, *command], pass_fds=high, **quiet)
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", "-c", step, *command], pass_fds=high, **quiet
+        )
         for end in (*high, theirs[0], ours[1]):
             os.close(end)
         self.read, self.write = ours[0], theirs[1]
         self.number, self.rest, self.session = 0, b"", None
         self.faults, self.asked = [], []
         page = next(t for t in self.tell("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        self.session = self.tell("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        self.session = self.tell("Target.attachToTarget", targetId=page["targetId"], flatten=True)[
+            "sessionId"
+        ]
         for part in ("Page", "Runtime", "Network", "Log"):
             self.tell(f"{part}.enable")
 
@@ -56,7 +68,9 @@ class Browser:
         self.number += 1
         message = {"id": self.number, "method": method, "params": given}
         os.write(
-            self.write, json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
+            self.write,
+            json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode()
+            + b"\0",
         )
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
@@ -79,8 +93,14 @@ class Browser:
         if method == "Network.requestWillBeSent":
             self.asked.append(said["request"]["url"])
         elif method == "Runtime.exceptionThrown":
-            self.faults.append(said["exceptionDetails"].get("exception", {}).get("description", "an exception"))
-        elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
+            self.faults.append(
+                said["exceptionDetails"].get("exception", {}).get("description", "an exception")
+            )
+        elif method == "Runtime.consoleAPICalled" and said["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.faults.append(str(said["args"]))
         elif method == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
             self.faults.append(said["entry"]["text"] + " " + said["entry"].get("url", ""))
@@ -91,7 +111,9 @@ class Browser:
 
     def run(self, script):
         """The value of an expression in the page; a promise is waited for."""
-        done = self.tell("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        done = self.tell(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
@@ -108,7 +130,11 @@ class Browser:
     def look(self, width, height=1000, dark=False):
         """A window of this size; light or dark."""
         self.tell(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.tell("Emulation.setEmulatedMedia", features=[scheme])
@@ -125,7 +151,11 @@ class Browser:
             **more,
         )
         self.tell(
-            "Input.dispatchKeyEvent", type="keyUp", key=key, code=code or key, windowsVirtualKeyCode=KEYS.get(key, 0)
+            "Input.dispatchKeyEvent",
+            type="keyUp",
+            key=key,
+            code=code or key,
+            windowsVirtualKeyCode=KEYS.get(key, 0),
         )
 
     def picture(self, path):

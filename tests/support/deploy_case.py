@@ -16,7 +16,9 @@ START = np.array([3.0, -2.0])
 RECORDS = {site: 2 + i for i, site in enumerate(SITES)}
 
 
-def settings(extra="", deploy="", local="steps = 3\nlr = 0.2", algorithm="name = 'scaffold'", top=""):
+def settings(
+    extra="", deploy="", local="steps = 3\nlr = 0.2", algorithm="name = 'scaffold'", top=""
+):
     sites = list(SITES)
     return parse(
         f"precision = 'float64'\nrounds = 30\n{top}\n[algorithm]\n{algorithm}\n[local]\n{local}\n"
@@ -65,7 +67,9 @@ def server_of(config, folder, **more):
 def run_quietly(config, folder, rounds=None, **more):
     """The whole run in this process, nothing going wrong; returns the server and its summary."""
     server = server_of(config, folder, **more)
-    summary = drive(server, InProcess(learner(config.precision), config, folder), rounds or config.rounds)
+    summary = drive(
+        server, InProcess(learner(config.precision), config, folder), rounds or config.rounds
+    )
     return server, summary
 
 
@@ -78,7 +82,9 @@ def play(server, config, folder, present=SITES):
     """One quiet round."""
     requests = server.open(present)
     for site, request in requests.items():
-        server.receive(site, answer(request, learner(config.precision), config, site, folder / "sites"))
+        server.receive(
+            site, answer(request, learner(config.precision), config, site, folder / "sites")
+        )
     return server.close()
 
 

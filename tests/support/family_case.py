@@ -21,8 +21,12 @@ def grad(i, y):
 
 
 def close(found, expected, ulps=4000):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=ulps * 2.3e-16 * (1 + np.abs(expected).max()))
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=ulps * 2.3e-16 * (1 + np.abs(expected).max())
+    )
 
 
 def run(algorithm, rounds=30, local_steps=5, lr=0.2, **more):
-    return fs.simulate(algorithm, PROBLEM, rounds=rounds, local_steps=local_steps, lr=lr, **EXACT, **more)
+    return fs.simulate(
+        algorithm, PROBLEM, rounds=rounds, local_steps=local_steps, lr=lr, **EXACT, **more
+    )

@@ -49,7 +49,12 @@ def vrl_sgd(a, b, x0, lr, local_steps, rounds):
     """
     x, delta, path = np.array(x0, float), np.zeros_like(b, float), []
     for _ in range(rounds):
-        ends = np.stack([descended(a, b, i, x, lr, local_steps, lambda y, own=delta[i]: -own) for i in range(len(b))])
+        ends = np.stack(
+            [
+                descended(a, b, i, x, lr, local_steps, lambda y, own=delta[i]: -own)
+                for i in range(len(b))
+            ]
+        )
         x = ends.mean(axis=0)
         delta = delta + (x - ends) / (local_steps * lr)
         path.append(x)
@@ -82,7 +87,11 @@ def dane_by_steps(a, b, x0, lr, local_steps, mu, cohorts):
         ends = []
         for i in cohort:
             own = gradient(a, b, i, x)
-            ends.append(descended(a, b, i, x, lr, local_steps, lambda y, own=own, g=g, x=x: g - own + mu * (y - x)))
+            ends.append(
+                descended(
+                    a, b, i, x, lr, local_steps, lambda y, own=own, g=g, x=x: g - own + mu * (y - x)
+                )
+            )
         x = np.mean(ends, axis=0)
         path.append(x)
     return np.array(path)
@@ -116,7 +125,10 @@ def feddyn(a, b, x0, lr, local_steps, alpha, cohorts):
     x, memory, h, path = np.array(x0, float), np.zeros_like(b, float), np.zeros(len(x0)), []
     for cohort in cohorts:
         ends = {
-            k: descended(a, b, k, x, lr, local_steps, lambda y, k=k, x=x: alpha * (y - x) - memory[k]) for k in cohort
+            k: descended(
+                a, b, k, x, lr, local_steps, lambda y, k=k, x=x: alpha * (y - x) - memory[k]
+            )
+            for k in cohort
         }
         for k, y in ends.items():
             memory[k] = memory[k] - alpha * (y - x)

@@ -17,7 +17,9 @@ def codes_of(script, folder, **more):
     """Run a script that gathers `codes` in a process that may fork; returns them, and what was said on stderr."""
     env = {
         "PJRT_NPROC": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),  # children may be killed while they write to it
+        "JAX_COMPILATION_CACHE_DIR": str(
+            folder / "cache"
+        ),  # children may be killed while they write to it
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # children find the program compiled
         **more,
     }

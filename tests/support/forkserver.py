@@ -20,11 +20,30 @@ from pathlib import Path
 
 COMMAND = "from fedscaffold.cli import main; main()"
 PRELOADED = (
-    "jax", "jax.numpy", "optax", "scipy.linalg", "scipy.optimize", "scipy.stats", "sklearn.datasets", "pydantic", "typer",
-    "tomli_w", "fedscaffold.cli.deploy", "fedscaffold.cli.theory", "fedscaffold.cli.verbs", "fedscaffold.estimators",
-    "fedscaffold.experiments", "fedscaffold.conformance", "fedscaffold.problems", "fedscaffold.simulation",
-    "fedscaffold.theory", "matplotlib.pyplot", "papers.claims", "papers.command", "papers.exercises.command",
-)  # fmt: skip
+    "jax",
+    "jax.numpy",
+    "optax",
+    "scipy.linalg",
+    "scipy.optimize",
+    "scipy.stats",
+    "sklearn.datasets",
+    "pydantic",
+    "typer",
+    "tomli_w",
+    "fedscaffold.cli.deploy",
+    "fedscaffold.cli.theory",
+    "fedscaffold.cli.verbs",
+    "fedscaffold.estimators",
+    "fedscaffold.experiments",
+    "fedscaffold.conformance",
+    "fedscaffold.problems",
+    "fedscaffold.simulation",
+    "fedscaffold.theory",
+    "matplotlib.pyplot",
+    "papers.claims",
+    "papers.command",
+    "papers.exercises.command",
+)
 _server = None
 
 
@@ -42,13 +61,22 @@ def run(code, *words, cwd=None, env=None, input=None, check=False):
     with tempfile.TemporaryDirectory(prefix="fork-") as folder:
         streams = {name: str(Path(folder, name)) for name in ("stdin", "stdout", "stderr")}
         Path(streams["stdin"]).write_text(input or "", encoding="utf-8")
-        asked = {"code": code, "words": [str(word) for word in words], "cwd": str(cwd or Path.cwd())}
+        asked = {
+            "code": code,
+            "words": [str(word) for word in words],
+            "cwd": str(cwd or Path.cwd()),
+        }
         server = _started()
-        server.stdin.write(json.dumps({**asked, "env": {**os.environ, **(env or {})}, "streams": streams}) + "\n")
+        server.stdin.write(
+            json.dumps({**asked, "env": {**os.environ, **(env or {})}, "streams": streams}) + "\n"
+        )
         server.stdin.flush()
         answer = server.stdout.readline()
         assert answer, "the fork server has ended"
-        out, err = (Path(streams[name]).read_text("utf-8", "backslashreplace") for name in ("stdout", "stderr"))
+        out, err = (
+            Path(streams[name]).read_text("utf-8", "backslashreplace")
+            for name in ("stdout", "stderr")
+        )
     done = subprocess.CompletedProcess([code, *words], json.loads(answer), out, err)
     if check:
         done.check_returncode()

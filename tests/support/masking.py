@@ -36,7 +36,12 @@ Words = NDArray[np.uint64]
 
 
 def mask_vector(
-    site: str, vector: Array, own: X25519PrivateKey, publics: Mapping[str, bytes], run: str, round: int
+    site: str,
+    vector: Array,
+    own: X25519PrivateKey,
+    publics: Mapping[str, bytes],
+    run: str,
+    round: int,
 ) -> Words:
     """Mask a client's weighted vector.
 
@@ -54,12 +59,19 @@ def mask_vector(
     >>> sum_masked(sent)
     array([ 0.75, -3.  ])
     """
-    if not np.isfinite(vector).all() or np.abs(vector).max(initial=0) * 2.0**BITS * len(publics) >= 2.0**62:
-        raise InputError(f"secure sums take numbers below 2^{62 - BITS} / clients; take a smaller local.lr")
+    if (
+        not np.isfinite(vector).all()
+        or np.abs(vector).max(initial=0) * 2.0**BITS * len(publics) >= 2.0**62
+    ):
+        raise InputError(
+            f"secure sums take numbers below 2^{62 - BITS} / clients; take a smaller local.lr"
+        )
     total = np.rint(vector.astype(np.float64) * 2.0**BITS).astype(np.int64).view(np.uint64)
     for other, public in publics.items():
         if other != site:
-            stream = _stream(own, public, f"{run} {round} {min(site, other)} {max(site, other)}", total.size)
+            stream = _stream(
+                own, public, f"{run} {round} {min(site, other)} {max(site, other)}", total.size
+            )
             total = total + stream if site < other else total - stream
     return total
 
@@ -77,5 +89,6 @@ def _stream(own: X25519PrivateKey, public: bytes, label: str, size: int) -> Any:
     shared = own.exchange(X25519PublicKey.from_public_bytes(public))
     key = HKDF(hashes.SHA256(), 32, None, b"fedscaffold mask " + label.encode()).derive(shared)
     return np.frombuffer(
-        Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(8 * size)), np.uint64
+        Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(8 * size)),
+        np.uint64,
     )

@@ -15,16 +15,24 @@ def broken(**changes: Any) -> Adapter:
 
 def update(c: Any) -> Adapter:
     """Our own algorithm with another c, and the whole mean move."""
-    return broken(update=lambda server, sent, mean, heard: Server(server.x - mean.move, c(server, mean, heard)))
+    return broken(
+        update=lambda server, sent, mean, heard: Server(
+            server.x - mean.move, c(server, mean, heard)
+        )
+    )
 
 
 OUR_MUTANTS: dict[str, Adapter] = {
     "update: c without heard": update(lambda server, mean, heard: mean.d),
     "update: c without D - c": update(lambda server, mean, heard: server.c + heard * mean.d),
     "update: c stays": update(lambda server, mean, heard: server.c),
-    "update: no server step": update(lambda server, mean, heard: server.c + heard * (mean.d - server.c)),
+    "update: no server step": update(
+        lambda server, mean, heard: server.c + heard * (mean.d - server.c)
+    ),
     "remember: d alone": broken(remember=lambda memory, shift, message: Memory(message.d)),
-    "remember: d + shift": broken(remember=lambda memory, shift, message: Memory(message.d + shift)),
+    "remember: d + shift": broken(
+        remember=lambda memory, shift, message: Memory(message.d + shift)
+    ),
     "shift: c_i - c": broken(shift=lambda server, memory: memory.c_i - server.c),
     "direction: g": broken(direction=lambda gradient, y, x, shift: gradient(y)),
     "message: at x, always": broken(message=message_at_x),

@@ -10,9 +10,19 @@ from scipy.linalg import block_diag, solve_discrete_lyapunov
 from fedscaffold.problems import Problem
 
 CONSTANTS = {
-    "smoothness": 1.3, "mu": 0.2, "delta": 0.4, "noise_trace": 0.3, "big_g": 0.7, "big_b": 1.4, "distance": 1.1,
-    "suboptimality": 0.9, "control_distance": 0.8, "local_steps": 5, "num_clients": 8, "cohort": 2,
-}  # fmt: skip
+    "smoothness": 1.3,
+    "mu": 0.2,
+    "delta": 0.4,
+    "noise_trace": 0.3,
+    "big_g": 0.7,
+    "big_b": 1.4,
+    "distance": 1.1,
+    "suboptimality": 0.9,
+    "control_distance": 0.8,
+    "local_steps": 5,
+    "num_clients": 8,
+    "cohort": 2,
+}
 
 
 # Exact dynamics: SCAFFOLD with all clients, as deviations u = theta - theta*, v_c = xi_c - xi_c*.
@@ -62,7 +72,10 @@ def accumulated(a, noise, lr, steps):
     """Covariance of sum_h (I - lr A)^h e_h for every client."""
     return np.array(
         [
-            sum(g @ c @ g for g in (np.linalg.matrix_power(np.eye(len(h)) - lr * h, k) for k in range(steps)))
+            sum(
+                g @ c @ g
+                for g in (np.linalg.matrix_power(np.eye(len(h)) - lr * h, k) for k in range(steps))
+            )
             for h, c in zip(a, noise, strict=True)
         ]
     )
@@ -106,15 +119,27 @@ def slope(x, y):
 def local_maps(a, lr, steps):
     """Upsilon_i and M_i: what K steps do to the start and to a constant gradient."""
     d = a.shape[1]
-    powers = [np.array([np.linalg.matrix_power(np.eye(d) - lr * h, k) for h in a]) for k in range(steps + 1)]
+    powers = [
+        np.array([np.linalg.matrix_power(np.eye(d) - lr * h, k) for h in a])
+        for k in range(steps + 1)
+    ]
     return powers[-1], lr * sum(powers[:-1])
 
 
 def rescaled(constants, length, value):
     """The same federation in other units: x -> length x, f -> value f."""
-    powers = {"smoothness": (-2, 1), "mu": (-2, 1), "delta": (-2, 1), "noise_trace": (-2, 2), "big_g": (-1, 1)}
+    powers = {
+        "smoothness": (-2, 1),
+        "mu": (-2, 1),
+        "delta": (-2, 1),
+        "noise_trace": (-2, 2),
+        "big_g": (-1, 1),
+    }
     powers |= {"distance": (1, 0), "suboptimality": (0, 1), "control_distance": (-1, 1)}
-    return {k: v * length ** powers[k][0] * value ** powers[k][1] if k in powers else v for k, v in constants.items()}
+    return {
+        k: v * length ** powers[k][0] * value ** powers[k][1] if k in powers else v
+        for k, v in constants.items()
+    }
 
 
 def records(sizes=(6, 11, 8), d=3, seed=1):
@@ -131,5 +156,8 @@ def net_loss(params, batch):
 
 def net():
     rng = np.random.default_rng(3)
-    params = {"in": {"w": rng.normal(size=(3, 2)), "b": rng.normal(size=2)}, "out": rng.normal(size=2)}
+    params = {
+        "in": {"w": rng.normal(size=(3, 2)), "b": rng.normal(size=2)},
+        "out": rng.normal(size=2),
+    }
     return Problem(net_loss, params, [{"x": x, "y": y} for x, y in records()])

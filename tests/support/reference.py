@@ -7,9 +7,24 @@ momentum or a schedule it keeps the gradients it saw and averages them.
 import numpy as np
 
 
-def scaffold(gradient, num_clients, x, cohorts, steps, lrs, server_lr=1.0, weights=None, momentum=0.0, option=2):
+def scaffold(
+    gradient,
+    num_clients,
+    x,
+    cohorts,
+    steps,
+    lrs,
+    server_lr=1.0,
+    weights=None,
+    momentum=0.0,
+    option=2,
+):
     """`gradient(i, y, round, k)`; `k = -1` asks for the gradient over all data. Returns x, c, c_i."""
-    p = np.full(num_clients, 1 / num_clients) if weights is None else np.asarray(weights) / np.sum(weights)
+    p = (
+        np.full(num_clients, 1 / num_clients)
+        if weights is None
+        else np.asarray(weights) / np.sum(weights)
+    )
     x = np.array(x, float)
     c, c_i = np.zeros_like(x), np.zeros((num_clients, len(x)))
     for r, cohort in enumerate(cohorts):

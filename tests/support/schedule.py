@@ -45,5 +45,7 @@ def dealt(files, workers, together):
     for name in sorted(files.keys() - set(LONGEST), key=lambda name: (-files[name], name)):
         min(hands, key=lambda hand: sum(files[name] for name in hand)).append(name)
     for hand, first in zip(hands, firsts, strict=True):
-        hand[first:] = sorted(hand[first:], key=lambda name: (not together(name), files[name], name))
+        hand[first:] = sorted(
+            hand[first:], key=lambda name: (not together(name), files[name], name)
+        )
     return [name for hand in hands for name in hand]

@@ -76,20 +76,26 @@ def _problem(case: Case) -> Problem:
         return case.split(case.gradient(int(i), case.join(y)))
 
     def gradient(y: Any, batch: Any) -> Any:
-        shapes = [jax.ShapeDtypeStruct(tensor.shape, case.precision) for tensor in case.split(case.x0)]
+        shapes = [
+            jax.ShapeDtypeStruct(tensor.shape, case.precision) for tensor in case.split(case.x0)
+        ]
         return jax.experimental.io_callback(ask, shapes, batch[0], y)
 
     def loss(y: Any, batch: Any) -> Any:
         return sum((tensor**2).sum() for tensor in y)
 
-    return Problem(loss, case.split(case.x0), clients, gradient=gradient, coupled=False, name="case")
+    return Problem(
+        loss, case.split(case.x0), clients, gradient=gradient, coupled=False, name="case"
+    )
 
 
 def _algorithm(case: Case) -> Algorithm:
     whole = scaffold(option=case.option, server_lr=case.server_lr)
     if not case.frozen:
         return whole
-    return whole._replace(remember=lambda memory, shift, message: memory, update=fedavg(case.server_lr).update)
+    return whole._replace(
+        remember=lambda memory, shift, message: memory, update=fedavg(case.server_lr).update
+    )
 
 
 def _optimizer(case: Case) -> dict[str, Any]:
@@ -97,7 +103,9 @@ def _optimizer(case: Case) -> dict[str, Any]:
     if case.momentum or case.clip_corrected is not None:
         lr: Any = case.lr[0] if constant else lambda k: jax.numpy.asarray(case.lr)[k]
         sgd = optax.sgd(lr, momentum=case.momentum or None)
-        clip = () if case.clip_corrected is None else (optax.clip_by_global_norm(case.clip_corrected),)
+        clip = (
+            () if case.clip_corrected is None else (optax.clip_by_global_norm(case.clip_corrected),)
+        )
         return {"local_optimizer": optax.chain(*clip, sgd)}
     return {"lr": case.lr[0] if constant else lambda k: case.lr[k]}
 

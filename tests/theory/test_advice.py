@@ -14,9 +14,9 @@ def gaps(problem, noise, rounds, cohort=1.0, weights="equal"):
 
     def end(name, lr, steps):
         options = {"lr": lr, "local_steps": steps, "noise": noise, "rounds": rounds}
-        return mean_squared_error(problem, algorithm=make(name), cohort=cohort, weights=weights, gap=True, **options)[
-            -1
-        ]
+        return mean_squared_error(
+            problem, algorithm=make(name), cohort=cohort, weights=weights, gap=True, **options
+        )[-1]
 
     return end
 
@@ -30,7 +30,9 @@ def test_strong_noise_asks_for_small_steps():
     assert end("fedavg", 1.0, 1) > 4
     advice = advise(heterogeneity(problem), problem, rounds=100)
     assert advice.promised
-    assert advice.gap == pytest.approx(end(advice.algorithm, advice.lr, advice.local_steps), rel=1e-12)
+    assert advice.gap == pytest.approx(
+        end(advice.algorithm, advice.lr, advice.local_steps), rel=1e-12
+    )
     assert advice.gap < 0.01 < 0.6 < advice.start_gap < 0.7
     assert f"{advice.gap:.2g} above its minimum" in str(advice)
     one_step = advise(heterogeneity(problem), problem, rounds=100, local_steps=1)
@@ -47,7 +49,10 @@ def random_federation(seed):
     if seed % 3 == 0:
         problem = fs.problems.quadratic(n, d, mu=mu, seed=seed, **made)
     elif seed % 3 == 1:
-        apart = {"gradient_dissimilarity": 10 ** rng.uniform(-2, 2), "hessian_dissimilarity": mu * rng.uniform()}
+        apart = {
+            "gradient_dissimilarity": 10 ** rng.uniform(-2, 2),
+            "hessian_dissimilarity": mu * rng.uniform(),
+        }
         problem = fs.problems.dialled(n, d, mu=mu, seed=seed, **apart, **made)
     else:
         one = fs.problems.quadratic(1, d, mu=mu, seed=seed).records
@@ -69,19 +74,34 @@ def test_advice_is_within_half_of_the_best_on_a_grid(seed):
     assert advice.gap <= 1.5 * max(min(one.gap for one in advice.tried), 1e-25 * advice.start_gap)
     lrs = [2.0**-k / problem.smoothness for k in range(0, 21, 4)]
     others = [end("sgd", lr, 1) for lr in lrs]
-    others += [end(name, lr, k) for name in ("fedavg", "scaffold") for lr in lrs for k in LOCAL_STEPS[::4]]
+    others += [
+        end(name, lr, k) for name in ("fedavg", "scaffold") for lr in lrs for k in LOCAL_STEPS[::4]
+    ]
     assert mine <= 1.5 * max(min(others), 1e-25 * advice.start_gap)
 
 
 @pytest.mark.slow
 def test_simulated_runs_end_where_the_advice_says():
-    problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.02, noise=1.0, x0=[3.0, -2.0, 1.0], seed=4)
+    problem = fs.problems.quadratic(
+        num_clients=5, dim=3, mu=0.02, noise=1.0, x0=[3.0, -2.0, 1.0], seed=4
+    )
     weights, runs = [3.0, 1.0, 1.0, 2.0, 1.0], 300
-    advice = advise(heterogeneity(problem, weights=weights), problem, rounds=15, cohort=3, local_steps=4)
+    advice = advise(
+        heterogeneity(problem, weights=weights), problem, rounds=15, cohort=3, local_steps=4
+    )
     found = fs.sweep(
-        make(advice.algorithm), problem, rounds=15, local_steps=advice.local_steps, lr=advice.lr, cohort=3,
-        weights=weights, seeds=runs, metrics=["gap"], precision="float64", progress=False,
-    )  # fmt: skip
+        make(advice.algorithm),
+        problem,
+        rounds=15,
+        local_steps=advice.local_steps,
+        lr=advice.lr,
+        cohort=3,
+        weights=weights,
+        seeds=runs,
+        metrics=["gap"],
+        precision="float64",
+        progress=False,
+    )
     ends = np.array([run.history["gap"][-1] for run in found.runs[0]])
     assert abs(ends.mean() - advice.gap) < 4 * ends.std(ddof=1) / np.sqrt(runs)
 
@@ -89,7 +109,10 @@ def test_simulated_runs_end_where_the_advice_says():
 def test_where_nothing_beats_the_start_it_is_said():
     problem = fs.problems.quadratic(num_clients=3, dim=2, mu=0.5, noise=1e3, seed=0)
     at_rest = fs.problems.quadratic(
-        hessians=problem.records[0], linear=problem.records[1], noise=1e3, x0=problem.optimum() + 1e-6
+        hessians=problem.records[0],
+        linear=problem.records[1],
+        noise=1e3,
+        x0=problem.optimum() + 1e-6,
     )
     advice = advise(heterogeneity(at_rest), at_rest, rounds=20)
     assert advice.gap >= advice.start_gap

@@ -126,7 +126,9 @@ def test_the_differentiated_code_is_the_closed_form(algorithm, n, d, lr, steps):
     if code.memory:
         eigenvalues = np.linalg.eigvals(code.matrix)
         assert (np.abs(eigenvalues - 1) < 1e-6).sum() == d  # I15: what c - mean c_i conserves
-        np.testing.assert_allclose(code.fixed_point()[2 * d :], problem.ideal_controls().ravel(), atol=1e-11)
+        np.testing.assert_allclose(
+            code.fixed_point()[2 * d :], problem.ideal_controls().ravel(), atol=1e-11
+        )
 
 
 @pytest.mark.slow
@@ -144,13 +146,20 @@ def test_every_registered_algorithm_has_the_form_that_it_declares(name):
     if algorithm.form is None:
         with pytest.raises(fs.InputError, match="no closed form is known"):
             xi_round_map(problem, **options)
-        known = [theory.round_map(problem, **{**options, "algorithm": make()}).spectral_radius() for make in CLOSED]
-        assert np.abs(np.subtract(known, code.spectral_radius())).min() > 1e-4  # not one that was forgotten
+        known = [
+            theory.round_map(problem, **{**options, "algorithm": make()}).spectral_radius()
+            for make in CLOSED
+        ]
+        assert (
+            np.abs(np.subtract(known, code.spectral_radius())).min() > 1e-4
+        )  # not one that was forgotten
         return
     closed = xi_round_map(problem, **options)
     change = to_xi(n, d) if algorithm.form.memory else np.eye(d)
     common = change.shape[1]  # what follows is of the clients' own, and acts on nobody else
-    np.testing.assert_allclose(change @ code.matrix[:common, :common], closed.matrix @ change, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        change @ code.matrix[:common, :common], closed.matrix @ change, rtol=0, atol=1e-10
+    )
     np.testing.assert_allclose(change @ code.offset[:common], closed.offset, rtol=0, atol=1e-10)
     assert not code.matrix[:common, common:].any()
 
@@ -161,7 +170,9 @@ def half_shift(gradient, y, x, shift):
 
 STALE = {
     "direction": fs.scaffold()._replace(direction=half_shift),
-    "direction of fedavg": fs.fedavg()._replace(direction=lambda gradient, y, x, shift: gradient(y) + 0.1 * y),
+    "direction of fedavg": fs.fedavg()._replace(
+        direction=lambda gradient, y, x, shift: gradient(y) + 0.1 * y
+    ),
     "message": fs.scaffold()._replace(message=fs.scaffold(option=1).message),
     "update": fs.scaffold()._replace(update=fs.scaffold(server_lr=0.9).update),
     "update with a cohort": fs.scaffold()._replace(update=fs.scaffold_xi().update),
@@ -177,9 +188,13 @@ def test_a_declared_form_that_the_functions_do_not_have_is_refused(part):
     stale, problem = STALE[part], fs.problems.quadratic(3, 2, mu=0.2, seed=0)
     stationary = partial(theory.stationary, noise=covariances(3, 2))
     for ask in (theory.contraction_rate, theory.bias, xi_round_map, stationary):
-        with pytest.raises(fs.InputError, match=r"declares a form that its functions do not have; .*form=None"):
+        with pytest.raises(
+            fs.InputError, match=r"declares a form that its functions do not have; .*form=None"
+        ):
             ask(problem, lr=0.3, local_steps=4, algorithm=stale)
-    found = stable_step(problem, lr=0.3, local_steps=4, algorithm=stale)  # a diagnosis goes on, and promises nothing
+    found = stable_step(
+        problem, lr=0.3, local_steps=4, algorithm=stale
+    )  # a diagnosis goes on, and promises nothing
     assert found.radius is None
 
 
@@ -187,12 +202,18 @@ def test_without_its_stale_form_an_algorithm_is_differentiated():
     stale, problem = STALE["direction"], fs.problems.quadratic(3, 2, mu=0.2, seed=0)
     options = {"lr": 0.3, "local_steps": 4, "algorithm": stale._replace(form=None)}
     rate = theory.contraction_rate(problem, **options)
-    assert rate.spectral_radius == pytest.approx(theory.round_map(problem, **options).spectral_radius(), abs=1e-12)
+    assert rate.spectral_radius == pytest.approx(
+        theory.round_map(problem, **options).spectral_radius(), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("server_lr", [1e-3, 0.7, 3.0])
 def test_declared_forms_hold_for_all_parameters(server_lr):
-    made = [fs.scaffold(server_lr=server_lr), fs.scaffold(option=1, server_lr=server_lr), fs.sgd(server_lr)]
+    made = [
+        fs.scaffold(server_lr=server_lr),
+        fs.scaffold(option=1, server_lr=server_lr),
+        fs.sgd(server_lr),
+    ]
     made += [fs.fedprox(mu, server_lr) for mu in (0.0, 1e-4, 1.0, 1e6)]
     made += [make(server_lr=server_lr) for make in CLOSED]
     for algorithm in made:
@@ -202,7 +223,10 @@ def test_declared_forms_hold_for_all_parameters(server_lr):
 @pytest.mark.slow
 def test_a_simulated_run_follows_the_map_and_contracts_at_its_spectral_radius():
     # no two eigenvalues alike: where clients share one, control variates can carry a mode that x never shows
-    hessians, linear = covariances(4, 3, seed=3) + 0.1 * np.eye(3), np.arange(12.0).reshape(4, 3) / 5
+    hessians, linear = (
+        covariances(4, 3, seed=3) + 0.1 * np.eye(3),
+        np.arange(12.0).reshape(4, 3) / 5,
+    )
     problem = fs.problems.quadratic(hessians=hessians, linear=linear, x0=[1.0, -2.0, 0.5])
     one = theory.round_map(problem, lr=0.2, local_steps=10)
     state = np.concatenate([problem.params, np.zeros(15)])
@@ -240,11 +264,15 @@ def test_an_algorithm_without_a_closed_form_is_differentiated():
     one = theory.round_map(problem, algorithm=half, **options)
     rest = one.fixed_point()
     np.testing.assert_allclose(one(rest), rest, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(theory.fixed_point(problem, algorithm=half, **options), rest[:2], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        theory.fixed_point(problem, algorithm=half, **options), rest[:2], rtol=0, atol=1e-13
+    )
     np.testing.assert_allclose(
         theory.bias(problem, algorithm=half, **options), rest[:2] - problem.optimum(), atol=1e-13
     )
-    squared = fs.fedavg()._replace(direction=lambda gradient, y, x, shift: gradient(y) * gradient(y))
+    squared = fs.fedavg()._replace(
+        direction=lambda gradient, y, x, shift: gradient(y) * gradient(y)
+    )
     with pytest.raises(fs.InputError, match="not affine"):
         theory.round_map(problem, algorithm=squared, **options)
 
@@ -284,7 +312,9 @@ def test_krylov_spaces_find_what_the_full_matrix_has(algorithm, lr, steps):
     problem = fs.problems.quadratic(20, 6, seed=4)
     one = linear_round(spectra(problem), form_of(algorithm), lr=lr, local_steps=steps)
     matrix = scaled(one)
-    assert rates._krylov_radius(one) == pytest.approx(np.abs(np.linalg.eigvals(matrix)).max(), abs=1e-11)
+    assert rates._krylov_radius(one) == pytest.approx(
+        np.abs(np.linalg.eigvals(matrix)).max(), abs=1e-11
+    )
     norm = largest_singular_value(one)
     assert norm == pytest.approx(np.linalg.norm(matrix, 2), abs=1e-11)
     np.testing.assert_allclose(operator(one).rmatmat(np.eye(len(matrix))), matrix.T, atol=1e-13)
@@ -304,7 +334,9 @@ def test_option_one_has_the_radius_of_its_matrix():
     problem = fs.problems.quadratic(5, 3, mu=0.1, seed=4)
     one = linear_round(spectra(problem), form_of(fs.scaffold(option=1)), lr=0.3, local_steps=6)
     full = np.abs(np.linalg.eigvals(scaled(one))).max()
-    assert rates.spectral_radius(one) == pytest.approx(full, abs=1e-7)  # its zero eigenvalues are defective
+    assert rates.spectral_radius(one) == pytest.approx(
+        full, abs=1e-7
+    )  # its zero eigenvalues are defective
 
 
 def test_every_bound_is_above_the_exact_value():
@@ -331,7 +363,9 @@ def test_every_bound_is_above_the_exact_value():
 # --- the stationary law ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [SCAFFOLD, fs.scaffold(server_lr=1.3), FEDAVG, fs.fedprox(mu=0.2)])
+@pytest.mark.parametrize(
+    "algorithm", [SCAFFOLD, fs.scaffold(server_lr=1.3), FEDAVG, fs.fedprox(mu=0.2)]
+)
 def test_the_covariance_solves_its_equation(algorithm):
     """Against the Kronecker solve with F5's noise covariance, on an orthonormal basis of sum xi = 0."""
     n, d, lr, steps = 3, 2, 0.6, 4
@@ -340,7 +374,10 @@ def test_the_covariance_solves_its_equation(algorithm):
     law = theory.stationary(problem, lr=lr, local_steps=steps, noise=noise, algorithm=algorithm)
     form = form_of(algorithm)
     gammas = np.eye(d) - lr * (theory.client_quadratics(problem)[0] + form.drag * np.eye(d))
-    eps = sum(np.linalg.matrix_power(gammas, h) @ noise @ np.linalg.matrix_power(gammas, h) for h in range(steps))
+    eps = sum(
+        np.linalg.matrix_power(gammas, h) @ noise @ np.linalg.matrix_power(gammas, h)
+        for h in range(steps)
+    )
     enters = np.zeros(((n + 1) * d, n * d))  # what E_1 .. E_N do to (theta, xi)
     enters[:d] = -form.server_lr * lr / n * np.tile(np.eye(d), n)
     enters[d:] = -(np.eye(n * d) - np.tile(np.eye(d), (n, n)) / n) / steps
@@ -356,11 +393,14 @@ def test_the_covariance_solves_its_equation(algorithm):
         q = np.linalg.svd(np.eye(size) - conserved @ conserved.T)[0][:, : size - d]
     a, b = q.T @ matrix @ q, q.T @ added @ q
     solved = np.linalg.solve(np.eye(len(a) ** 2) - np.kron(a, a), b.ravel()).reshape(len(a), -1)
-    np.testing.assert_allclose(law.covariance, q @ solved @ q.T, rtol=0, atol=1e-12 * np.abs(solved).max())
+    np.testing.assert_allclose(
+        law.covariance, q @ solved @ q.T, rtol=0, atol=1e-12 * np.abs(solved).max()
+    )
 
 
 @pytest.mark.parametrize(
-    ("lr", "steps", "server_lr"), [(0.3, 6, 1.0), (1.0, 3, 1.0), (1.8, 3, 1.0), (0.5, 10**5, 1.0), (0.4, 5, 1.5)]
+    ("lr", "steps", "server_lr"),
+    [(0.3, 6, 1.0), (1.0, 3, 1.0), (1.8, 3, 1.0), (0.5, 10**5, 1.0), (0.4, 5, 1.5)],
 )
 def test_the_integral_is_the_doubling(lr, steps, server_lr):
     problem = fs.problems.quadratic(8, 5, mu=0.02, seed=6)
@@ -371,7 +411,9 @@ def test_the_integral_is_the_doubling(lr, steps, server_lr):
         "algorithm": fs.scaffold(server_lr=server_lr),
     }
     dense = theory.stationary(problem, **options).x_covariance
-    np.testing.assert_allclose(by_transfer(chain(problem, **options)), dense, rtol=0, atol=2e-10 * dense.max())
+    np.testing.assert_allclose(
+        by_transfer(chain(problem, **options)), dense, rtol=0, atol=2e-10 * dense.max()
+    )
 
 
 def test_block_equations():
@@ -393,7 +435,9 @@ def test_replicated_clients_divide_the_covariance():
     noise = covariances(3, 2)
     alone = theory.stationary(base, lr=0.5, local_steps=7, noise=noise)
     for copies in (4, 200):
-        many = fs.problems.quadratic(hessians=np.tile(hessians, (copies, 1, 1)), linear=np.tile(linear, (copies, 1)))
+        many = fs.problems.quadratic(
+            hessians=np.tile(hessians, (copies, 1, 1)), linear=np.tile(linear, (copies, 1))
+        )
         law = theory.stationary(many, lr=0.5, local_steps=7, noise=np.tile(noise, (copies, 1, 1)))
         assert (law.covariance is None) == (copies == 200)
         np.testing.assert_allclose(copies * law.x_covariance, alone.x_covariance, rtol=1e-9)
@@ -404,12 +448,16 @@ def test_replicated_clients_divide_the_covariance():
 def test_equal_clients_and_endless_local_steps():
     """F11: independent of H, with its closed form. F13: the limit, with an error of order 1/H."""
     a = np.diag([0.05, 0.4, 1.0])
-    equal = fs.problems.quadratic(hessians=np.tile(a, (4, 1, 1)), linear=np.arange(12.0).reshape(4, 3))
+    equal = fs.problems.quadratic(
+        hessians=np.tile(a, (4, 1, 1)), linear=np.arange(12.0).reshape(4, 3)
+    )
     expected = 0.6 / 4 * 0.3 / (np.diag(a) * (2 - 0.6 * np.diag(a)))
     for steps in (1, 5, 1000):
         law = theory.stationary(equal, lr=0.6, local_steps=steps, noise=0.3)
         np.testing.assert_allclose(law.x_covariance, np.diag(expected), rtol=0, atol=1e-12)
-        largest = max(power(0.6 * np.diag(a), steps).max(), lag(0.6 * np.diag(a), steps).max())  # F8'
+        largest = max(
+            power(0.6 * np.diag(a), steps).max(), lag(0.6 * np.diag(a), steps).max()
+        )  # F8'
         rate = theory.contraction_rate(equal, lr=0.6, local_steps=steps)
         norm = lambda_norm(equal, lr=0.6, local_steps=steps)
         assert [rate.spectral_radius, norm] == pytest.approx([largest, largest], abs=1e-12)
@@ -417,7 +465,9 @@ def test_equal_clients_and_endless_local_steps():
     gammas = np.eye(3) - 0.5 * theory.client_quadratics(problem)[0]
     limit = sum(np.linalg.matrix_power(gammas, 2 * h) for h in range(600)).mean(axis=0) * 0.5**2 / 4
     errors = [
-        np.abs(theory.stationary(problem, lr=0.5, local_steps=h, noise=1.0).x_covariance - limit).max()
+        np.abs(
+            theory.stationary(problem, lr=0.5, local_steps=h, noise=1.0).x_covariance - limit
+        ).max()
         for h in (2_000, 20_000, 200_000)
     ]
     assert errors[0] / errors[1] == pytest.approx(10, rel=0.05)
@@ -427,7 +477,9 @@ def test_equal_clients_and_endless_local_steps():
 def test_a_method_that_does_not_settle_is_refused():
     problem = fs.problems.quadratic(3, 2, seed=0)
     with pytest.raises(fs.InputError, match="does not settle"):
-        theory.stationary(problem, lr=2.5, local_steps=1, noise=1.0, algorithm=fs.fedavg(server_lr=2.0))
+        theory.stationary(
+            problem, lr=2.5, local_steps=1, noise=1.0, algorithm=fs.fedavg(server_lr=2.0)
+        )
     with pytest.raises(fs.InputError, match="noise must be a variance"):
         theory.stationary(problem, lr=0.5, local_steps=1, noise=np.ones(3))
     logistic = fs.problems.two_datasets("logistic", 2, records=10)
@@ -438,10 +490,18 @@ def test_a_method_that_does_not_settle_is_refused():
 # --- runs with noise -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [SCAFFOLD, fs.scaffold(option=1), fs.scaffold(server_lr=0.6), FEDAVG])
+@pytest.mark.parametrize(
+    "algorithm", [SCAFFOLD, fs.scaffold(option=1), fs.scaffold(server_lr=0.6), FEDAVG]
+)
 def test_drawn_runs_have_the_exact_mean_squared_error(algorithm):
     problem = fs.problems.quadratic(4, 3, mu=0.1, seed=10, x0=np.ones(3))
-    options = {"lr": 0.3, "local_steps": 4, "noise": covariances(4, 3), "rounds": 40, "algorithm": algorithm}
+    options = {
+        "lr": 0.3,
+        "local_steps": 4,
+        "noise": covariances(4, 3),
+        "rounds": 40,
+        "algorithm": algorithm,
+    }
     exact = theory.mean_squared_error(problem, **options)
     paths = sample_rounds(problem, seed=0, runs=4000, **options)
     errors = np.sum((paths - problem.optimum()) ** 2, axis=2)
@@ -462,9 +522,13 @@ def test_simulated_runs_have_the_exact_mean_squared_error(algorithm):
     noise = covariances(4, 3)
     problem = fs.problems.quadratic(4, 3, mu=0.1, seed=10, noise=noise, x0=np.ones(3))
     runs = 400
-    sweep = fs.sweep(algorithm, problem, rounds=12, local_steps=4, lr=0.3, seeds=range(runs), precision="float64")
+    sweep = fs.sweep(
+        algorithm, problem, rounds=12, local_steps=4, lr=0.3, seeds=range(runs), precision="float64"
+    )
     errors = np.stack([run.history["distance"] for run in sweep.runs[0]]) ** 2
-    exact = theory.mean_squared_error(problem, lr=0.3, local_steps=4, noise=noise, rounds=12, algorithm=algorithm)
+    exact = theory.mean_squared_error(
+        problem, lr=0.3, local_steps=4, noise=noise, rounds=12, algorithm=algorithm
+    )
     rounds = np.array([1, 3, 12])
     off = np.abs(errors[:, rounds - 1].mean(axis=0) - exact[rounds])
     assert (off <= 4 * errors[:, rounds - 1].std(axis=0) / math.sqrt(runs)).all()
@@ -476,13 +540,20 @@ def test_simulated_runs_have_the_exact_mean_squared_error(algorithm):
 def test_best_local_steps_is_the_brute_force_one():
     rng = np.random.default_rng(3)
     for seed in range(16):
-        n, d, lr = int(rng.integers(2, 5)), int(rng.integers(1, 4)), rng.choice([0.1, 0.5, 1.0, 1.7])
+        n, d, lr = (
+            int(rng.integers(2, 5)),
+            int(rng.integers(1, 4)),
+            rng.choice([0.1, 0.5, 1.0, 1.7]),
+        )
         problem = fs.problems.quadratic(n, d, mu=10 ** rng.uniform(-2, -0.3), seed=seed)
         per_step = rng.choice([0.0, 0.05])
         best = theory.best_local_steps(problem, lr=lr, cost_of_step=per_step)
         every = np.arange(1, max(80, 2 * best.local_steps))
         given, form = spectra(problem), form_of(SCAFFOLD)
-        radii = [rates.spectral_radius(linear_round(given, form, lr=lr, local_steps=int(h))) for h in every]
+        radii = [
+            rates.spectral_radius(linear_round(given, form, lr=lr, local_steps=int(h)))
+            for h in every
+        ]
         cost = (1 + per_step * every) * [theory.rounds_per_digit(radius) for radius in radii]
         assert best.cost == pytest.approx(cost.min(), rel=1e-12)
         assert best.cost == pytest.approx(cost[best.local_steps - 1], rel=1e-12)
@@ -505,13 +576,17 @@ def test_the_published_choice_needs_about_four_times_the_rounds():
 
 def test_best_local_steps_of_the_pair_and_of_other_problems():
     pair = theory.best_local_steps(fs.problems.lower_bound_pair(), lr=0.1)
-    curve = theory.contraction_curve(fs.problems.lower_bound_pair(), lr=0.1, local_steps=range(1, 60))
+    curve = theory.contraction_curve(
+        fs.problems.lower_bound_pair(), lr=0.1, local_steps=range(1, 60)
+    )
     assert pair.rate == min(rate.spectral_radius for rate in curve)
     logistic = fs.problems.two_datasets("logistic", 2, records=20, l2=0.1)
     best = theory.best_local_steps(logistic, lr=0.05)
     assert best.local_steps == round(1 / (0.05 * math.sqrt(0.1 * logistic.smoothness)))
     assert best.source.startswith("estimate")
-    assert theory.best_local_steps(logistic, lr=0.05, cost_of_step=5.0).local_steps < best.local_steps
+    assert (
+        theory.best_local_steps(logistic, lr=0.05, cost_of_step=5.0).local_steps < best.local_steps
+    )
     with pytest.raises(fs.InputError, match="two clients"):
         theory.best_local_steps(fs.problems.quadratic(1, 2), lr=0.1)
 

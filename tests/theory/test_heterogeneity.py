@@ -24,20 +24,36 @@ def test_heterogeneity_of_quadratics_is_exact():
     norms = np.array([np.linalg.norm(m - mean, 2) for m in a])
     found = heterogeneity(problem, weights=p, lr=0.2, local_steps=4)
     expected = {
-        "zeta_1": np.sqrt(p @ (rows**2).sum(1)), "zeta_2": np.sqrt(p @ norms**2), "delta": norms.max(),
-        "big_g": np.sqrt(2 * p @ (rows**2).sum(1)), "big_b": np.sqrt(2), "noise": 1.2, "record_noise": 0, "chance": 0,
-        "mu": 0.05, "smoothness": 1.0, "mean_mu": np.linalg.eigvalsh(mean)[0],
-        "mean_smoothness": np.linalg.eigvalsh(mean)[-1], "start_smoothness": 1.0, "noise_per_coordinate": 0.3,
+        "zeta_1": np.sqrt(p @ (rows**2).sum(1)),
+        "zeta_2": np.sqrt(p @ norms**2),
+        "delta": norms.max(),
+        "big_g": np.sqrt(2 * p @ (rows**2).sum(1)),
+        "big_b": np.sqrt(2),
+        "noise": 1.2,
+        "record_noise": 0,
+        "chance": 0,
+        "mu": 0.05,
+        "smoothness": 1.0,
+        "mean_mu": np.linalg.eigvalsh(mean)[0],
+        "mean_smoothness": np.linalg.eigvalsh(mean)[-1],
+        "start_smoothness": 1.0,
+        "noise_per_coordinate": 0.3,
         "drift_rate": np.linalg.norm(p @ np.einsum("nij,nj->ni", a - mean, rows)),
-    }  # fmt: skip
+    }
     for name, value in expected.items():
         assert getattr(found, name) == pytest.approx(value, abs=1e-12), name
     powers = np.eye(4) - np.stack([np.linalg.matrix_power(np.eye(4) - 0.2 * m, 4) for m in a])
-    pulled = p @ np.einsum("nij,nj->ni", np.linalg.solve(a, powers), rows) / (0.2 * 4)  # M_c grad f_c / (lr K)
+    pulled = (
+        p @ np.einsum("nij,nj->ni", np.linalg.solve(a, powers), rows) / (0.2 * 4)
+    )  # M_c grad f_c / (lr K)
     assert found.average_drift == pytest.approx(pulled @ pulled, rel=1e-9)
     assert (found.where, found.exact, found.convex, found.errors, found.unlikeness) == (
-        "the optimum", True, True, {}, np.inf,
-    )  # fmt: skip
+        "the optimum",
+        True,
+        True,
+        {},
+        np.inf,
+    )
 
 
 def test_the_lower_bound_pair_fits_its_constants():
@@ -56,7 +72,9 @@ def test_heterogeneity_of_regressions_is_that_of_their_facts():
         found = heterogeneity(problem, batch_size=5)
         ideal = problem.ideal_controls()
         assert found.zeta_1 == pytest.approx(np.sqrt((ideal**2).sum(1).mean()))
-        stated = np.trace(problem.facts.noise_covariance(problem.optimum(), 5), axis1=1, axis2=2).mean()
+        stated = np.trace(
+            problem.facts.noise_covariance(problem.optimum(), 5), axis1=1, axis2=2
+        ).mean()
         assert found.noise == pytest.approx(stated)
         assert found.smoothness <= problem.smoothness + 1e-9
         assert found.mu >= problem.mu - 1e-9
@@ -81,7 +99,10 @@ def pictures():
 
     def made(similarity, clients=20, keep=slice(None), **settings):
         federated = federate(data, f"similarity:{similarity}", clients)
-        cut = [(x[keep, :: 64 // 16] if settings.get("small") else x[keep], y[keep]) for x, y in federated.clients]
+        cut = [
+            (x[keep, :: 64 // 16] if settings.get("small") else x[keep], y[keep])
+            for x, y in federated.clients
+        ]
         test = federated.test if not settings.get("small") else None
         return fs.problems.softmax(cut, classes=10, l2=settings.get("l2", 1e-3), test=test)
 
@@ -115,7 +136,16 @@ def many_clients(seed):
     return fs.problems.softmax(clients, classes=4, l2=1e-3)
 
 
-SAMPLED = ("zeta_2", "delta", "smoothness", "mean_smoothness", "noise", "record_noise", "chance", "drift_rate")
+SAMPLED = (
+    "zeta_2",
+    "delta",
+    "smoothness",
+    "mean_smoothness",
+    "noise",
+    "record_noise",
+    "chance",
+    "drift_rate",
+)
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +184,17 @@ def test_the_whole_is_a_sample_without_error(monkeypatch):
     monkeypatch.setattr(room, "MEMORY", 14 * problem.dim)  # three groups of 14 are all 40 clients
     x = np.zeros(problem.dim)
     dense, grouped = heterogeneity(problem, at=x), heterogeneity(problem, at=x, exact=False)
-    for name in ("smoothness", "mean_smoothness", "mean_mu", "record_noise", "chance", "drift_rate"):
-        assert getattr(grouped, name) == pytest.approx(getattr(dense, name), rel=1e-6, abs=1e-6), name
+    for name in (
+        "smoothness",
+        "mean_smoothness",
+        "mean_mu",
+        "record_noise",
+        "chance",
+        "drift_rate",
+    ):
+        assert getattr(grouped, name) == pytest.approx(getattr(dense, name), rel=1e-6, abs=1e-6), (
+            name
+        )
 
 
 @pytest.mark.parametrize("seen", [4, 10])
@@ -192,9 +231,13 @@ def test_what_is_not_convex_is_measured_where_it_stands():
 
 @pytest.mark.slow
 def test_advice_on_quadratics_is_the_theorys():
-    unlike = fs.problems.dialled(8, 5, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1)
+    unlike = fs.problems.dialled(
+        8, 5, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1
+    )
     equal = fs.problems.dialled(8, 5, gradient_dissimilarity=9.0, hessian_dissimilarity=0.0, seed=1)
-    round_one = fs.problems.dialled(8, 5, mu=0.7, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1)
+    round_one = fs.problems.dialled(
+        8, 5, mu=0.7, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1
+    )
     for name, problem in {"scaffold": unlike, "fedavg": equal, "sgd": round_one}.items():
         advice = advise(heterogeneity(problem), problem, rounds=100 if name == "sgd" else 20)
         assert advice.algorithm == name
@@ -220,7 +263,9 @@ def test_digits_get_different_and_right_advice(pictures):
     advice, runs = {}, {}
     for similarity in (0, 100):
         problem = pictures(similarity, clients=10, l2=1e-3)
-        said = advice[similarity] = advise(heterogeneity(problem, batch_size=14), problem, rounds=25)
+        said = advice[similarity] = advise(
+            heterogeneity(problem, batch_size=14), problem, rounds=25
+        )
         for algorithm in (fs.fedavg(), fs.scaffold()):
             runs[similarity, algorithm.name] = fs.simulate(
                 algorithm, problem, lr=said.lr, local_steps=said.local_steps, **settings
@@ -231,14 +276,22 @@ def test_digits_get_different_and_right_advice(pictures):
     assert "by chance only" in str(advice[100])
     unlike, like = runs[0, "fedavg"].history, runs[0, "scaffold"].history
     assert like["loss"][-1] < 0.7 * unlike["loss"][-1]
-    reached = {name: np.argmax(runs[100, name].history["accuracy"] >= 0.95) + 1 for name in ("fedavg", "scaffold")}
+    reached = {
+        name: np.argmax(runs[100, name].history["accuracy"] >= 0.95) + 1
+        for name in ("fedavg", "scaffold")
+    }
     sent = {
-        name: (runs[100, name].history["bytes_up"] + runs[100, name].history["bytes_down"])[:r].sum()
+        name: (runs[100, name].history["bytes_up"] + runs[100, name].history["bytes_down"])[
+            :r
+        ].sum()
         for name, r in reached.items()
     }
     assert runs[100, "fedavg"].history["accuracy"][-1] >= 0.95
     assert sent["fedavg"] <= sent["scaffold"]
-    assert runs[100, "fedavg"].history["accuracy"][-1] >= runs[100, "scaffold"].history["accuracy"][-1] - 0.01
+    assert (
+        runs[100, "fedavg"].history["accuracy"][-1]
+        >= runs[100, "scaffold"].history["accuracy"][-1] - 0.01
+    )
 
 
 @pytest.mark.slow

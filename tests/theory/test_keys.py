@@ -10,22 +10,67 @@ from fedscaffold.cli import main
 from fedscaffold.cli.theory import USES
 from fedscaffold.experiments.config_file import Config
 
-SMALL = ["--clients", "4", "--set", "problem.dim=2", "--set", "problem.mu=0.2", "--set", "problem.noise=0.01"]
-VERBS = {"plan": ["--dataset", "quadratic", "--target", "0.3", *SMALL], "diagnose": ["--dataset", "quadratic", *SMALL]}
+SMALL = [
+    "--clients",
+    "4",
+    "--set",
+    "problem.dim=2",
+    "--set",
+    "problem.mu=0.2",
+    "--set",
+    "problem.noise=0.01",
+]
+VERBS = {
+    "plan": ["--dataset", "quadratic", "--target", "0.3", *SMALL],
+    "diagnose": ["--dataset", "quadratic", *SMALL],
+}
 
 # a value other than the default for every key; a new key of the configuration has to be entered here
 VALUES = {
-    "seed": 3, "rounds": 7, "weights": "records", "precision": "float64", "stop_at": "loss:0.1", "metrics": "['loss']",
-    "evaluate_every": 2, "block": 1, "stale": "decay:0.9", "compression": "top:0.1", "client_state": "file",
-    "problem.dataset": "synthetic-linear", "problem.split": "iid", "problem.clients": 3, "problem.model": "mlp",
-    "problem.l2": 0.1, "problem.dim": 3, "problem.mu": 0.1, "problem.smoothness": 2.0, "problem.noise": 0.2,
-    "problem.seed": 5, "problem.data": "'.'", "algorithm.name": "fedprox", "local.steps": 2, "local.epochs": 2,
-    "local.batch_size": 2, "local.lr": 0.05, "local.draw": "shuffle", "local.optimizer": "adam", "local.momentum": 0.5,
-    "cohort.size": 2, "cohort.availability": "trace.csv", "server.optimizer": "adam", "server.lr": 0.5,
-    "server.momentum": 0.5, "output.dir": "elsewhere", "output.checkpoint_every": 3,
-}  # fmt: skip
+    "seed": 3,
+    "rounds": 7,
+    "weights": "records",
+    "precision": "float64",
+    "stop_at": "loss:0.1",
+    "metrics": "['loss']",
+    "evaluate_every": 2,
+    "block": 1,
+    "stale": "decay:0.9",
+    "compression": "top:0.1",
+    "client_state": "file",
+    "problem.dataset": "synthetic-linear",
+    "problem.split": "iid",
+    "problem.clients": 3,
+    "problem.model": "mlp",
+    "problem.l2": 0.1,
+    "problem.dim": 3,
+    "problem.mu": 0.1,
+    "problem.smoothness": 2.0,
+    "problem.noise": 0.2,
+    "problem.seed": 5,
+    "problem.data": "'.'",
+    "algorithm.name": "fedprox",
+    "local.steps": 2,
+    "local.epochs": 2,
+    "local.batch_size": 2,
+    "local.lr": 0.05,
+    "local.draw": "shuffle",
+    "local.optimizer": "adam",
+    "local.momentum": 0.5,
+    "cohort.size": 2,
+    "cohort.availability": "trace.csv",
+    "server.optimizer": "adam",
+    "server.lr": 0.5,
+    "server.momentum": 0.5,
+    "output.dir": "elsewhere",
+    "output.checkpoint_every": 3,
+}
 UNUSED = {"problem.split", "problem.model", "problem.l2"}  # by quadratics
-SAME = {"problem.data", "weights", "local.batch_size"}  # used, but no difference for clients of one record and no files
+SAME = {
+    "problem.data",
+    "weights",
+    "local.batch_size",
+}  # used, but no difference for clients of one record and no files
 
 
 def keys():
@@ -71,19 +116,42 @@ def test_every_key_makes_a_difference_or_is_refused_by_name(verb, monkeypatch, c
 
 
 def test_what_is_kept_is_kept(monkeypatch, capsys):
-    sets = ["--cohort", "2", "--set", "local.steps=3", "--set", "local.lr=0.1", "--set", "algorithm.name=scaffold"]
+    sets = [
+        "--cohort",
+        "2",
+        "--set",
+        "local.steps=3",
+        "--set",
+        "local.lr=0.1",
+        "--set",
+        "algorithm.name=scaffold",
+    ]
     code, said = answer(monkeypatch, capsys, "plan", *sets, "--set", "algorithm.option=1")
     [one] = said["proposals"]
     assert (code, said["cohort"], one["algorithm"]) == (0, 2, "scaffold")
     assert (one["lr"], one["local_steps"], one["promised"]) == (0.1, 3, True)
-    code, said = answer(monkeypatch, capsys, "diagnose", "--cohort", "0.5", "--rounds", "9", "--set", "local.steps=3")
+    code, said = answer(
+        monkeypatch,
+        capsys,
+        "diagnose",
+        "--cohort",
+        "0.5",
+        "--rounds",
+        "9",
+        "--set",
+        "local.steps=3",
+    )
     assert (code, said["advice"]["local_steps"]) == (0, 3)
     assert "After 9 rounds of 2 of the 4 clients" in " ".join(said["advice"]["why"])
 
 
 @pytest.mark.parametrize(
     ("key", "word"),
-    [("local.steps=[1,2,3,4]", "local.steps"), ("local.lr=tuned", "local.lr"), ("algorithm.name=scaffnew", "scaffnew")],
+    [
+        ("local.steps=[1,2,3,4]", "local.steps"),
+        ("local.lr=tuned", "local.lr"),
+        ("algorithm.name=scaffnew", "scaffnew"),
+    ],
 )
 def test_values_that_cannot_be_planned_for_are_refused(key, word, monkeypatch, capsys):
     code, said = answer(monkeypatch, capsys, "plan", "--set", key)

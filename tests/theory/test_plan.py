@@ -20,7 +20,9 @@ models = sys.modules["fedscaffold.theory.quadratic_model"]
 
 PROBLEMS = {
     "noisy quadratics": (
-        lambda: fs.problems.quadratic(num_clients=6, dim=4, mu=0.1, noise=0.02, x0=np.ones(4), seed=3),
+        lambda: fs.problems.quadratic(
+            num_clients=6, dim=4, mu=0.1, noise=0.02, x0=np.ones(4), seed=3
+        ),
         None,
         ["scaffold"],
     ),
@@ -30,7 +32,9 @@ PROBLEMS = {
         ["scaffold"],
     ),
     "dialled": (
-        lambda: fs.problems.dialled(5, 3, gradient_dissimilarity=3.0, hessian_dissimilarity=0.05, noise=0.05, seed=1),
+        lambda: fs.problems.dialled(
+            5, 3, gradient_dissimilarity=3.0, hessian_dissimilarity=0.05, noise=0.05, seed=1
+        ),
         None,
         ["fedavg"],
     ),
@@ -69,7 +73,11 @@ def test_a_reduced_plan_is_the_exact_one_where_nothing_is_left_out(monkeypatch):
     for one, other in zip(exact.proposals, plan(problem, target=0.05).proposals, strict=True):
         assert (one.promised, other.promised) == (True, False)
         assert "no promise" in other.why
-        assert (one.rounds, one.local_steps, one.bytes_sent) == (other.rounds, other.local_steps, other.bytes_sent)
+        assert (one.rounds, one.local_steps, one.bytes_sent) == (
+            other.rounds,
+            other.local_steps,
+            other.bytes_sent,
+        )
         assert other.lr == pytest.approx(one.lr, rel=1e-6)
         np.testing.assert_allclose(other.curve, one.curve, rtol=1e-4)
 
@@ -98,7 +106,9 @@ def test_redrawn_gradients_have_the_noise_of_full_batches():
 @pytest.mark.slow
 def test_a_large_problem_is_planned_in_few_directions_and_simulated():
     federated = federate(load("digits"), "similarity:0", 20)
-    problem = fs.problems.softmax([(x[:, ::4], y) for x, y in federated.clients], classes=10, l2=1e-2)  # d = 170
+    problem = fs.problems.softmax(
+        [(x[:, ::4], y) for x, y in federated.clients], classes=10, l2=1e-2
+    )  # d = 170
     made = plan(problem, target=0.5, algorithms=["scaffold"])
     assert made.distance > 2
     assert not made.proposals[0].promised
@@ -116,14 +126,23 @@ def test_the_pair_chosen_needs_no_more_rounds_than_its_neighbours():
         (one.lr, 4 * one.local_steps),
     ):
         errors = mean_squared_error(
-            problem, lr=lr, local_steps=steps, noise=noise, rounds=max(1, one.rounds - 2), x0=np.ones(4)
+            problem,
+            lr=lr,
+            local_steps=steps,
+            noise=noise,
+            rounds=max(1, one.rounds - 2),
+            x0=np.ones(4),
         )
         assert math.sqrt(errors[-1]) > 0.1
 
 
 def test_fedavg_with_many_local_steps_is_ruled_out_by_its_bias():
-    problem = fs.problems.dialled(5, 3, gradient_dissimilarity=5.0, hessian_dissimilarity=0.09, seed=1)
-    fedavg, scaffold = plan(problem, target=1e-4, algorithms=["fedavg", "scaffold"], cost_of_step=0.0).proposals
+    problem = fs.problems.dialled(
+        5, 3, gradient_dissimilarity=5.0, hessian_dissimilarity=0.09, seed=1
+    )
+    fedavg, scaffold = plan(
+        problem, target=1e-4, algorithms=["fedavg", "scaffold"], cost_of_step=0.0
+    ).proposals
     assert scaffold.rounds < fedavg.rounds
     assert fedavg.lr * (fedavg.local_steps - 1) < scaffold.lr * scaffold.local_steps
 
@@ -131,7 +150,9 @@ def test_fedavg_with_many_local_steps_is_ruled_out_by_its_bias():
 def test_costs_move_the_choice():
     problem = PROBLEMS["noisy quadratics"][0]()
     dear_rounds = plan(problem, target=0.1, algorithms=["scaffold"]).proposals[0]
-    dear_steps = plan(problem, target=0.1, algorithms=["scaffold"], cost_of_round=0.0, cost_of_step=1.0).proposals[0]
+    dear_steps = plan(
+        problem, target=0.1, algorithms=["scaffold"], cost_of_round=0.0, cost_of_step=1.0
+    ).proposals[0]
     assert dear_steps.gradients <= dear_rounds.gradients
     assert dear_rounds.rounds <= dear_steps.rounds
 
@@ -179,7 +200,9 @@ def test_a_plan_is_for_the_cohort_and_the_weights_that_were_asked_for():
     assert made.distance == pytest.approx(np.linalg.norm(1 - problem.optimum(weights)))
     for algorithm, one in zip(made.algorithms, made.proposals, strict=True):
         assert (one.promised, one.local_steps) == (True, 3)
-        errors = mean_squared_error(problem, lr=one.lr, noise=0.02, rounds=one.rounds, algorithm=algorithm, **asked)
+        errors = mean_squared_error(
+            problem, lr=one.lr, noise=0.02, rounds=one.rounds, algorithm=algorithm, **asked
+        )
         np.testing.assert_allclose(one.curve**2, errors, rtol=1e-12)
         assert (one.curve[-1] <= 1.0, bool((one.curve[1:-1] > 1.0).all())) == (True, True)
         run = fs.simulate(algorithm, problem, rounds=one.rounds, lr=one.lr, metrics=(), **asked)
@@ -193,7 +216,12 @@ def test_fedavg_with_cohorts_of_unequal_weights_is_biased_at_any_step_size():
     """A client's share of a cohort is not its weight on average, so smaller steps do not help."""
     problem = PROBLEMS["exact quadratics"][0]()
     fedavg, scaffold = plan(
-        problem, target=0.05, algorithms=["fedavg", "scaffold"], cohort=2, weights=[9.0, 1, 1, 1, 1, 1], max_rounds=3000
+        problem,
+        target=0.05,
+        algorithms=["fedavg", "scaffold"],
+        cohort=2,
+        weights=[9.0, 1, 1, 1, 1, 1],
+        max_rounds=3000,
     ).proposals
     assert fedavg.rounds is None
     assert scaffold.rounds is not None

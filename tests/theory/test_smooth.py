@@ -29,7 +29,8 @@ from papers.bounds.expansion import contract, expand, residual_factor
 def plain(problem):
     """The same problem, with nothing known about it."""
     clients = [
-        tuple(a[i:j] for a in problem.records) for i, j in zip(problem.offsets, problem.offsets[1:], strict=False)
+        tuple(a[i:j] for a in problem.records)
+        for i, j in zip(problem.offsets, problem.offsets[1:], strict=False)
     ]
     return Problem(problem.functions.loss, problem.params, clients)
 
@@ -51,19 +52,26 @@ def test_derivatives_of_any_tree_are_finite_differences_of_one_another():
 
     def losses(point):
         params = problem.layout.unflatten(point)
-        return np.array([float(problem.functions.loss(params, {"x": a, "y": b})) for a, b in records()])
+        return np.array(
+            [float(problem.functions.loss(params, {"x": a, "y": b})) for a, b in records()]
+        )
 
     with jax.enable_x64(True):
         slopes = [(losses(x + e) - losses(x - e)) / (2 * h) for e in h * np.eye(problem.dim)]
     np.testing.assert_allclose(client_gradients(problem, x), np.transpose(slopes), atol=1e-8)
     for direction in (v, own):
-        difference = (client_gradients(problem, x + h * direction) - client_gradients(problem, x - h * direction)) / (
-            2 * h
-        )
+        difference = (
+            client_gradients(problem, x + h * direction)
+            - client_gradients(problem, x - h * direction)
+        ) / (2 * h)
         np.testing.assert_allclose(client_products(problem, x, direction), difference, atol=1e-8)
-    difference = (client_products(problem, x + h * u, v) - client_products(problem, x - h * u, v)) / (2 * h)
+    difference = (
+        client_products(problem, x + h * u, v) - client_products(problem, x - h * u, v)
+    ) / (2 * h)
     np.testing.assert_allclose(client_thirds(problem, x, u, v), difference, atol=1e-8)
-    np.testing.assert_allclose(client_hessians(problem, x) @ v, client_products(problem, x, v), atol=1e-12)
+    np.testing.assert_allclose(
+        client_hessians(problem, x) @ v, client_products(problem, x, v), atol=1e-12
+    )
 
 
 def test_derivatives_of_logistic_regression_are_the_closed_forms():
@@ -72,7 +80,9 @@ def test_derivatives_of_logistic_regression_are_the_closed_forms():
     rng = np.random.default_rng(0)
     w, root = rng.normal(size=3), rng.normal(size=(4, 3, 3))
     matrices = root @ root.transpose(0, 2, 1)
-    np.testing.assert_allclose(client_gradients(problem, w), problem.facts.client_gradients(w), atol=1e-14)
+    np.testing.assert_allclose(
+        client_gradients(problem, w), problem.facts.client_gradients(w), atol=1e-14
+    )
     for i, (x, _) in enumerate(clients):
         s = 1 / (1 + np.exp(-x @ w))
         hessian = (x * (s * (1 - s))[:, None]).T @ x / len(x) + 0.1 * np.eye(3)
@@ -85,10 +95,14 @@ def test_derivatives_of_logistic_regression_are_the_closed_forms():
     for batch in (1, 5):
         stated = problem.facts.noise_covariance(w, batch)
         np.testing.assert_allclose(noise_covariance(problem, w, batch), stated, atol=1e-14)
-        np.testing.assert_allclose(noise_level(problem, w, batch), np.trace(stated, axis1=1, axis2=2), atol=1e-14)
+        np.testing.assert_allclose(
+            noise_level(problem, w, batch), np.trace(stated, axis1=1, axis2=2), atol=1e-14
+        )
     assert not noise_covariance(problem, w).any()
     share = noise_covariance(problem, w, 0.25)  # of 6, 11 and 8 records: 2, 3 and 2
-    np.testing.assert_allclose(share, problem.facts.noise_covariance(w, 1) / np.array([2, 3, 2])[:, None, None])
+    np.testing.assert_allclose(
+        share, problem.facts.noise_covariance(w, 1) / np.array([2, 3, 2])[:, None, None]
+    )
 
 
 def test_given_gradients_and_additive_noise_count():
@@ -97,12 +111,17 @@ def test_given_gradients_and_additive_noise_count():
     problem = fs.problems.quadratic(num_clients=3, dim=2, noise=noise, seed=0)
     np.testing.assert_allclose(client_hessians(problem, np.ones(2)), problem.records[0], atol=1e-15)
     np.testing.assert_allclose(noise_covariance(problem, np.ones(2)), noise, atol=1e-12)
-    np.testing.assert_allclose(noise_level(problem, np.ones(2), 3), np.trace(noise, axis1=1, axis2=2), atol=1e-12)
+    np.testing.assert_allclose(
+        noise_level(problem, np.ones(2), 3), np.trace(noise, axis1=1, axis2=2), atol=1e-12
+    )
     assert not client_thirds(problem, np.ones(2), np.ones(2), np.ones(2)).any()
 
 
 def test_one_program_serves_all_clients_whatever_they_hold():
-    problem, x = Problem(net_loss, net().params, [{"x": x, "y": y} for x, y in records((5, 2, 9, 7))]), np.ones(10)
+    problem, x = (
+        Problem(net_loss, net().params, [{"x": x, "y": y} for x, y in records((5, 2, 9, 7))]),
+        np.ones(10),
+    )
     before = _program._cache_size()
     for _ in range(3):
         client_products(problem, x, x)
@@ -112,14 +131,19 @@ def test_one_program_serves_all_clients_whatever_they_hold():
 @pytest.mark.parametrize("weights", ["equal", "records"])
 def test_optima_are_found_without_being_known(weights):
     known = fs.problems.logistic(records(), l2=0.1)
-    np.testing.assert_allclose(find_optimum(plain(known), weights), known.optimum(weights), atol=1e-10)
+    np.testing.assert_allclose(
+        find_optimum(plain(known), weights), known.optimum(weights), atol=1e-10
+    )
     np.testing.assert_array_equal(find_optimum(known, weights), known.optimum(weights))
 
 
 def test_what_has_no_one_optimum_is_refused():
     with pytest.raises(fs.InputError, match="not convex"):
         find_optimum(net())
-    apart = [(np.array([[1.0], [2.0]]), np.array([0.0, 1.0])), (np.array([[-1.0]]), np.array([0.0]))]
+    apart = [
+        (np.array([[1.0], [2.0]]), np.array([0.0, 1.0])),
+        (np.array([[-1.0]]), np.array([0.0])),
+    ]
     separable = fs.problems.logistic([(x - 1.5, y) for x, y in apart], l2=0.0)
     with pytest.raises(fs.InputError, match="may fall for ever"):
         find_optimum(separable)
@@ -130,7 +154,9 @@ def test_solve_is_the_inverse():
     p, x, b = np.array([0.2, 0.5, 0.3]), np.ones(3), np.arange(3.0)
     mean = np.tensordot(p, client_hessians(problem, x), 1)
     np.testing.assert_allclose(solve(problem, x, b, p), np.linalg.solve(mean, b), rtol=1e-7)
-    np.testing.assert_allclose(solve(problem, x, b, p, 0.5), np.linalg.solve(mean + 0.5 * np.eye(3), b), rtol=1e-7)
+    np.testing.assert_allclose(
+        solve(problem, x, b, p, 0.5), np.linalg.solve(mean + 0.5 * np.eye(3), b), rtol=1e-7
+    )
 
 
 # expansions
@@ -155,7 +181,9 @@ def exact_law(a, noise, p, lr, steps):
     still = np.zeros((n, steps, d))
     matrix = np.stack([one_round(s[:d], s[d:].reshape(n, d), still) for s in np.eye(size)], axis=1)
     zero = np.zeros((n, d))
-    enters = np.stack([one_round(zero[0], zero, e.reshape(n, steps, d)) for e in np.eye(inputs)], axis=1)
+    enters = np.stack(
+        [one_round(zero[0], zero, e.reshape(n, steps, d)) for e in np.eye(inputs)], axis=1
+    )
     spread = scipy.linalg.block_diag(*(noise[i] for i in range(n) for _ in range(steps)))
     law = scipy.linalg.solve_discrete_lyapunov(matrix, enters @ spread @ enters.T)
     shift = np.kron(np.outer(np.ones(n), p) - np.eye(n), np.eye(d))  # xi_c = c - c_c
@@ -175,9 +203,16 @@ def test_covariances_have_errors_of_second_order_with_the_corrected_sign_only(we
     for lr in steps:
         found = expand(problem, lr=lr, local_steps=3, weights=p)
         x, cross, controls = exact_law(a, noise, p, lr, 3)
-        wrong = found.cross_covariance + 2 * found.covariance @ (a - np.tensordot(p, a, 1))  # the printed "+"
+        wrong = found.cross_covariance + 2 * found.covariance @ (
+            a - np.tensordot(p, a, 1)
+        )  # the printed "+"
         blocks = np.array([[found.control_covariance(c, k) for k in range(3)] for c in range(3)])
-        pairs = (found.covariance, x), (found.cross_covariance, cross), (wrong, cross), (blocks, controls)
+        pairs = (
+            (found.covariance, x),
+            (found.cross_covariance, cross),
+            (wrong, cross),
+            (blocks, controls),
+        )
         errors.append([np.linalg.norm(left - right) for left, right in pairs])
     slopes = slope_of(np.array(errors), steps)
     np.testing.assert_allclose(slopes, [2, 2, 1, 1], atol=0.1)
@@ -187,7 +222,9 @@ def test_clients_that_are_equal_give_the_known_variance():
     """F11: Var_j = (lr/N) c_j / (a_j (2 - lr a_j)), whatever the number of local steps."""
     a, c, n, errors, steps = np.array([0.5, 2.0]), np.array([1.0, 0.3]), 4, [], (0.02, 0.01)
     for lr in steps:
-        problem = fs.problems.quadratic(hessians=[np.diag(a)] * n, linear=np.ones((n, 2)), noise=np.diag(c))
+        problem = fs.problems.quadratic(
+            hessians=[np.diag(a)] * n, linear=np.ones((n, 2)), noise=np.diag(c)
+        )
         found = expand(problem, lr=lr, local_steps=7)
         errors.append(np.abs(np.diag(found.covariance) - lr / n * c / (a * (2 - lr * a))).max())
         assert not found.bias.any()
@@ -206,8 +243,12 @@ def test_lyapunov_and_lanczos_solve_what_they_say():
     with pytest.raises(fs.InputError, match="positive definite"):
         lyapunov(np.diag([1.0, 0.0]), np.eye(2))
     both = np.stack([h, c - 2 * np.eye(5)])
-    low, high, low_error, high_error = lanczos(lambda v: np.einsum("kij,kj->ki", both, v), (2, 5), 99, rng)
-    np.testing.assert_allclose(np.stack([low, high], 1), np.linalg.eigvalsh(both)[:, [0, -1]], atol=1e-9)
+    low, high, low_error, high_error = lanczos(
+        lambda v: np.einsum("kij,kj->ki", both, v), (2, 5), 99, rng
+    )
+    np.testing.assert_allclose(
+        np.stack([low, high], 1), np.linalg.eigvalsh(both)[:, [0, -1]], atol=1e-9
+    )
     assert max(low_error.max(), high_error.max()) < 1e-8
     rank_one = np.outer(h[0], h[0])[None]  # the chain ends after two steps
     assert lanczos(lambda v: v @ rank_one[0], (1, 5), 5, rng)[1][0] == pytest.approx(h[0] @ h[0])
@@ -220,9 +261,17 @@ def uneven():
 
 def fedavg_rests(problem, lr, steps):
     run = fs.simulate(
-        fs.fedavg(), problem, rounds=int(60 / (lr * steps)), local_steps=steps, lr=lr, weights="records",
-        x0=problem.optimum("records"), metrics=["distance"], evaluate_every=1000, precision="float64",
-    )  # fmt: skip
+        fs.fedavg(),
+        problem,
+        rounds=int(60 / (lr * steps)),
+        local_steps=steps,
+        lr=lr,
+        weights="records",
+        x0=problem.optimum("records"),
+        metrics=["distance"],
+        evaluate_every=1000,
+        precision="float64",
+    )
     return run.vector - problem.optimum("records")
 
 
@@ -237,8 +286,12 @@ def test_fedavgs_bias_is_the_formula_and_richardson_leaves_its_second_order(unev
         half = expand(uneven, lr=lr / 2, local_steps=5, weights="records")
         left.append(2 * rests[lr / 2] - rests[lr])
         assert found.richardson_order == 2
-    assert np.linalg.norm(rests[0.01] - found.fedavg_bias) < 0.05 * np.linalg.norm(found.fedavg_bias)
-    assert slope_of([np.linalg.norm(rests[lr]) for lr in steps], steps) == pytest.approx(1, abs=0.05)
+    assert np.linalg.norm(rests[0.01] - found.fedavg_bias) < 0.05 * np.linalg.norm(
+        found.fedavg_bias
+    )
+    assert slope_of([np.linalg.norm(rests[lr]) for lr in steps], steps) == pytest.approx(
+        1, abs=0.05
+    )
     assert slope_of(first, steps) == pytest.approx(2, abs=0.1)
     assert slope_of(second, steps) == pytest.approx(3, abs=0.15)
     assert slope_of([np.linalg.norm(v) for v in left], steps) > 1.9
@@ -280,7 +333,10 @@ class Bent:
         """
         rng, n = np.random.default_rng(seed), len(self.scale)
         logit = 1 / (1 + np.exp(-self.scale * x))
-        at, curvature = self.scale * logit + x / 4 - self.pull, self.scale**2 * logit * (1 - logit) + 0.25
+        at, curvature = (
+            self.scale * logit + x / 4 - self.pull,
+            self.scale**2 * logit * (1 - logit) + 0.25,
+        )
         bent, straight = np.full((copies, 1), x), np.full((copies, 1), x)
         xi, chi = np.tile(-at, (copies, 1)), np.tile(-at, (copies, 1))
         total, count = 0.0, 0
@@ -307,13 +363,18 @@ def test_scaffolds_bias_and_that_of_its_control_variates_by_simulation():
     clients = Bent([1.0, 2.5], [0.3, 1.2])
     problem = clients.problem(1.0)
     x = find_optimum(problem)
-    full, half = (estimate(clients.rest(x[0], lr, 2, 1500, 4000, 1.0, seed=k)) for k, lr in enumerate((0.08, 0.04)))
+    full, half = (
+        estimate(clients.rest(x[0], lr, 2, 1500, 4000, 1.0, seed=k))
+        for k, lr in enumerate((0.08, 0.04))
+    )
     mean, error = 4 * half[0] - full[0], np.hypot(4 * half[1], full[1])
     found = expand(problem, lr=0.08, local_steps=2)
     stated = np.concatenate([found.bias, found.control_bias[:, 0]])
     assert (np.abs(mean - stated) < 4 * error + 0.02 * np.abs(stated)).all(), (mean, stated, error)
     assert (error < 0.1 * np.abs(stated)).all()
-    printed = stated[1:] + 2 * (found.hessian - client_hessians(problem, x)[:, 0])[:, 0] * found.bias
+    printed = (
+        stated[1:] + 2 * (found.hessian - client_hessians(problem, x)[:, 0])[:, 0] * found.bias
+    )
     assert (np.abs(mean[1:] - printed) > 10 * error[1:]).all()  # E.2 as printed has the other sign
 
 

@@ -1,4 +1,7 @@
-"""The pages of the Python reference: every public name of a room, read from its `__all__` without importing it."""
+"""The pages of the Python reference.
+
+Every public name of a room, read from its `__all__` without importing it.
+"""
 
 import ast
 from functools import cache

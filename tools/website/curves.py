@@ -26,7 +26,10 @@ def line(values, rounds, kind):
 
 
 def picture(said, rounds, **curves):
-    """Curves by the name of their kind, which the style sheet colours; `said` is for those who do not see them."""
+    """Curves by the name of their kind, which the style sheet colours.
+
+    `said` is for those who do not see them.
+    """
     grid = "".join(
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height(10.0**p):.1f}" y2="{height(10.0**p):.1f}"/>'
         f'<text x="{LEFT - 5}" y="{height(10.0**p) + 4:.1f}" text-anchor="end">{"1" if p == 0 else f"1e{p}"}</text>'

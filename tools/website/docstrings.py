@@ -1,8 +1,9 @@
 """Docstrings as the reference shows them.
 
-Examples that begin with `>>>` become blocks of code. The docstrings of `simulate`, `sweep` and the estimators hold a
-line ARGUMENTS or PARAMETERS, which the package replaces at run time by a line for each argument. Griffe reads the
-source and does not run it, so these objects are imported here for their docstring and signature.
+Examples that begin with `>>>` become blocks of code. The docstrings of `simulate`, `sweep` and the
+estimators hold a line ARGUMENTS or PARAMETERS, which the package replaces at run time by a line for
+each argument. Griffe reads the source and does not run it, so these objects are imported here for
+their docstring and signature.
 """
 
 import importlib
@@ -13,7 +14,9 @@ import griffe
 
 EXAMPLE = re.compile(r"^([ ]*)>>> .*(?:\n(?:\1[ ]*\S.*))*", re.M)
 FILLED = re.compile(r"^ *(?:ARGUMENTS|PARAMETERS)$", re.M)
-DESCRIPTION = "fedscaffold.run_config.RunConfig"  # a dataclass whose defaults are made by a function
+DESCRIPTION = (
+    "fedscaffold.run_config.RunConfig"  # a dataclass whose defaults are made by a function
+)
 
 
 def fenced(text):
@@ -46,7 +49,9 @@ def parameters(live):
         *(
             griffe.Parameter(
                 one.name,
-                annotation=None if one.annotation is one.empty else inspect.formatannotation(one.annotation).strip("'"),
+                annotation=None
+                if one.annotation is one.empty
+                else inspect.formatannotation(one.annotation).strip("'"),
                 kind=griffe.ParameterKind[one.kind.name.lower()],
                 default=None if one.default is one.empty else repr(one.default),
             )

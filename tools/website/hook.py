@@ -1,7 +1,9 @@
-"""What the site has that no page has in its text: made from the code's own lists whenever the site is built.
+"""What the site has that no page has in its text.
 
-A page asks for it by a line such as `<!-- made: wall -->`. The theatre is built in as `drift.html`, and the rows of the
-errata get anchors, so that a formula can point at its own.
+Made from the code's own lists whenever the site is built.
+
+A page asks for it by a line such as `<!-- made: wall -->`. The theatre is built in as `drift.html`,
+and the rows of the errata get anchors, so that a formula can point at its own.
 """
 
 import re
@@ -18,12 +20,22 @@ from fedscaffold.runs.theatre import theatre
 
 ROOT = Path(__file__).parents[2]
 log = getLogger("mkdocs.hooks.website")
-TABLES = ("configuration.md", "errata.md", "extend.md", "notation.md", "reproduction.md", "theory-formulas.md")
+TABLES = (
+    "configuration.md",
+    "errata.md",
+    "extend.md",
+    "notation.md",
+    "reproduction.md",
+    "theory-formulas.md",
+)
 MADE = re.compile(r"^<!-- made: ([\w /.-]+?) -->$", re.M)
 
 
 def included(name):
-    """A page of the repository that is not in docs/, without its title; links to pages of docs/ stay links."""
+    """A page of the repository that is not in docs/, without its title.
+
+    Links to pages of docs/ stay links.
+    """
     text = re.sub(r"^# .*\n+", "", (ROOT / name).read_text(encoding="utf-8"))
     text = text.replace("](../docs/", "](docs:")
     text = re.sub(r"\[([^\]]+)\]\((?!docs:|https?:|#)[^)]*\)", r"\1", text)
@@ -68,7 +80,11 @@ def on_page_content(html, page, **_):
     """Tables of words: on a phone every row is a card, with the head of each column before its cell."""
     if page.file.src_uri not in TABLES:
         return html
-    html = re.sub(r"<code>(?:fs\.|test_)[^<]*</code>", lambda found: re.sub(r"(_|\.|::)", r"\1<wbr>", found[0]), html)
+    html = re.sub(
+        r"<code>(?:fs\.|test_)[^<]*</code>",
+        lambda found: re.sub(r"(_|\.|::)", r"\1<wbr>", found[0]),
+        html,
+    )
     return f'<div class="cards">{re.sub(r"<table>.*?</table>", labelled, html, flags=re.S)}</div>'
 
 

@@ -1,7 +1,9 @@
 """The bug museum: every mistake of the suite's table, run, drawn, and with the identity that catches it.
 
-What catches a public mistake is read from the table of docs/conformance.md, which a test keeps true; our own mutants
-are judged here. Nothing is typed that can be computed: museum.toml has a sentence for each mistake, and no more.
+What catches a public mistake is read from the table of docs/conformance.md, which a test keeps
+true; our own mutants
+are judged here. Nothing is typed that can be computed: museum.toml has a sentence for each mistake,
+    and no more.
 """
 
 import ast
@@ -24,14 +26,27 @@ from fedscaffold.conformance import IDENTITIES, conform, ours, run
 from fedscaffold.conformance.federations import CONDITIONS, brief
 
 ROOT = Path(__file__).parents[2]
-TABLES = {  # where broken implementations are written down: public mistakes, and our own algorithm broken on purpose
+# where broken implementations are written down: public mistakes, and our own algorithm broken on
+# purpose
+TABLES = {
     "MISTAKES": ROOT / "src" / "fedscaffold" / "conformance" / "mistakes.py",
     "OUR_MUTANTS": ROOT / "tests" / "support" / "mutants.py",
 }
 BY_NAME = {identity.name: identity for identity in IDENTITIES}
-TELLING = ["optimum", "mean", "first round", "gradients seen"]  # the families whose conditions are pictures
+TELLING = [
+    "optimum",
+    "mean",
+    "first round",
+    "gradients seen",
+]  # the families whose conditions are pictures
 ENOUGH = [  # to judge our own mutants by: each fails one of them
-    *("optimum: all", "optimum: sampling", "optimum: option I", "first round: all", "gradients seen: all"),
+    *(
+        "optimum: all",
+        "optimum: sampling",
+        "optimum: option I",
+        "first round: all",
+        "gradients seen: all",
+    ),
     *("gradient at x", "server step"),
 ]
 
@@ -50,7 +65,10 @@ OURS: dict[str, str] = WORDS["ours"]
 
 @cache
 def broken(table):
-    """A table of broken implementations, fresh: its random numbers are then the same at every build."""
+    """A table of broken implementations, fresh.
+
+    Its random numbers are then the same at every build.
+    """
     spec = importlib.util.spec_from_file_location(f"{table}_on_show", TABLES[table])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -77,11 +95,16 @@ def caught_in_public():
     table = page.partition("<!-- begin mistakes -->")[2].partition("<!-- end mistakes -->")[0]
     rows = re.findall(r"^\| (.+?) \| (\*\*.+?) \|$", table, re.M)
     cell = re.compile(r"\*\*(.+?)\*\*(?: \((.+?)\))?")
-    return {name: [row for part in cell.findall(text) for row in rows_of(*part)] for name, text in rows}
+    return {
+        name: [row for part in cell.findall(text) for row in rows_of(*part)] for name, text in rows
+    }
 
 
 def rows_of(family, conditions):
-    """The identities that a cell of the table means: `mean` with `all, sampling`, `everywhere` or `all but restart`."""
+    """The identities that a cell of the table means.
+
+    `mean` with `all, sampling`, `everywhere` or `all but restart`.
+    """
     members = [name for name in BY_NAME if name.partition(": ")[0] == family]
     if not conditions or conditions == "everywhere":
         return members
@@ -107,7 +130,9 @@ def shown(name):
 def distances(adapter, case):
     """|x - x*| by round, and whether the implementation broke down."""
     weights = case.weights[:, None]
-    best = np.linalg.solve((weights[:, :, None] * case.hessians).sum(axis=0), (weights * case.linear).sum(axis=0))
+    best = np.linalg.solve(
+        (weights[:, :, None] * case.hessians).sum(axis=0), (weights * case.linear).sum(axis=0)
+    )
     try:
         with np.errstate(all="ignore"):
             x = adapter(case.copy()).x
@@ -163,13 +188,20 @@ def public():
             exhibit(name, text, broken("MISTAKES")[name], caught[name], others(caught[name]))
             for name, text in mistakes.items()
         ]
-        rooms.append(f"## {title}\n\nSeen in {seen} public projects; {len(made)} exhibits.\n\n{gallery(made)}\n")
+        rooms.append(
+            f"## {title}\n\nSeen in {seen} public projects; {len(made)} "
+            f"exhibits.\n\n{gallery(made)}\n"
+        )
     return "\n".join(rooms)
 
 
 def others(caught):
     """How many more identities catch it."""
-    return f", and by {len(caught) - 1} more of {len(BY_NAME)}" if len(caught) > 1 else ", and by nothing else"
+    return (
+        f", and by {len(caught) - 1} more of {len(BY_NAME)}"
+        if len(caught) > 1
+        else ", and by nothing else"
+    )
 
 
 def private():

@@ -1,7 +1,9 @@
-"""The reliability wall: one tile for each fault. Names and what is tried are those of the scenarios of deployment.
+"""The reliability wall: one tile for each fault.
 
-A tile is covered because `tests.faults` has a scenario of its number, not because a file says so. Only the
-faults that no scenario has are told in full, in wall.toml.
+Names and what is tried are those of the scenarios of deployment.
+
+A tile is covered because `tests.faults` has a scenario of its number, not because a file says so.
+Only the faults that no scenario has are told in full, in wall.toml.
 """
 
 import re
@@ -66,14 +68,19 @@ def tile(number):
     return (
         f'<section class="tile {kind}" id="fault-{number}">\n'
         f'<p class="state">{number} · {STATES[kind]}</p>\n<p class="fault">{escape(name)}</p>\n'
-        f"<p><b>Without protection.</b> {escape(without)}{see}</p>\n<p><b>Here.</b> {escape(ours)}</p>\n"
+        f"<p><b>Without protection.</b> {escape(without)}{see}</p>\n<p><b>Here.</b> "
+        f"{escape(ours)}</p>\n"
         f'<p class="where">{where}</p>\n</section>'
     )
 
 
 def tiles():
     """The wall."""
-    return '<div class="wall">\n' + "\n".join(tile(number) for number in range(1, TILES + 1)) + "\n</div>"
+    return (
+        '<div class="wall">\n'
+        + "\n".join(tile(number) for number in range(1, TILES + 1))
+        + "\n</div>"
+    )
 
 
 def count():

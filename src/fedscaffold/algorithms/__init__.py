@@ -29,10 +29,32 @@ from fedscaffold.algorithms.scaffold_xi import scaffold_xi
 from fedscaffold.algorithms.sgd import sgd
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "Form", "LocalWork", "Model", "Walk", "amplified_scaffold", "dane", "ditto", "fedavg",
-    "fedavg_m", "fedbn", "feddyn", "fednova", "fedprox", "local_layers", "make", "mime", "scafcom", "scaffnew",
-    "scaffold", "scaffold_m", "scaffold_xi", "sgd", "travelled",
-]  # fmt: skip
+    "ALGORITHMS",
+    "Algorithm",
+    "Form",
+    "LocalWork",
+    "Model",
+    "Walk",
+    "amplified_scaffold",
+    "dane",
+    "ditto",
+    "fedavg",
+    "fedavg_m",
+    "fedbn",
+    "feddyn",
+    "fednova",
+    "fedprox",
+    "local_layers",
+    "make",
+    "mime",
+    "scafcom",
+    "scaffnew",
+    "scaffold",
+    "scaffold_m",
+    "scaffold_xi",
+    "sgd",
+    "travelled",
+]
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "amplified-scaffold": amplified_scaffold,

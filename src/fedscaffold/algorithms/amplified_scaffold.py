@@ -1,8 +1,8 @@
 """Amplified SCAFFOLD (Crawshaw and Liu 2024): SCAFFOLD for clients that come and go in turns.
 
-Rounds are grouped in windows of P. The local steps use control variates h and h_i that do not change in a window, so
-that the clients of its first round and of its last are corrected alike; c and c_i collect what the next window will
-use. In a round, client i takes K steps of size lr along
+Rounds are grouped in windows of P. The local steps use control variates h and h_i that do not
+change in a window, so that the clients of its first round and of its last are corrected alike; c
+and c_i collect what the next window will use. In a round, client i takes K steps of size lr along
 
     d = g_i(y) - h_i + h                                                    shift, direction
 
@@ -10,7 +10,8 @@ and with g_i the mean of the gradients it saw, in its n-th round of this window,
 
     c_i+ = c_i + gain,    gain = (g_i - c_i) / n                            message, remember
 
-so that c_i is the mean of its gradients over the window: its first round puts the last window's away. The server takes
+so that c_i is the mean of its gradients over the window: its first round puts the last window's
+    away. The server takes
 
     x+ = x - server_lr * move,    c+ = c + heard * mean gain                update
 
@@ -18,13 +19,15 @@ and at the window's end, with x_0 the model at its beginning,
 
     x+ = x_0 + gamma (x - x_0),    h+ = c+,    h_i+ = c_i for all clients
 
-A client that is away then takes h_i+ = c_i when it comes again, which is the same. So c = sum p_i c_i at all times, and
-in every window h = sum p_i h_i. Who does not come in a window keeps its c_i.
+A client that is away then takes h_i+ = c_i when it comes again, which is the same. So c = sum p_i
+c_i at all times, and in every window h = sum p_i h_i. Who does not come in a window keeps its c_i.
 
-With P = 1 and gamma = 1 it is SCAFFOLD. Rounds in which nobody is heard do not count towards a window.
+With P = 1 and gamma = 1 it is SCAFFOLD. Rounds in which nobody is heard do not count towards a
+window.
 
-Checked against the authors' code (the periodic control variates of its synthetic experiment): windows, amplification
-and means of gradients are the same. There eta = lr / gamma, clients weigh the same and server_lr = 1.
+Checked against the authors' code (the periodic control variates of its synthetic experiment):
+windows, amplification and means of gradients are the same. There eta = lr / gamma, clients weigh
+the same and server_lr = 1.
 
 Symbols: P = window, gamma, I = local_steps, G_i = h_i, G = h; the paper writes x^bar for x.
 """
@@ -80,7 +83,8 @@ class Message(NamedTuple):
 
 PLAIN_SERVER = (
     "plain server step",
-    "amplifies the server's own steps, which a server_optimizer would replace; leave server_optimizer out",
+    "amplifies the server's own steps, which a server_optimizer would replace; leave "
+    "server_optimizer out",
 )
 
 
@@ -97,7 +101,9 @@ def amplified_scaffold(window: int = 5, gamma: float = 1.5, server_lr: float = 1
 
     def shift(server: Server, memory: Memory) -> Shift:
         now = server.rounds // window + 1
-        return Shift(server.h - _frozen(memory, now), memory.c_i, (memory.window == now) * memory.came, now)
+        return Shift(
+            server.h - _frozen(memory, now), memory.c_i, (memory.window == now) * memory.came, now
+        )
 
     def update(server: Server, sent: Server, mean: Message, heard: float) -> Server:
         rounds = server.rounds + 1
@@ -143,7 +149,9 @@ def message(walk: Walk, shift: Shift) -> Message:
 
 def remember(memory: Memory, shift: Shift, message: Message) -> Memory:
     """The mean of the gradients of this window so far."""
-    return Memory(memory.c_i + message.gain, _frozen(memory, shift.window), shift.came + 1, shift.window)
+    return Memory(
+        memory.c_i + message.gain, _frozen(memory, shift.window), shift.came + 1, shift.window
+    )
 
 
 def _frozen(memory: Memory, window: float) -> Vector:

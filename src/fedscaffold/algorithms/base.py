@@ -1,7 +1,7 @@
 """The `Algorithm` interface: pure functions on vectors, and the records they pass around.
 
-The server's record has the model x as its first field; a client may keep a memory between rounds. In one round every
-client i of the cohort
+The server's record has the model x as its first field; a client may keep a memory between rounds.
+In one round every client i of the cohort
 
     receives       x and shift_i = shift(server, memory_i)
     starts at      y = x
@@ -9,21 +9,24 @@ client i of the cohort
     sends          message_i = message(walk_i, shift_i),            walk_i: its local training
     remembers      memory_i <- remember(memory_i, shift_i, message_i)
 
-and the server, with messages received from clients of total weight `heard` = sum of their p_i (S/N for equal weights),
+and the server, with messages received from clients of total weight `heard` = sum of their p_i (S/N
+for equal weights),
 
     averages       mean = sum p_i message_i / heard                 field by field
     steps          server <- update(server, sent, mean, heard)      sent: the server's record that the clients received
 
-The memory is computed from the message as the server decoded it. It can therefore be stored at the client or at the
-server, and whatever compression, clipping or a lost reply removed from the message is not in the memory either.
+The memory is computed from the message as the server decoded it. It can therefore be stored at the
+client or at the server, and whatever compression, clipping or a lost reply removed from the message
+is not in the memory either.
 
-Fields of a record are vectors or numbers (a counter, for example). The shift is a vector, or a record of vectors and
-numbers; it is constant during a round.
+Fields of a record are vectors or numbers (a counter, for example). The shift is a vector, or a
+record of vectors and numbers; it is constant during a round.
 
-The functions use only + - * / and comparisons and import no array library: the same code runs under jit in the
-simulator, on NumPy in the server and on torch tensors in the client. They return new values and never modify their
-arguments. `direction` must be elementwise, as engines may call it layer by layer; the other functions are given flat
-vectors. Engines use nothing but these functions, and never the algorithm's name.
+The functions use only + - * / and comparisons and import no array library: the same code runs under
+jit in the simulator, on NumPy in the server and on torch tensors in the client. They return new
+values and never modify their arguments. `direction` must be elementwise, as engines may call it
+layer by layer; the other functions are given flat vectors. Engines use nothing but these functions,
+and never the algorithm's name.
 """
 
 from __future__ import annotations
@@ -34,8 +37,17 @@ from typing import Any, NamedTuple, TypeAlias
 from fedscaffold.brief import brief
 
 __all__ = [
-    "Algorithm", "Form", "Gradient", "LocalWork", "Model", "Move", "Vector", "Walk", "one_full_step", "travelled",
-]  # fmt: skip
+    "Algorithm",
+    "Form",
+    "Gradient",
+    "LocalWork",
+    "Model",
+    "Move",
+    "Vector",
+    "Walk",
+    "one_full_step",
+    "travelled",
+]
 
 Vector: TypeAlias = Any  # numpy.ndarray, jax.Array or torch.Tensor
 Gradient: TypeAlias = Callable[[Vector], Vector]
@@ -77,7 +89,9 @@ class Walk:
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._compute:
-            raise AttributeError(f"a walk has no {name!r}; it has {', '.join(sorted(self._compute))}")
+            raise AttributeError(
+                f"a walk has no {name!r}; it has {', '.join(sorted(self._compute))}"
+            )
         value = self._compute[name]()
         setattr(self, name, value)
         return value
@@ -91,7 +105,8 @@ class LocalWork(NamedTuple):
     batch_size: Any
     """Records per step; None for all records of the client."""
     geometric: bool = False
-    """Whether the number of steps is drawn each round, geometric with mean `steps`, the same for all clients."""
+    """Whether the number of steps is drawn each round, geometric with mean `steps`, the same for
+    all clients."""
 
 
 def one_full_step(work: LocalWork) -> LocalWork:
@@ -116,8 +131,9 @@ class Form(NamedTuple):
 class Algorithm(NamedTuple):
     """A federated method as a set of pure functions; engines decide how clients are run.
 
-    `direction`, `message` and `update` suffice for a method without memory. Control variates also need `init`,
-    `memory`, `shift`, `remember` and `means`; the other fields serve particular methods.
+    `direction`, `message` and `update` suffice for a method without memory. Control variates also
+    need `init`, `memory`, `shift`, `remember` and `means`; the other fields serve particular
+    methods.
     """
 
     def __repr__(self) -> str:
@@ -125,7 +141,8 @@ class Algorithm(NamedTuple):
 
     name: str
     direction: Callable[[Gradient, Vector, Vector, Vector], Vector]
-    """(gradient, y, x, shift) -> d, at every local step; gradient(z) evaluates the step's batch at z."""
+    """(gradient, y, x, shift) -> d, at every local step; gradient(z) evaluates the step's batch at
+    z."""
     message: Callable[[Walk, Vector], Record]
     """(walk, shift) -> message, at the client."""
     update: Callable[[Record, Record, Record, Any], Record]
@@ -135,40 +152,53 @@ class Algorithm(NamedTuple):
     memory: Callable[[Vector], Record] | None = None
     """(x) -> memory, before a client's first round; None if clients keep none."""
     shift: Callable[[Record, Record], Vector] | None = None
-    """(server, memory) -> shift, once a round: everything a client needs besides x; None for nothing."""
+    """(server, memory) -> shift, once a round: everything a client needs besides x; None for
+    nothing."""
     remember: Callable[[Record, Vector, Record], Record] | None = None
     """(memory, shift, message) -> memory, once a round, wherever the memory is stored."""
     means: tuple[tuple[str, str], ...] = ()
-    """Pairs (server field, memory field): the first always equals the p_i-weighted sum of the second."""
+    """Pairs (server field, memory field): the first always equals the p_i-weighted sum of the
+    second."""
     renew: Callable[[Record, Vector], Record] | None = None
     """(memory, gradient) -> memory of a client that was absent for long, from its gradient at x."""
     prepare: Callable[[Record, Vector], Record] | None = None
-    """(server, mean gradient at x of the responding clients) -> server, in an extra exchange before local steps."""
+    """(server, mean gradient at x of the responding clients) -> server, in an extra exchange before
+    local steps."""
     own: Callable[[Vector], Record] | None = None
     """(x) -> own: the record that a client never sends, before its first round."""
     start: Callable[[Vector, Record], Any] | None = None
-    """(x, own) -> start of the local steps; None for x. A record of vectors is stepped field by field."""
+    """(x, own) -> start of the local steps; None for x. A record of vectors is stepped field by
+    field."""
     keep: Callable[[Record, Walk, Vector], Record] | None = None
     """(own, walk, shift) -> own, after the local steps; `message` can read it as `walk.own`."""
     personal: Callable[[Vector, Record], Vector] | None = None
     """(x, own) -> the model that a client uses; None for x."""
     fit: Callable[[Any], Algorithm] | None = None
-    """(layout) -> the algorithm for a model with these layers; engines call it once. `layout.split(names)` locates
+    """(layout) -> the algorithm for a model with these layers; engines call it once.
+
+    `layout.split(names)` locates
     layers; a layout of None stands for a model without layers."""
     private: tuple[tuple[int, int], ...] = ()
-    """Ranges (begin, end) of coordinates that never leave a client: messages are 0 there and omit them."""
+    """Ranges (begin, end) of coordinates that never leave a client: messages are 0 there and omit
+    them."""
     references: tuple[tuple[str, Callable[[Record], Vector]], ...] = ()
-    """Pairs (message field, (server) -> reference known to both sides): compression applies to the difference."""
+    """Pairs (message field, (server) -> reference known to both sides): compression applies to the
+    difference."""
     finds: tuple[str, ...] = ()
-    """Fields of the server's record that clients derive from the models they receive, and are never sent."""
+    """Fields of the server's record that clients derive from the models they receive, and are never
+    sent."""
     work: Callable[[LocalWork], LocalWork] | None = None
     """(requested work) -> local work that the method does; None for the requested work."""
     needs: tuple[tuple[str, str], ...] = ()
-    """Pairs (condition, reason) that a configuration must meet or be refused. Conditions: `everyone`, `plain sgd`,
-    `sgd`, `equal steps`, `exact messages`, `plain server step`. The reason completes a sentence that begins with the
+    """Pairs (condition, reason) that a configuration must meet or be refused. Conditions.
+
+    `everyone`, `plain sgd`,
+    `sgd`, `equal steps`, `exact messages`, `plain server step`. The reason completes a sentence
+    that begins with the
     algorithm's name."""
     form: Form | None = None
-    """Affine structure for the closed forms of `fs.theory`; None if the method has none of that kind."""
+    """Affine structure for the closed forms of `fs.theory`; None if the method has none of that
+    kind."""
 
 
 def travelled(x: Vector, y: Vector, steps: Any, lr: Any) -> Vector:

@@ -5,8 +5,9 @@
                   d = g_i(y) - g_i(x) + a + mu (y - x)                      direction
     server        x+ = mean y_i
 
-SCAFFOLD with mu = 0 and control variates that are never stale: the update (28) that the SCAFFOLD paper analyses on
-quadratics, at the price of a second exchange every round. With K large the local problems are solved exactly.
+SCAFFOLD with mu = 0 and control variates that are never stale: the update (28) that the SCAFFOLD
+paper analyses on quadratics, at the price of a second exchange every round. With K large the local
+problems are solved exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fedscaffold.checks import memoised
 
 UNCOMPRESSED = (
     "exact messages",
-    "exchanges gradients before the local steps, and these have no error feedback; compress scaffold instead",
+    "exchanges gradients before the local steps, and these have no error feedback; compress "
+    "scaffold instead",
 )
 
 

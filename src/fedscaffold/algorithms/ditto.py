@@ -4,8 +4,8 @@
                v <- v - lr (g_i(v) + lam (v - x))                           K times from its own v
     server     as FedAvg, on the y alone
 
-v never leaves the client. With lam = 0 it trains alone; with lam large it follows the common model. Clients send what
-FedAvg's send, so x is FedAvg's to the last bit.
+v never leaves the client. With lam = 0 it trains alone; with lam large it follows the common model.
+Clients send what FedAvg's send, so x is FedAvg's to the last bit.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""FedAvg-M (Cheng et al. 2024), or FedCM (Xu et al. 2021): FedAvg whose local steps mix in the last round's direction.
+"""FedAvg-M (Cheng et al. 2024), or FedCM (Xu et al. 2021).
+
+FedAvg whose local steps mix in the last round's direction.
 
     client     d = beta g_i(y) + (1 - beta) m      K times from y = x       shift, direction
     server     x+ = x - server_lr * move,    m+ = D, the mean of the d_i    update
 
-m is the direction in which all clients went together, so a small beta holds each to the common way. Where it stands
-still m = 0, so with all clients in every round it ends where FedAvg with the step beta lr does: beta shrinks the bias
-and does not remove it. With beta = 1 it is FedAvg. The lines are the paper's from memory; its text was not at hand to
-compare.
+m is the direction in which all clients went together, so a small beta holds each to the common way.
+Where it stands still m = 0, so with all clients in every round it ends where FedAvg with the step
+beta lr does: beta shrinks the bias and does not remove it. With beta = 1 it is FedAvg. The lines
+are the paper's from memory; its text was not at hand to compare.
 """
 
 from __future__ import annotations

@@ -6,12 +6,15 @@ With s the layers that are shared and l those that are local,
                v_i+ = y                                                     keep
     server     x+ = x - server_lr * move on s; on l it stays x0             message
 
-so a client's model is x on s and its own v_i on l, where v_i begins at x0. Messages are of the shared layers alone, in
-both directions. In the paper the local layers are those of batch normalisation; any may be chosen here.
+so a client's model is x on s and its own v_i on l, where v_i begins at x0. Messages are of the
+shared layers alone, in both directions. In the paper the local layers are those of batch
+normalisation; any may be chosen here.
 
-`local_layers` does the same to other methods: control variates of layers that are not shared stay 0.
+`local_layers` does the same to other methods: control variates of layers that are not shared stay
+    0.
 
-The lines are those of the paper's Algorithm 1, from memory: all clients take part there, and weigh the same.
+The lines are those of the paper's Algorithm 1, from memory: all clients take part there, and weigh
+    the same.
 """
 
 from __future__ import annotations
@@ -43,13 +46,16 @@ def fedbn(local: Collection[str] = (), server_lr: float = 1.0) -> Algorithm:
     return local_layers(fedavg(server_lr), local, name="fedbn")
 
 
-def local_layers(algorithm: Algorithm, local: Collection[str], name: str | None = None) -> Algorithm:
+def local_layers(
+    algorithm: Algorithm, local: Collection[str], name: str | None = None
+) -> Algorithm:
     """Return the algorithm with some layers that each client keeps to itself.
 
     Args:
         algorithm: A method whose clients keep no models of their own so far.
-        local: Names of layers or of parts of the model above them, or patterns such as `bn*`; the simulator and the
-            deployment find them in the model, and refuse a name that is not there.
+        local: Names of layers or of parts of the model above them, or patterns such as `bn*`; the
+            simulator and the deployment find them in the model, and refuse a name that is not
+            there.
         name: Of the new algorithm; that of the old one unless given.
 
     >>> from fedscaffold.algorithms.scaffold import scaffold
@@ -57,12 +63,24 @@ def local_layers(algorithm: Algorithm, local: Collection[str], name: str | None 
     'scaffold'
     """
     if isinstance(local, str) or not all(isinstance(name, str) for name in local):
-        wrong = local if isinstance(local, str) else next(name for name in local if not isinstance(name, str))
+        wrong = (
+            local
+            if isinstance(local, str)
+            else next(name for name in local if not isinstance(name, str))
+        )
         raise InputError(f"local must be a list of layers' names such as ['bn*'], got {wrong!r}")
     if algorithm.own is not None or algorithm.start is not None or algorithm.fit is not None:
-        raise InputError(f"{algorithm.name}'s clients keep something of their own already; take another method")
-    if algorithm.prepare is not None or "gradient" in exchange(algorithm).reads or _pulls(algorithm):
-        raise InputError(f"{algorithm.name} looks at x itself, which has no local layers; take another method")
+        raise InputError(
+            f"{algorithm.name}'s clients keep something of their own already; take another method"
+        )
+    if (
+        algorithm.prepare is not None
+        or "gradient" in exchange(algorithm).reads
+        or _pulls(algorithm)
+    ):
+        raise InputError(
+            f"{algorithm.name} looks at x itself, which has no local layers; take another method"
+        )
     names, algorithm = tuple(local), algorithm._replace(name=name or algorithm.name)
 
     def fit(layout: Any) -> Algorithm:
@@ -106,14 +124,20 @@ def _with_local(algorithm: Algorithm, private: Any, local: Any, shared: Any) -> 
     needs = (*algorithm.needs, *(() if private == () else (("exact messages", why),)))
     form = algorithm.form if private == () else None
     own: Any = {"own": Own, "start": personal, "keep": keep, "personal": personal}
-    renew = algorithm.renew if private == () else None  # it would take the gradient at x, which has no local layers
-    return algorithm._replace(message=message, private=private, needs=needs, form=form, renew=renew, **own)
+    renew = (
+        algorithm.renew if private == () else None
+    )  # it would take the gradient at x, which has no local layers
+    return algorithm._replace(
+        message=message, private=private, needs=needs, form=form, renew=renew, **own
+    )
 
 
 def _unfitted(algorithm: Algorithm) -> Algorithm:
     """The algorithm before it knows the model: its local steps cannot begin."""
 
     def start(x: Vector, own: Own) -> Vector:
-        raise InputError(f"{algorithm.name} must know the model's layers first: algorithms.round.fitted")
+        raise InputError(
+            f"{algorithm.name} must know the model's layers first: algorithms.round.fitted"
+        )
 
     return algorithm._replace(start=start, personal=start)

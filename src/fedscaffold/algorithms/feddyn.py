@@ -1,13 +1,17 @@
-"""FedDyn (Acar et al. 2021): each client's objective is bent so that its minimiser moves to the common one.
+"""FedDyn (Acar et al. 2021).
+
+Each client's objective is bent so that its minimiser moves to the common one.
 
     client     d = g_i(y) - c_i + alpha (y - x)        K times from y = x   shift, direction
                c_i+ = c_i + alpha (x - y)                                   remember
     server     c+ = c + alpha * heard * move,    move = sum p_i (x - y_i) / heard
                x+ = x - server_lr * (move + c+ / alpha)
 
-c_i is the gradient the client reached if it solved its problem exactly, and c = sum p_i c_i at all times, as in
-SCAFFOLD: the same gauge watches it. At a fixed point y_i = x and c = 0, hence c_i = grad f_i(x) and sum p_i grad f_i(x)
-= 0: no bias, whatever the heterogeneity. alpha is a step size in disguise: the clients must come near their minimisers.
+c_i is the gradient the client reached if it solved its problem exactly, and c = sum p_i c_i at all
+times, as in
+SCAFFOLD: the same gauge watches it. At a fixed point y_i = x and c = 0, hence c_i = grad f_i(x) and
+sum p_i grad f_i(x) = 0: no bias, whatever the heterogeneity. alpha is a step size in disguise: the
+clients must come near their minimisers.
 
 Symbols: lambda_i (the paper's gradient of L_i) = c_i, h = c.
 """
@@ -42,7 +46,8 @@ def feddyn(alpha: float = 1.0, server_lr: float = 1.0) -> Algorithm:
         return Server(server.x - server_lr * (mean.move + c / alpha), c)
 
     why = (
-        "remembers its moves, so what compression leaves out of one would count twice, in its memory and in its "
+        "remembers its moves, so what compression leaves out of one would count twice, in its "
+        "memory and in its "
         "error feedback, and grow; compress scaffold instead"
     )
     return Algorithm(

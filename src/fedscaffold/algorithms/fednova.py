@@ -3,8 +3,9 @@
     client     y <- y - lr_k g_i(y)      K_i times;    T_i = sum of its lr_k
     server     x+ = x - server_lr * T * mean of (x - y_i) / T_i,    T = mean T_i          (means weighted by p_i)
 
-With equal numbers of steps it is FedAvg. With unequal ones FedAvg minimises an objective in which busy clients
-weigh more; FedNova keeps the weights p_i, but not SCAFFOLD's exactness: the drift of each client stays.
+With equal numbers of steps it is FedAvg. With unequal ones FedAvg minimises an objective in which
+busy clients weigh more; FedNova keeps the weights p_i, but not SCAFFOLD's exactness: the drift of
+each client stays.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ def fednova(server_lr: float = 1.0) -> Algorithm:
         return Model(server.x - (server_lr * mean.travel) * mean.pace)
 
     why = (
-        "divides moves by the sum of step sizes, which says how far SGD goes but not how far an optimizer does; "
+        "divides moves by the sum of step sizes, which says how far SGD goes but not how far an "
+        "optimizer does; "
         "use scaffold, whose mean direction holds for any optimizer"
     )
-    return Algorithm("fednova", direction, message, update, needs=(("sgd", why),), form=form(server_lr))
+    return Algorithm(
+        "fednova", direction, message, update, needs=(("sgd", why),), form=form(server_lr)
+    )
 
 
 def message(walk: Walk, shift: Vector) -> Message:

@@ -26,4 +26,6 @@ def fedprox(mu: float = 1.0, server_lr: float = 1.0) -> Algorithm:
     def direction(gradient: Gradient, y: Vector, x: Vector, shift: Vector) -> Vector:
         return gradient(y) + mu * (y - x)
 
-    return Algorithm("fedprox", direction, message, stepping(server_lr), form=form(server_lr, drag=mu))
+    return Algorithm(
+        "fedprox", direction, message, stepping(server_lr), form=form(server_lr, drag=mu)
+    )

@@ -1,7 +1,7 @@
 """Reference engine: one round on plain arrays, clients one after the other.
 
-It is the slowest engine and the easiest to read. All arithmetic of a method comes from the algorithm. Conformance
-checks, paper experiments and tests compare the other engines with it.
+It is the slowest engine and the easiest to read. All arithmetic of a method comes from the
+algorithm. Conformance checks, paper experiments and tests compare the other engines with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 from fedscaffold.algorithms.base import Algorithm, Gradient, Record, Vector, Walk, travelled
 from fedscaffold.algorithms.round import each, reply_of, shift_of, start_of
 
-__all__ = ["Advance", "Federation", "State", "adam", "begin", "descend", "heavy_ball", "mean_of", "play"]
+__all__ = [
+    "Advance",
+    "Federation",
+    "State",
+    "adam",
+    "begin",
+    "descend",
+    "heavy_ball",
+    "mean_of",
+    "play",
+]
 
 Advance = Callable[[Any, Any], Any]
 """(d, lr) -> step to subtract from y. It may keep state between the steps of one round."""
@@ -67,8 +77,8 @@ def play(
         state: State before the round.
         federation: The clients.
         cohort: Clients that train.
-        heard: Clients of the cohort whose messages arrive; all by default. The memory and private record of the
-            others do not change.
+        heard: Clients of the cohort whose messages arrive; all by default. The memory and private
+            record of the others do not change.
 
     Returns:
         The state after the round.
@@ -111,7 +121,9 @@ def mean_of(p: Sequence[float], messages: dict[int, Any]) -> tuple[Any, float]:
     if not isinstance(first, tuple):
         return mean(messages), total
     fields = first._fields  # type: ignore[attr-defined]
-    means = [mean({i: getattr(message, name) for i, message in messages.items()}) for name in fields]
+    means = [
+        mean({i: getattr(message, name) for i, message in messages.items()}) for name in fields
+    ]
     return type(first)(*means), total
 
 
@@ -195,7 +207,9 @@ def heavy_ball(momentum: float) -> Advance:
 
 
 def adam(fast: float = 0.9, slow: float = 0.999, least: float = 1e-8) -> Advance:
-    """Return Adam, with fresh state for one round; `fast` and `slow` are the decay rates of its two moments.
+    """Return Adam, with fresh state for one round.
+
+    `fast` and `slow` are the decay rates of its two moments.
 
     >>> f"{adam()(2.0, 0.1):.6f}"
     '0.100000'

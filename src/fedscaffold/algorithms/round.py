@@ -1,4 +1,6 @@
-"""Parts of a round that all engines share: client work around the local steps, and message contents.
+"""Parts of a round that all engines share.
+
+Client work around the local steps, and message contents.
 
 An engine supplies the gradient and the loop over local steps.
 """
@@ -12,9 +14,20 @@ from typing import Any, NamedTuple
 from fedscaffold.algorithms.base import Algorithm, LocalWork, Record, Vector, Walk
 
 __all__ = [
-    "Exchange", "absorb", "each", "exchange", "fitted", "needs", "personal_model", "reads_gradient_at_x", "rebuild",
-    "reply_of", "shift_of", "start_of", "work_of",
-]  # fmt: skip
+    "Exchange",
+    "absorb",
+    "each",
+    "exchange",
+    "fitted",
+    "needs",
+    "personal_model",
+    "reads_gradient_at_x",
+    "rebuild",
+    "reply_of",
+    "shift_of",
+    "start_of",
+    "work_of",
+]
 
 
 class Exchange(NamedTuple):
@@ -43,8 +56,8 @@ class Exchange(NamedTuple):
         """Return the vectors that a client sends when the server receives each message separately.
 
         Args:
-            plain: Whether the client took SGD steps of one size. The move is then the travel times the mean
-                direction, and one vector carries both.
+            plain: Whether the client took SGD steps of one size. The move is then the travel times
+                the mean direction, and one vector carries both.
         """
         return tuple(name for name in self.vectors if name != self.rebuilt(plain))
 
@@ -75,7 +88,9 @@ def exchange(algorithm: Algorithm) -> Exchange:
     shift = None
     if algorithm.shift is not None:
         shift = algorithm.shift(_ReadRecorder(server, seen), memory)
-    needed = [name for name in server._fields if name in seen and name not in {"x", *algorithm.finds}]
+    needed = [
+        name for name in server._fields if name in seen and name not in {"x", *algorithm.finds}
+    ]
     down = tuple(name for name in needed if isinstance(getattr(server, name), _Vector))
     told = tuple(name for name in needed if name not in down)
     read: set[str] = set()
@@ -83,7 +98,10 @@ def exchange(algorithm: Algorithm) -> Exchange:
     if algorithm.keep is not None:
         walk.record.own = algorithm.keep(own, walk, shift)  # type: ignore[arg-type]
     message: Any = algorithm.message(walk, shift)  # type: ignore[arg-type]
-    at = {role: _fields_holding(message, getattr(walk.record, role)) for role in ("travel", "d", "move")}
+    at = {
+        role: _fields_holding(message, getattr(walk.record, role))
+        for role in ("travel", "d", "move")
+    }
     vectors = tuple(name for name, value in message._asdict().items() if isinstance(value, _Vector))
     numbers = tuple(name for name in message._fields if name not in {*vectors, *at["travel"]})
     first = {role: names[0] if names else None for role, names in at.items()}
@@ -92,7 +110,10 @@ def exchange(algorithm: Algorithm) -> Exchange:
 
 
 class _Vector(float):
-    """A scalar that stands for a vector. Arithmetic yields a `_Vector`; multiplying by True returns the same object."""
+    """A scalar that stands for a vector.
+
+    Arithmetic yields a `_Vector`; multiplying by True returns the same object.
+    """
 
     def _lift(name: str) -> Callable[[_Vector, Any], Any]:  # type: ignore[misc]
         def operation(self: _Vector, other: Any) -> _Vector:
@@ -135,7 +156,9 @@ def _traced_walk(x: float, start: Any) -> Walk:
         return lambda: record
 
     fields: dict[str, Callable[[], Any]] = {"y": like(1.5), "move": like(2.5), "d": like(4.5)}
-    return Walk(x=lambda: x, travel=lambda: 3.5, gradient=lambda: _Vector(5.5), own=lambda: None, **fields)
+    return Walk(
+        x=lambda: x, travel=lambda: 3.5, gradient=lambda: _Vector(5.5), own=lambda: None, **fields
+    )
 
 
 def _is_record(value: Any) -> bool:
@@ -171,7 +194,10 @@ def _without_layers(algorithm: Algorithm) -> Algorithm:
 
 
 def start_of(algorithm: Algorithm, x: Vector, own: Record) -> Any:
-    """Return the start of a client's local steps: a vector, or a record of vectors that are stepped together."""
+    """Return the start of a client's local steps.
+
+    A vector, or a record of vectors that are stepped together.
+    """
     return x if algorithm.start is None else algorithm.start(x, own)
 
 
@@ -203,7 +229,9 @@ def each(function: Callable[..., Any], *values: Any) -> Any:
 
 
 def personal_model(algorithm: Algorithm, x: Vector, own: Record) -> Vector:
-    """Return the model that a client uses: a personal one if the algorithm has them, else the common model.
+    """Return the model that a client uses.
+
+    A personal one if the algorithm has them, else the common model.
 
     Args:
         algorithm: The algorithm.
@@ -218,7 +246,9 @@ def personal_model(algorithm: Algorithm, x: Vector, own: Record) -> Vector:
     return x if algorithm.personal is None else algorithm.personal(x, own)
 
 
-def rebuild(algorithm: Algorithm, vectors: Mapping[str, Vector], travel: Any, plain: bool) -> Record:
+def rebuild(
+    algorithm: Algorithm, vectors: Mapping[str, Vector], travel: Any, plain: bool
+) -> Record:
     """Rebuild the message from the vectors sent and the travel, which the server knows from the client's steps.
 
     >>> from fedscaffold.algorithms import scaffold
@@ -237,7 +267,8 @@ def absorb(algorithm: Algorithm, server: Record, changes: Record) -> Record:
     Args:
         algorithm: The algorithm, whose `means` are kept up.
         server: The server's record.
-        changes: For each field of the memory the p_i-weighted sum of its change, or None if unchanged.
+        changes: For each field of the memory the p_i-weighted sum of its change, or None if
+            unchanged.
     """
     for field, of in algorithm.means:
         change = getattr(changes, of)

@@ -1,15 +1,18 @@
-"""Scaffnew (Mishchenko et al. 2022), or ProxSkip on the consensus problem: a shared coin decides when to communicate.
+"""Scaffnew (Mishchenko et al. 2022), or ProxSkip on the consensus problem.
+
+A shared coin decides when to communicate.
 
     each step      y_i <- y_i - lr (g_i(y_i) - h_i)
     with prob. p   x = mean y_j,   h_i <- h_i + (p / lr) (x - y_i),   y_i = x      one coin for all clients
 
-Between two communications every client takes the same number of steps, geometric with mean K = 1/p. So it is
-SCAFFOLD with h_i = c_i - c and a shared random number of local steps, but with the mean direction divided by the
-expected travel lr / p = K lr instead of the actual one:
+Between two communications every client takes the same number of steps, geometric with mean K = 1/p.
+So it is SCAFFOLD with h_i = c_i - c and a shared random number of local steps, but with the mean
+direction divided by the expected travel lr / p = K lr instead of the actual one:
 
     d_i = p (x - y_i) / lr,    c_i+ = c_i - c + d_i,    c+ = D = mean d_i
 
-(then h_i+ = h_i + d_i - D, the line above). With p = sqrt(lr mu), lr = 1/L it needs O(sqrt(L/mu) log 1/eps) rounds.
+(then h_i+ = h_i + d_i - D, the line above). With p = sqrt(lr mu), lr = 1/L it needs O(sqrt(L/mu)
+log 1/eps) rounds.
 
 Symbols: gamma = lr, p = 1 / local_steps, x_i,t = y, h_i = c_i - c.
 """
@@ -30,7 +33,8 @@ def scaffnew() -> Algorithm:
     True
     """
     displacement = (
-        "divides x - y by the expected travel, a displacement form that is a mean direction only for plain SGD "
+        "divides x - y by the expected travel, a displacement form that is a mean direction only "
+        "for plain SGD "
         "steps of one size; use scaffold with an optimizer or a schedule"
     )
     shared = "has one number of local steps for all clients, drawn by a coin; use scaffold instead"

@@ -1,6 +1,9 @@
-"""SCAFFOLD-M (Cheng et al. 2024): SCAFFOLD whose local steps mix in the direction of the last round.
+"""SCAFFOLD-M (Cheng et al. 2024).
 
-The server keeps x, c and m, client i keeps c_i; c = sum p_i c_i at all times. In a round, client i takes K steps along
+SCAFFOLD whose local steps mix in the direction of the last round.
+
+The server keeps x, c and m, client i keeps c_i; c = sum p_i c_i at all times. In a round, client i
+takes K steps along
 
     d = beta (g_i(y) - c_i + c) + (1 - beta) m                              shift, direction
 
@@ -13,9 +16,11 @@ With D = sum p_i d_i / heard over the clients heard, the server takes
     x+ = x - server_lr * move,    m+ = D                                    update
     c+ = c + heard * ((D - (1 - beta) m) / beta - c)
 
-(D - (1 - beta) m) / beta is the D of SCAFFOLD, so c stays the mean for the same reason. With beta = 1 it is SCAFFOLD.
+(D - (1 - beta) m) / beta is the D of SCAFFOLD, so c stays the mean for the same reason. With beta =
+1 it is SCAFFOLD.
 
-The lines are the paper's from memory; its text was not at hand to compare. There clients weigh the same.
+The lines are the paper's from memory; its text was not at hand to compare. There clients weigh the
+same.
 
 Symbols: g^r = m, eta = lr, gamma = server_lr K lr.
 """
@@ -64,7 +69,9 @@ def scaffold_m(beta: float = 0.2, server_lr: float = 1.0) -> Algorithm:
 
     def update(server: Server, sent: Server, mean: Message, heard: float) -> Server:
         corrected = (mean.d - (1 - beta) * sent.m) / beta
-        return Server(server.x - server_lr * mean.move, server.c + heard * (corrected - sent.c), mean.d)
+        return Server(
+            server.x - server_lr * mean.move, server.c + heard * (corrected - sent.c), mean.d
+        )
 
     def reference(server: Server) -> Vector:
         return beta * server.c + (1 - beta) * server.m

@@ -3,7 +3,8 @@
     client     d = grad f_i(x)                                              direction
     server     x+ = x - server_lr * lr * sum p_i d_i / heard
 
-There is no local work, hence no drift, and nothing gained from the clients' computers between two messages.
+There is no local work, hence no drift, and nothing gained from the clients' computers between two
+messages.
 """
 
 from __future__ import annotations

@@ -24,8 +24,12 @@ EXTRAS = dict.fromkeys(("typer", "click", "pydantic", "tomli_w", "packaging"), "
 EXTRAS |= dict.fromkeys(("jax", "scipy", "sklearn", "optax"), "sim")
 EXTRAS |= dict.fromkeys(("flwr", "cryptography"), "deploy")
 EXTRAS |= {"matplotlib": "report", "torch": "torch"}
-REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "mend its permissions or choose another place")
-REMEDIES |= dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way: choose another folder")
+REMEDIES = dict.fromkeys(
+    (errno.EACCES, errno.EPERM, errno.EROFS), "mend its permissions or choose another place"
+)
+REMEDIES |= dict.fromkeys(
+    (errno.EEXIST, errno.ENOTDIR), "a file is in the way: choose another folder"
+)
 REMEDIES |= {
     errno.ENAMETOOLONG: "give a shorter path",
     errno.ELOOP: "a symbolic link is in the way: give the file or folder itself",
@@ -106,7 +110,8 @@ def _run(name: str, load: Callable[[], typer.Typer]) -> int:
     import typer
     import typer.core
 
-    # we use no rich markup; where rich is installed, typer would still write \\[default: ...] for it
+    # we use no rich markup; where rich is installed, typer would still write \\[default: ...] for
+    # it
     typer.core.HAS_RICH = False
     command = typer.main.get_command(load())
     try:
@@ -122,6 +127,8 @@ def _run(name: str, load: Callable[[], typer.Typer]) -> int:
 
 def _print_error(line: str, code: int) -> int:
     line = " ".join(line.split())
-    line = line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"
+    line = (
+        line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"
+    )
     sys.stderr.write(f"fedscaffold: {line}\n")
     return code

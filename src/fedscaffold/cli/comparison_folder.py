@@ -1,7 +1,8 @@
 """`compare` and `demo`: run a comparison in its folder, resumable run by run.
 
-The folder holds `comparison.json`, with the request and whether it is finished, and meanwhile `cells/`, with a commit
-for every finished run. A run with a tuned step size keeps its runs there too.
+The folder holds `comparison.json`, with the request and whether it is finished, and meanwhile
+`cells/`, with a commit for every finished run. A run with a tuned step size keeps its runs there
+too.
 """
 
 from __future__ import annotations
@@ -41,20 +42,35 @@ class ComparisonRequest(NamedTuple):
 
 
 def run_comparison(
-    config: Config, names: str, seeds: int, target: str | None, out: Path, fresh: bool, as_json: bool
+    config: Config,
+    names: str,
+    seeds: int,
+    target: str | None,
+    out: Path,
+    fresh: bool,
+    as_json: bool,
 ) -> None:
-    """Compare algorithms, by name or "all", and write the results to `out`; continue an unfinished comparison."""
+    """Compare algorithms, by name or "all", and write the results to `out`.
+
+    Continue an unfinished comparison.
+    """
     from fedscaffold import checks
     from fedscaffold.algorithms import ALGORITHMS
 
     every = names.strip() == "all"
-    chosen = [] if every else [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
+    chosen = (
+        []
+        if every
+        else [checks.choice("algorithm", name.strip(), ALGORITHMS) for name in names.split(",")]
+    )
     checks.whole("seeds", seeds)
     built = prepare_problem(config)
     from fedscaffold.experiments.compare import compatible_algorithms
 
     chosen, refused = compatible_algorithms(config, built) if every else (chosen, {})
-    asked = ComparisonRequest(config.model_dump(mode="json", exclude_none=True), chosen, refused, seeds, target)
+    asked = ComparisonRequest(
+        config.model_dump(mode="json", exclude_none=True), chosen, refused, seeds, target
+    )
     _compare(config, built, asked, out, fresh, as_json)
 
 
@@ -64,12 +80,17 @@ def resume_comparison(folder: Path, as_json: bool) -> None:
 
     asked, ended = _read_request(folder) or (None, True)
     if asked is None or ended:
-        raise InputError(f"the comparison in {folder} is finished: `fedscaffold report {folder}` makes its page anew")
+        raise InputError(
+            f"the comparison in {folder} is finished: `fedscaffold report {folder}` makes its page "
+            "anew"
+        )
     config = Config.model_validate(asked.config)
     _compare(config, prepare_problem(config), asked, folder, False, as_json)
 
 
-def _compare(config: Config, built: Built, asked: ComparisonRequest, out: Path, fresh: bool, as_json: bool) -> None:
+def _compare(
+    config: Config, built: Built, asked: ComparisonRequest, out: Path, fresh: bool, as_json: bool
+) -> None:
     from fedscaffold.experiments import compare as room
     from fedscaffold.runs import tables
     from fedscaffold.state.files import owned
@@ -100,7 +121,11 @@ def _compare(config: Config, built: Built, asked: ComparisonRequest, out: Path, 
     }
     notes = [f"{run.algorithm}, seed {run.seed}: {run.advice}" for run in study.runs if run.advice]
     notes += [f"left out: {reason}" for reason in asked.left_out.values()]
-    print_answer(answer, [study.problem, "", tables.terminal(study.rows), "", *notes, f"report: {page}"], as_json)
+    print_answer(
+        answer,
+        [study.problem, "", tables.terminal(study.rows), "", *notes, f"report: {page}"],
+        as_json,
+    )
 
 
 def is_unfinished(folder: Path) -> bool:
@@ -133,7 +158,8 @@ def _prepare_folder(out: Path, asked: ComparisonRequest, fresh: bool) -> None:
     changed = differences(flat(before[0]._asdict()), flat(asked._asdict()))
     if changed is not None:
         raise InputError(
-            f"{out} holds a comparison that was broken off, and it is another one ({changed}); ask for the same, "
+            f"{out} holds a comparison that was broken off, and it is another one ({changed}); ask "
+            "for the same, "
             "give another --out, or --fresh to start anew there"
         )
 
@@ -144,11 +170,17 @@ def count_cells(folder: Path) -> int:
 
 
 def _write_request(folder: Path, asked: ComparisonRequest, ended: bool) -> None:
-    write_whole(folder / ASKED, json.dumps({"format": FORMAT} | asked._asdict() | {"ended": ended}, indent=1))
+    write_whole(
+        folder / ASKED,
+        json.dumps({"format": FORMAT} | asked._asdict() | {"ended": ended}, indent=1),
+    )
 
 
 def _read_request(folder: Path) -> tuple[ComparisonRequest, bool] | None:
-    """Return the request of a folder's comparison and whether it is finished; None if there is none."""
+    """Return the request of a folder's comparison and whether it is finished.
+
+    None if there is none.
+    """
     from fedscaffold.experiments.config_file import Config
 
     damaged = InputError(f"{folder / ASKED} is damaged: give --fresh to start anew in this folder")

@@ -23,7 +23,8 @@ def show(
     """Return the description of a split as a JSON object and as lines; draw it to `out` if given.
 
     >>> show("digits", "iid", 4, 0, None, None)[1][0]
-    'digits, split iid: 1400 records at 4 clients (350 to 350), 10.0 labels a client, heterogeneity 0.06'
+    'digits, split iid: 1400 records at 4 clients (350 to 350), 10.0 labels a client, heterogeneity
+    0.06'
     """
     checks.choice("dataset", dataset, data.DATASETS)
     if clients is None and not split.startswith("natural"):
@@ -46,7 +47,10 @@ def show(
 
 
 def _strips(counts: NDArray[np.int64]) -> list[str]:
-    """Return one line for each client: its records, and one character per label, darker for more."""
+    """Return one line for each client.
+
+    Its records, and one character per label, darker for more.
+    """
     shares = counts / counts.sum(axis=1, keepdims=True)
     shades = np.minimum((shares * (len(SHADES) - 1)).astype(int) + (counts > 0), len(SHADES) - 1)
     lines = [
@@ -78,7 +82,9 @@ def _draw(counts: NDArray[np.int64], title: str, out: Path) -> None:
     left = np.zeros(len(counts))
     for label in range(counts.shape[1]):
         name = f"label {label}" if counts.shape[1] <= 12 else None
-        axes.barh(np.arange(len(counts)), counts[:, label], left=left, color=colours[label], label=name)
+        axes.barh(
+            np.arange(len(counts)), counts[:, label], left=left, color=colours[label], label=name
+        )
         left += counts[:, label]
     axes.set(xlabel="records", ylabel="client", title=title)
     axes.title.set_fontsize(9)

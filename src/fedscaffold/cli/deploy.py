@@ -32,10 +32,15 @@ deploy_app = typer.Typer(
 )
 app.add_typer(deploy_app, name="deploy")
 
-AppDir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder with app.py and federation.toml.")]
+AppDir = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder with app.py and federation.toml.")
+]
 Out = Annotated[Path, typer.Option("--out", help="Folder for state, log, metrics and model.")]
 Missing = Annotated[
-    bool, typer.Option("--allow-missing", help="Exit with 0 even if a site never counted; else the exit code is 1.")
+    bool,
+    typer.Option(
+        "--allow-missing", help="Exit with 0 even if a site never counted; else the exit code is 1."
+    ),
 ]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in all, instead of the TOML's.")]
 
@@ -63,7 +68,10 @@ def simulate(
     out: Out = Path("runs/deploy"),
     rounds: Rounds = None,
     engine: Annotated[
-        str, typer.Option(help="in-process: the deployed code without a network; simulator: JAX apps in our simulator.")
+        str,
+        typer.Option(
+            help="in-process: the deployed code without a network; simulator: JAX apps in our simulator."
+        ),
     ] = "in-process",
     allow_missing: Missing = False,
     as_json: Json = False,
@@ -92,7 +100,10 @@ def local(
 @deploy_app.command(epilog="Example: fedscaffold deploy resume runs/hospitals --rounds 20")
 def resume(
     out: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The --out folder of `deploy simulate` or `deploy local`.")
+        Path,
+        typer.Argument(
+            metavar="RUN", help="The --out folder of `deploy simulate` or `deploy local`."
+        ),
     ],
     rounds: Rounds = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which to give up.")] = 3600.0,
@@ -111,7 +122,9 @@ def resume(
         if facts["engine"] == "in-process":
             return _in_process(Path(facts["app"]), out, rounds, allow_missing, as_json)
         if facts["engine"] == "simulator":
-            raise InputError(f"{out} was run in the simulator, which keeps no state: run `deploy simulate` again")
+            raise InputError(
+                f"{out} was run in the simulator, which keeps no state: run `deploy simulate` again"
+            )
         if rounds is not None:
             raise InputError("for a federation of processes, set rounds in its federation.toml")
         return _local(Path(facts["app"]), out, timeout, allow_missing, as_json)
@@ -120,57 +133,92 @@ def resume(
 @deploy_app.command(epilog="Example: fedscaffold deploy kit sites.toml --out kits")
 def kit(
     path: Annotated[
-        Path, typer.Argument(metavar="SITES.toml", help="Server address, app folder, sites' data folders.")
+        Path,
+        typer.Argument(
+            metavar="SITES.toml", help="Server address, app folder, sites' data folders."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="A new folder.")] = Path("kits"),
     as_json: Json = False,
 ) -> None:
-    """Make one folder for the server and one for each site: certificates, keys, start scripts, systemd units."""
+    """Make one folder for the server and one for each site.
+
+    Certificates, keys, start scripts, systemd units.
+    """
     from fedscaffold.deploy.provisioning import make_kit
 
     folders = [str(folder) for folder in make_kit(path, out)]
     lines = [f"{folder}/" for folder in folders]
     print_answer(
-        {"folders": folders}, [*lines, f"keep {folders[0]} off line; carry the others to their machines"], as_json
+        {"folders": folders},
+        [*lines, f"keep {folders[0]} off line; carry the others to their machines"],
+        as_json,
     )
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy check kits/cleveland")
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="KIT", help="A site's folder, made by `deploy kit`.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="KIT", help="A site's folder, made by `deploy kit`.")
+    ],
     as_json: Json = False,
 ) -> int:
-    """Preflight on a site: versions, certificate, server, clock, data, model. Exit code 1 if something is wrong."""
+    """Preflight on a site: versions, certificate, server, clock, data, model.
+
+    Exit code 1 if something is wrong.
+    """
     from fedscaffold.deploy.provisioning import check as preflight
 
     if not (folder / "site.json").is_file():
-        raise InputError(f"{folder} is not a site's folder: it has no site.json; `fedscaffold deploy kit` makes them")
+        raise InputError(
+            f"{folder} is not a site's folder: it has no site.json; `fedscaffold deploy kit` makes "
+            "them"
+        )
     findings = preflight(folder)
     lines = [f"{'good' if f.good else 'BAD '}  {f.what}: {f.said}" for f in findings]
     good = all(finding.good for finding in findings)
-    print_answer({"good": good, "findings": [finding._asdict() for finding in findings]}, lines, as_json)
+    print_answer(
+        {"good": good, "findings": [finding._asdict() for finding in findings]}, lines, as_json
+    )
     return 0 if good else 1
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy status runs/hospitals")
 def status(
-    out: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")], as_json: Json = False
+    out: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")],
+    as_json: Json = False,
 ) -> int:
     """Show who is in, when each was last heard, whom the round waits for, and whether the audit log is whole."""
     from fedscaffold.deploy.audit import read_verified
     from fedscaffold.deploy.server_state import peek_state
 
-    home = next((folder for folder in (out, out / "server") if (folder / "status.json").is_file()), None)
+    home = next(
+        (folder for folder in (out, out / "server") if (folder / "status.json").is_file()), None
+    )
     if home is None:
         raise InputError(f"{out} has no status.json: nothing was started there")
-    kinds = {"phase": str, "round": int, "rounds": int, "at": float, "sites": dict, "waiting_for": list, "absent": list}
+    kinds = {
+        "phase": str,
+        "round": int,
+        "rounds": int,
+        "at": float,
+        "sites": dict,
+        "waiting_for": list,
+        "absent": list,
+    }
     now = record(home / "status.json", **kinds)
     kept = peek_state(home / "state")
     events = read_verified(home / "audit.jsonl", None if kept is None else kept.audit)
     refused = [event for event in events if event["event"] == "refused"]
-    broken = [f"broken {event['at']}: {event['note']}" for event in events if event["event"] == "broken"]
+    broken = [
+        f"broken {event['at']}: {event['note']}" for event in events if event["event"] == "broken"
+    ]
     answer = {**now, "audit_events": len(events), "audit_broken": broken, "refused": refused[-10:]}
-    print_answer(answer, [*_status_lines(now, len(events), refused), *(f"  {line}" for line in broken)], as_json)
+    print_answer(
+        answer,
+        [*_status_lines(now, len(events), refused), *(f"  {line}" for line in broken)],
+        as_json,
+    )
     return 0
 
 
@@ -180,16 +228,25 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
     gauge = "kept by the clients" if now["residual"] is None else f"residual {now['residual']:.2g}"
     lines = [f"{now['phase']}, round {now['round']} of {now['rounds']}, {gauge}, {age:.0f} s ago"]
     for site, facts in sorted(now["sites"].items()):
-        seen = "not yet heard" if facts["last_seen"] is None else f"heard {time.time() - facts['last_seen']:.0f} s ago"
+        seen = (
+            "not yet heard"
+            if facts["last_seen"] is None
+            else f"heard {time.time() - facts['last_seen']:.0f} s ago"
+        )
         waits = ", the round waits for it" if site in now["waiting_for"] else ""
         lines.append(
-            f"  {site}: {facts['records']} records, counted in round {facts['counted_in_round']}, {seen}{waits}"
+            f"  {site}: {facts['records']} records, counted in round {facts['counted_in_round']}, "
+            f"{seen}{waits}"
         )
     missed = now.get("missed", {})
     lines += [f"  {site}: absent" for site in now["absent"] if site not in missed]
     lines += [f"  {one['sentence']}" for one in missed.values()]
-    lines += [f"  {_unmeasured_line(name, sites)}" for name, sites in now.get("unmeasured", {}).items()]
-    lines += [f"  refused {event['at']} {event['site']}: {event['reason']}" for event in refused[-5:]]
+    lines += [
+        f"  {_unmeasured_line(name, sites)}" for name, sites in now.get("unmeasured", {}).items()
+    ]
+    lines += [
+        f"  refused {event['at']} {event['site']}: {event['reason']}" for event in refused[-5:]
+    ]
     lines += [f"  warning: {said}" for said in now.get("warnings", [])]
     return [*lines, f"audit log: {events} events, chain whole"]
 
@@ -204,18 +261,25 @@ def _new_folder(out: Path, folder: Path, engine: str) -> Iterator[None]:
     from fedscaffold.state.files import make_folder, owned, write_private
 
     if not (folder / "federation.toml").is_file():
-        raise FileNotFoundError(f"{folder / 'federation.toml'} not found; `fedscaffold deploy new DIR` writes one")
+        raise FileNotFoundError(
+            f"{folder / 'federation.toml'} not found; `fedscaffold deploy new DIR` writes one"
+        )
     make_folder(out.absolute().parent)
     make_folder(out, private=True)
     with owned(out):
         if (out / "deployment.json").exists():
             go_on = f"`fedscaffold deploy resume {out}` goes on, or give another --out"
             raise InputError(f"{out} holds a deployment; {go_on}")
-        write_private(out / "deployment.json", json.dumps({"app": str(folder.resolve()), "engine": engine}) + "\n")
+        write_private(
+            out / "deployment.json",
+            json.dumps({"app": str(folder.resolve()), "engine": engine}) + "\n",
+        )
         yield
 
 
-def _in_process(folder: Path, out: Path, rounds: int | None, allow_missing: bool, as_json: bool) -> int:
+def _in_process(
+    folder: Path, out: Path, rounds: int | None, allow_missing: bool, as_json: bool
+) -> int:
     """Run or resume an app in this process; return the exit code."""
     from fedscaffold.deploy import InProcess, Server, Stopped, drive
     from fedscaffold.deploy.apps import open_app
@@ -250,7 +314,9 @@ def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json
         if seen != shown and not as_json and sys.stderr.isatty():
             shown[:] = seen
             waits = f", waiting for {', '.join(now['waiting_for'])}" if now["waiting_for"] else ""
-            typer.echo(f"{now['phase']}: {now['round']} of {now['rounds']} rounds done{waits}", err=True)
+            typer.echo(
+                f"{now['phase']}: {now['round']} of {now['rounds']} rounds done{waits}", err=True
+            )
 
     try:
         with raise_on_signal(), Federation(folder, out) as federation:
@@ -281,7 +347,9 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
     problem = Problem(one.loss, one.params, [one.data(site) for site in settings.deploy.sites])
     local = settings.local
     if local.optimizer != "sgd":
-        raise InputError(f"--engine simulator takes local.optimizer = 'sgd', got {local.optimizer!r}")
+        raise InputError(
+            f"--engine simulator takes local.optimizer = 'sgd', got {local.optimizer!r}"
+        )
     with _new_folder(out, folder, "simulator"):
         done = run(
             make(**settings.algorithm),
@@ -299,13 +367,20 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
         )
         values = zip(*(column.tolist() for column in done.history.values()), strict=True)
         rows = [plain(dict(zip(done.history, row, strict=True))) for row in values]
-        write_private(out / "metrics.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        write_private(
+            out / "metrics.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        )
         model, facts = out / "model.safetensors", {"round": str(len(rows)), "run": done.digest}
         write_model(model, learner.schema.filed(done.vector, {}), facts)
     last = {name: column[-1].item() for name, column in done.history.items()}
     answer = {"rounds": done.rounds, "residual": done.residual, "last": last, "digest": done.digest}
-    said = [f"{done.rounds} rounds in the simulator", *(f"  {name} = {value:.6g}" for name, value in last.items())]
-    print_answer(answer | {"folder": str(out), "model": str(model)}, [*said, f"model: {model}"], as_json)
+    said = [
+        f"{done.rounds} rounds in the simulator",
+        *(f"  {name} = {value:.6g}" for name, value in last.items()),
+    ]
+    print_answer(
+        answer | {"folder": str(out), "model": str(model)}, [*said, f"model: {model}"], as_json
+    )
     return 0
 
 
@@ -314,11 +389,18 @@ def _print_round(outcome: Outcome, as_json: bool) -> None:
     if not as_json and sys.stderr.isatty():
         word = "committed" if outcome.committed else "abandoned"
         means = ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
-        typer.echo(f"round {outcome.round} {word}: heard {len(outcome.heard)}{', ' + means if means else ''}", err=True)
+        typer.echo(
+            f"round {outcome.round} {word}: heard "
+            f"{len(outcome.heard)}{', ' + means if means else ''}",
+            err=True,
+        )
 
 
 def _print_summary(answer: dict[str, Any], out: Path, allow_missing: bool, as_json: bool) -> int:
-    """Print the outcome and the sites that did not count; return 1 if a site never did, unless allowed."""
+    """Print the outcome and the sites that did not count.
+
+    Return 1 if a site never did, unless allowed.
+    """
     gauge = answer["residual"]
     words = "kept by the clients" if gauge is None else f"residual {gauge:.2g}"
     lines = [f"{answer['rounds']} rounds, {words}, {answer['seconds']:.1f} s"]
@@ -329,7 +411,9 @@ def _print_summary(answer: dict[str, Any], out: Path, allow_missing: bool, as_js
     print_answer({**answer, "folder": str(out), "never_counted": never}, said, as_json)
     if not never or allow_missing:
         return 0
-    typer.echo(f"fedscaffold: never counted: {', '.join(never)} (--allow-missing lets it pass)", err=True)
+    typer.echo(
+        f"fedscaffold: never counted: {', '.join(never)} (--allow-missing lets it pass)", err=True
+    )
     return 1
 
 
@@ -338,7 +422,8 @@ def _missed_lines(missed: dict[str, Any], out: Path) -> list[str]:
     lines = [f"  {one['sentence']}" for one in missed.values()]
     if any("(reference " in one["cause"] for one in missed.values()):
         lines.append(
-            f"  what an error says is in the site's own folder, errors/REFERENCE.log; here below {out / 'sites'}"
+            f"  what an error says is in the site's own folder, errors/REFERENCE.log; here below "
+            f"{out / 'sites'}"
         )
     return lines
 
@@ -351,7 +436,9 @@ def _print_stopped(stopped: Stopped, out: Path, as_json: bool) -> int:
     """Print why a run stopped, and which sites did not count; return the exit code."""
     typer.echo(f"fedscaffold: {stopped}", err=True)
     if as_json:
-        print_answer({"stopped": str(stopped), "missed": stopped.missed, "folder": str(out)}, [], as_json)
+        print_answer(
+            {"stopped": str(stopped), "missed": stopped.missed, "folder": str(out)}, [], as_json
+        )
     else:
         for line in _missed_lines(stopped.missed, out):
             typer.echo(line, err=True)

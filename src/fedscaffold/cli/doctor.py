@@ -1,6 +1,7 @@
 """The bare `fedscaffold` command, `--version`, and `doctor`, which checks the installation.
 
-Each finding of `doctor` is ok, warning or missing, with a remedy. It works when everything else is missing.
+Each finding of `doctor` is ok, warning or missing, with a remedy. It works when everything else is
+missing.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def _print_version(asked: bool) -> None:
 def welcome(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Say what this is and what to type next."""
@@ -84,12 +88,17 @@ def welcome(
         typed = [line for verb, line in NEXT.items() if verb in verbs]
         typer.echo(f"fedscaffold {fedscaffold.__version__}: {app.info.help}\n\nWhat to type next:")
         typer.echo("\n".join(f"  fedscaffold {words:<17}{purpose}" for words, purpose in typed))
-        typer.echo("\nAll verbs: fedscaffold --help. One of them, with an example: fedscaffold VERB --help")
+        typer.echo(
+            "\nAll verbs: fedscaffold --help. One of them, with an example: fedscaffold VERB --help"
+        )
 
 
 @app.command(epilog="Example: fedscaffold doctor --json")
 def doctor(as_json: Json = False) -> int:
-    """Check this installation: extras, versions, devices, data, cache, ports. Exit code 1 if it is not usable."""
+    """Check this installation: extras, versions, devices, data, cache, ports.
+
+    Exit code 1 if it is not usable.
+    """
     findings = examine()
     good = usable(findings)
     lines = [f"{finding.state:<8} {finding.what}: {finding.said}" for finding in findings]
@@ -135,8 +144,16 @@ def usable(findings: list[Finding]) -> bool:
 def _python() -> Finding:
     version = platform.python_version()
     if sys.version_info < PYTHON:
-        return Finding("Python", "missing", version, f"install Python {PYTHON[0]}.{PYTHON[1]} or later", needed=True)
-    return Finding("Python", "ok", f"{version} on {platform.system()} {platform.machine()}", needed=True)
+        return Finding(
+            "Python",
+            "missing",
+            version,
+            f"install Python {PYTHON[0]}.{PYTHON[1]} or later",
+            needed=True,
+        )
+    return Finding(
+        "Python", "ok", f"{version} on {platform.system()} {platform.machine()}", needed=True
+    )
 
 
 def _extras() -> Iterator[Finding]:
@@ -145,7 +162,9 @@ def _extras() -> Iterator[Finding]:
         wanted = metadata.requires("fedscaffold") or []
         yield Finding("fedscaffold", "ok", metadata.version("fedscaffold"))
     except metadata.PackageNotFoundError:
-        yield Finding("fedscaffold", "warning", "found, but not installed", "pip install 'fedscaffold[all]'")
+        yield Finding(
+            "fedscaffold", "warning", "found, but not installed", "pip install 'fedscaffold[all]'"
+        )
         return
     requirements = [Requirement(text) for text in wanted]
     for extra, purpose in EXTRAS.items():
@@ -156,7 +175,9 @@ def _belongs_to(extra: str, requirement: Requirement) -> bool:
     """Return whether a requirement belongs to an extra; unconditional ones count for `sim`."""
     if requirement.marker is None:
         return extra == "sim"
-    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
+    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate(
+        {"extra": ""}
+    )
 
 
 def _extra(extra: str, purpose: str, wanted: list[Requirement]) -> Finding:
@@ -174,8 +195,16 @@ def _extra(extra: str, purpose: str, wanted: list[Requirement]) -> Finding:
         if not one.specifier.contains(versions[one.name] or "", prereleases=True)
     ]
     if strange:
-        return Finding(what, "warning", f"not a version we support: {', '.join(strange)}", mend, needed)
-    return Finding(what, "ok", ", ".join(f"{package} {version}" for package, version in versions.items()), "", needed)
+        return Finding(
+            what, "warning", f"not a version we support: {', '.join(strange)}", mend, needed
+        )
+    return Finding(
+        what,
+        "ok",
+        ", ".join(f"{package} {version}" for package, version in versions.items()),
+        "",
+        needed,
+    )
 
 
 def _version(package: str) -> str | None:
@@ -195,9 +224,17 @@ def _jax() -> Finding:
         devices = ", ".join(f"{device.platform} {device.id}" for device in jax.devices())
     except Exception as error:  # any failure is the finding
         reason = (str(error).splitlines() or [""])[0]
-        return Finding("JAX", "missing", f"does not start: {reason}", "pip install --upgrade 'fedscaffold[sim]'", True)
+        return Finding(
+            "JAX",
+            "missing",
+            f"does not start: {reason}",
+            "pip install --upgrade 'fedscaffold[sim]'",
+            True,
+        )
     if not right:
-        return Finding("JAX", "missing", "computes 0 + 1 + 2 + 3 wrong", "reinstall jax and jaxlib", True)
+        return Finding(
+            "JAX", "missing", "computes 0 + 1 + 2 + 3 wrong", "reinstall jax and jaxlib", True
+        )
     threads = os.environ.get("PJRT_NPROC") or f"{os.cpu_count()}, or 1 for small steps"
     return Finding("JAX", "ok", f"devices: {devices}; threads: {threads}", "", True)
 
@@ -205,19 +242,26 @@ def _jax() -> Finding:
 def _data() -> Finding:
     """Check which data sets are available; digits always is."""
     root = os.environ.get(VARIABLE, "")
-    mend = f"set {VARIABLE} to the folder with your copies; docs/data.md says where they are to be had"
+    mend = (
+        f"set {VARIABLE} to the folder with your copies; docs/data.md says where they are to be had"
+    )
     if root and not Path(root).expanduser().is_dir():
         return Finding("data", "warning", f"{VARIABLE} names {root}, which is no folder", mend)
     places = [Path(root).expanduser()] if root else []
     here = [name for name, (within, files) in FILES.items() if _is_available(places, within, files)]
     absent = [name for name in FILES if name not in here]
-    said = f"{', '.join(['digits', *here])}" + (f"; not at hand: {', '.join(absent)}" if absent else "")
+    said = f"{', '.join(['digits', *here])}" + (
+        f"; not at hand: {', '.join(absent)}" if absent else ""
+    )
     return Finding("data", "ok" if here else "warning", said, mend if absent else "")
 
 
 def _is_available(roots: list[Path], within: str, files: list[str]) -> bool:
     places = [place for root in roots for place in (root / within, root)] + [DEBIAN]
-    return all(any(exists(place / (file + end)) for place in places for end in ("", ".gz")) for file in files)
+    return all(
+        any(exists(place / (file + end)) for place in places for end in ("", ".gz"))
+        for file in files
+    )
 
 
 def _cache() -> Finding:
@@ -230,14 +274,18 @@ def _cache() -> Finding:
             return Finding("cache", "ok", f"{folder} can be written")
     except OSError as error:
         mend = "set JAX_COMPILATION_CACHE_DIR to a folder that can be; without one every process compiles anew"
-        return Finding("cache", "warning", f"{folder} cannot be written ({type(error).__name__})", mend)
+        return Finding(
+            "cache", "warning", f"{folder} cannot be written ({type(error).__name__})", mend
+        )
 
 
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     said = f"{free / 1e9:.1f} GB free here"
     if free < SPARE:
-        return Finding("disk", "warning", said, "free some, or send runs elsewhere: --set output.dir=DIR")
+        return Finding(
+            "disk", "warning", said, "free some, or send runs elsewhere: --set output.dir=DIR"
+        )
     return Finding("disk", "ok", said)
 
 
@@ -245,7 +293,9 @@ def _port() -> Finding:
     """Check that a loopback port can be bound, which local federations and live pages need."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            return Finding("loopback", "ok", f"127.0.0.1 lends ports, such as {server.getsockname()[1]}")
+            return Finding(
+                "loopback", "ok", f"127.0.0.1 lends ports, such as {server.getsockname()[1]}"
+            )
     except OSError as error:
         mend = "allow 127.0.0.1 in the sandbox or firewall; `deploy local` and live pages need it"
         return Finding("loopback", "warning", f"no port on 127.0.0.1 ({error.strerror})", mend)
@@ -265,9 +315,17 @@ def _tools() -> Iterator[Finding]:
 
 
 def _clock() -> Finding:
-    """Check the clock against our own files: if it is behind, certificates will seem not yet valid."""
+    """Check the clock against our own files.
+
+    If it is behind, certificates will seem not yet valid.
+    """
     now, installed = time.time(), Path(__file__).stat().st_mtime
     said = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < installed - 60:
-        return Finding("clock", "warning", f"{said} is before this was installed", "set it; certificates depend on it")
+        return Finding(
+            "clock",
+            "warning",
+            f"{said} is before this was installed",
+            "set it; certificates depend on it",
+        )
     return Finding("clock", "ok", said)

@@ -1,11 +1,12 @@
 """Handling of SIGINT and SIGTERM during a command.
 
-By default the handler prints one line and exits at once. It raises no exception: Python discards exceptions raised
-in garbage-collector callbacks, of which JAX installs one, and a library interrupted during import may crash.
-Exiting is safe, because everything a command writes survives even SIGKILL. Work that must clean up first handles
-the signals itself: runs with checkpoints (`simulation.checkpoint.catch_signals`) and federations of processes
-(`raise_on_signal`). A second signal exits at once, even during a checkpoint or while a compiler keeps Python from
-running, unless `disable_second_signal` was called.
+By default the handler prints one line and exits at once. It raises no exception: Python discards
+exceptions raised in garbage-collector callbacks, of which JAX installs one, and a library
+interrupted during import may crash. Exiting is safe, because everything a command writes survives
+even SIGKILL. Work that must clean up first handles
+the signals itself: runs with checkpoints (`simulation.checkpoint.catch_signals`) and federations of
+processes (`raise_on_signal`). A second signal exits at once, even during a checkpoint or while a
+compiler keeps Python from running, unless `disable_second_signal` was called.
 """
 
 from __future__ import annotations
@@ -101,11 +102,13 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def exit_with_line(line: str | Callable[[], str], last: Callable[[], object] | None = None) -> Iterator[None]:
+def exit_with_line(
+    line: str | Callable[[], str], last: Callable[[], object] | None = None
+) -> Iterator[None]:
     """Exit with the given line if a signal arrives during the block, after calling `last`.
 
-    If `last` is None, that of the enclosing block applies. A KeyboardInterrupt raised by the work itself carries
-    the line, for `message_of`.
+    If `last` is None, that of the enclosing block applies. A KeyboardInterrupt raised by the work
+    itself carries the line, for `message_of`.
     """
     outer = signal.getsignal(signal.SIGINT)
     if last is None:
@@ -121,7 +124,10 @@ def exit_with_line(line: str | Callable[[], str], last: Callable[[], object] | N
 
 @contextmanager
 def raise_on_signal() -> Iterator[None]:
-    """Raise `Interrupt` at the first signal and ignore others; for work that neither imports nor uses JAX."""
+    """Raise `Interrupt` at the first signal and ignore others.
+
+    For work that neither imports nor uses JAX.
+    """
 
     def interrupt(number: int, frame: Any) -> None:
         while frame is not None and frame.f_code is not subprocess.Popen.__init__.__code__:
@@ -144,7 +150,10 @@ def disable_second_signal() -> None:
 
 @contextmanager
 def _install_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Install a signal handler for the block; ignored signals stay ignored, and only in the main thread."""
+    """Install a signal handler for the block.
+
+    Ignored signals stay ignored, and only in the main thread.
+    """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:

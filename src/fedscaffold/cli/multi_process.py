@@ -1,7 +1,7 @@
 """Runs on several processes or hosts: flags, and one line if a process is lost.
 
-JAX terminates a process from native code when the coordinator or a peer is lost, and no Python runs after that. The
-run is therefore a child process, whose parent only reports what happened.
+JAX terminates a process from native code when the coordinator or a peer is lost, and no Python runs
+after that. The run is therefore a child process, whose parent only reports what happened.
 """
 
 from __future__ import annotations
@@ -50,11 +50,20 @@ class Team(NamedTuple):
         return None if number == 1 else number
 
     def begin(self) -> None:
-        """Configure JAX for these devices and join the other processes; JAX must not have started."""
+        """Configure JAX for these devices and join the other processes.
+
+        JAX must not have started.
+        """
         if self.total is not None:
             from fedscaffold.simulation.distributed import join
 
-            join(self.coordinator, self.processes, self.process_id, devices=self.devices, deadline=self.deadline)
+            join(
+                self.coordinator,
+                self.processes,
+                self.process_id,
+                devices=self.devices,
+                deadline=self.deadline,
+            )
 
     def flags(self) -> list[str]:
         """Return the flags for resuming."""
@@ -68,24 +77,33 @@ SINGLE_PROCESS = Team()
 
 
 def team_of(
-    devices: Annotated[int, typer.Option("--devices", help="Devices of this process that share the clients.")] = 1,
+    devices: Annotated[
+        int, typer.Option("--devices", help="Devices of this process that share the clients.")
+    ] = 1,
     coordinator: Annotated[
         str | None,
-        typer.Option("--coordinator", metavar="HOST:PORT", help="Several processes: where process 0 listens."),
+        typer.Option(
+            "--coordinator", metavar="HOST:PORT", help="Several processes: where process 0 listens."
+        ),
     ] = None,
     processes: Annotated[int, typer.Option("--processes", help="Several processes: how many.")] = 1,
     process_id: Annotated[
-        int | None, typer.Option("--process-id", help="Several processes: which one this is, from 0.")
+        int | None,
+        typer.Option("--process-id", help="Several processes: which one this is, from 0."),
     ] = None,
     deadline: Annotated[
-        int, typer.Option("--deadline", help="Several processes: seconds until a silent one counts as gone.")
+        int,
+        typer.Option(
+            "--deadline", help="Several processes: seconds until a silent one counts as gone."
+        ),
     ] = 60,
 ) -> Team:
     """Return the team described by the flags.
 
     >>> team_of(1, "localhost:1234", 2, None, 60)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: a run on several processes needs --coordinator HOST:PORT, --processes P and ...
+    fedscaffold.checks.InputError: a run on several processes needs --coordinator HOST:PORT,
+        --processes P and ...
     """
     from fedscaffold import checks
 
@@ -95,7 +113,8 @@ def team_of(
     given = (coordinator is not None, processes > 1, process_id is not None)
     if any(given) and not all(given):
         raise InputError(
-            "a run on several processes needs --coordinator HOST:PORT, --processes P and --process-id I, all three, "
+            "a run on several processes needs --coordinator HOST:PORT, --processes P and "
+            "--process-id I, all three, "
             "with P of at least 2"
         )
     if process_id is not None:
@@ -105,11 +124,15 @@ def team_of(
 
 def process_options(verb: Callable[..., int]) -> Callable[..., int]:
     """Decorate a verb that takes `team` to take the flags of `team_of` instead."""
-    return replace_parameter(verb, "team", inspect.signature(team_of, eval_str=True).parameters, team_of)
+    return replace_parameter(
+        verb, "team", inspect.signature(team_of, eval_str=True).parameters, team_of
+    )
 
 
 def run_supervised(team: Team, folder: Path, work: Callable[[], int]) -> int:
-    """Run one process of a team in a child and return its exit code; report if the child was terminated.
+    """Run one process of a team in a child and return its exit code.
+
+    Report if the child was terminated.
 
     Args:
         team: The devices and processes of the run.
@@ -138,7 +161,9 @@ def run_supervised(team: Team, folder: Path, work: Callable[[], int]) -> int:
     if os.environ.get("FEDSCAFFOLD_DEBUG"):
         sys.stderr.write(lines)
     if sentence == REPORTED:
-        return code if code >= 0 else 2  # JAX may terminate it when it leaves the others after an error
+        return (
+            code if code >= 0 else 2
+        )  # JAX may terminate it when it leaves the others after an error
     if not sentence:
         _refuse_start(team, lines)
     _print_lost(team, folder, sentence or _describe_exit(team, code, lines))
@@ -148,7 +173,10 @@ def run_supervised(team: Team, folder: Path, work: Callable[[], int]) -> int:
 def _run_child(work: Callable[[], int], words: int, alive: int, logging: int) -> int:
     """Child side: exit with the parent, and send it JAX's log and how the work ended."""
     os.setpgid(0, 0)  # receive Ctrl-C once, from the parent
-    for number, name in ((1, "stdout"), (2, "stderr")):  # Python keeps its streams, native code writes to the parent
+    for number, name in (
+        (1, "stdout"),
+        (2, "stderr"),
+    ):  # Python keeps its streams, native code writes to the parent
         setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1))
         os.dup2(logging, number)
     os.close(logging)
@@ -185,10 +213,14 @@ def _end_with(alive: int) -> None:
 def _refuse_start(team: Team, lines: str) -> None:
     """Raise InputError if JAX's log shows that the processes did not all join."""
     if twice := re.search(r"(\d+) unexpectedly tried to connect", lines):
-        raise InputError(f"two processes say that they are process {twice[1]}: give each a --process-id of its own")
+        raise InputError(
+            f"two processes say that they are process {twice[1]}: give each a --process-id of its "
+            "own"
+        )
     if "CoordinationService/RegisterTask" in lines:
         raise InputError(
-            f"not all of the {team.processes} processes came within {team.deadline} s: start each with the same "
+            f"not all of the {team.processes} processes came within {team.deadline} s: start each "
+            "with the same "
             "--coordinator and --processes"
         )
 
@@ -204,7 +236,11 @@ def _describe_exit(team: Team, code: int, lines: str) -> str:
     gone = [number for number in gone if number != str(team.process_id)]
     if not gone and "Failed to send RPC to coordination service" in lines:
         gone = ["0"]
-    return f"{own} has lost process {', '.join(gone)}" if gone else f"{own} has lost touch with the others"
+    return (
+        f"{own} has lost process {', '.join(gone)}"
+        if gone
+        else f"{own} has lost touch with the others"
+    )
 
 
 def _print_lost(team: Team, folder: Path, what: str) -> None:

@@ -1,4 +1,7 @@
-"""Options that set configuration keys; names, defaults and help come from the table of arguments."""
+"""Options that set configuration keys.
+
+Names, defaults and help come from the table of arguments.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def config_options(
 
 
 def replace_parameter(
-    verb: Callable[..., Any], name: str, options: Mapping[str, inspect.Parameter], make: Callable[..., Any]
+    verb: Callable[..., Any],
+    name: str,
+    options: Mapping[str, inspect.Parameter],
+    make: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Return the verb with options in the place of one of its parameters.
 
@@ -51,7 +57,9 @@ def replace_parameter(
     """
     signature = inspect.signature(verb, eval_str=True)
     every = [
-        option for own in signature.parameters.values() for option in (options.values() if own.name == name else (own,))
+        option
+        for own in signature.parameters.values()
+        for option in (options.values() if own.name == name else (own,))
     ]
 
     @wraps(verb)
@@ -73,9 +81,13 @@ def _make_option(key: str, default: str | None) -> inspect.Parameter:
     shown = default or ("" if usual is None else str(usual))
     flag = "--" + _flag_of(key).replace("_", "-")
     shown = f"  [default: {shown}]" if shown else ""
-    option = typer.Option(flag, help=f"{sentence[:1].upper()}{sentence[1:]}.{shown}", show_default=False)
+    option = typer.Option(
+        flag, help=f"{sentence[:1].upper()}{sentence[1:]}.{shown}", show_default=False
+    )
     kind = Annotated[str | None, option]
-    return inspect.Parameter(_flag_of(key), inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+    return inspect.Parameter(
+        _flag_of(key), inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind
+    )
 
 
 def _to_toml_value(value: str) -> str:

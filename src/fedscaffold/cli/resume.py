@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedscaffold.checks import InputError
-from fedscaffold.cli.comparison_folder import ASKED, CELLS, is_unfinished, remove_cells, resume_comparison
+from fedscaffold.cli.comparison_folder import (
+    ASKED,
+    CELLS,
+    is_unfinished,
+    remove_cells,
+    resume_comparison,
+)
 from fedscaffold.cli.interrupts import exit_with_line
 from fedscaffold.cli.multi_process import SINGLE_PROCESS, Team, process_options, run_supervised
 from fedscaffold.cli.verbs import (
@@ -43,13 +49,18 @@ NEW = ".new"  # temporary folder of results
 def resume(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")],
-    rounds: Annotated[int | None, typer.Option(help="Rounds in all, instead of the config's.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds in all, instead of the config's.")
+    ] = None,
     watch: Watch = False,
     log: Log = None,
     team: Team = SINGLE_PROCESS,
     as_json: Json = False,
 ) -> int:
-    """Go on with a run or a comparison after a crash, or with a run for more rounds; same bits as without a break."""
+    """Go on with a run or a comparison after a crash, or with a run for more rounds.
+
+    Same bits as without a break.
+    """
     from fedscaffold.experiments.config_file import load
 
     if (folder / ASKED).is_file():
@@ -57,10 +68,15 @@ def resume(
         resume_comparison(folder, as_json)
         return 0
     if not (folder / "config.toml").is_file():
-        raise InputError(f"{folder} holds no run: config.toml is missing; `fedscaffold run CONFIG.toml` starts one")
+        raise InputError(
+            f"{folder} holds no run: config.toml is missing; `fedscaffold run CONFIG.toml` starts "
+            "one"
+        )
     seen_by = check_viewers(watch, log)
     config = load(folder / "config.toml", [] if rounds is None else [f"rounds={rounds}"])
-    return run_supervised(team, folder, lambda: run_in_folder(config, folder, as_json, None, team, seen_by))
+    return run_supervised(
+        team, folder, lambda: run_in_folder(config, folder, as_json, None, team, seen_by)
+    )
 
 
 def clear_for_new_run(folder: Path, fresh: bool) -> None:
@@ -71,7 +87,11 @@ def clear_for_new_run(folder: Path, fresh: bool) -> None:
     kept = folder / CHECKPOINT
     at = None if fresh else unfinished(kept)
     if at is not None or (not fresh and is_unfinished(folder)):
-        what = "runs of a sweep that was broken off" if at is None else f"a run that stopped after round {at}"
+        what = (
+            "runs of a sweep that was broken off"
+            if at is None
+            else f"a run that stopped after round {at}"
+        )
         raise InputError(
             f"{folder} holds {what}: `fedscaffold resume {folder}` goes on; "
             "or give another folder, or --fresh to start anew there"
@@ -96,12 +116,16 @@ def run_in_folder(
         config: The configuration.
         folder: The run's folder.
         as_json: Whether to print JSON.
-        fresh: None to continue from the folder's state, else whether a new run may replace an unfinished one.
-        team: The processes of the run; the first one prepares the folder, prints and writes the results.
+        fresh: None to continue from the folder's state, else whether a new run may replace an
+            unfinished one.
+        team: The processes of the run; the first one prepares the folder, prints and writes the
+            results.
         seen_by: Live page and trackers.
     """
     if team.total is not None and config.local.lr == "tuned":
-        raise InputError("lr = 'tuned' is a sweep, which runs on one device: give a number for local.lr")
+        raise InputError(
+            "lr = 'tuned' is a sweep, which runs on one device: give a number for local.lr"
+        )
     built = prepare_problem(config, team)
     from fedscaffold.experiments import compare as room
     from fedscaffold.experiments.config_file import to_toml
@@ -114,13 +138,25 @@ def run_in_folder(
         run_on_first_process(team, lambda: open_folder(stack, folder, to_toml(config), fresh))
         stack.enter_context(exit_with_line(f"stopped; go on with: {words}"))
         try:
-            with _print_state_warnings(), open_callbacks(config, built, folder, seen_by, team.is_main) as callbacks:
+            with (
+                _print_state_warnings(),
+                open_callbacks(config, built, folder, seen_by, team.is_main) as callbacks,
+            ):
                 line = None if team.is_main else False
                 study = room.run(
-                    config, built, typed_command(), line, folder / CHECKPOINT, team.total, callbacks, folder / CELLS
+                    config,
+                    built,
+                    typed_command(),
+                    line,
+                    folder / CHECKPOINT,
+                    team.total,
+                    callbacks,
+                    folder / CELLS,
                 )
         except Interrupted as stop:
-            typer.echo(f"fedscaffold: stopped after round {stop.round}; go on with: {words}", err=True)
+            typer.echo(
+                f"fedscaffold: stopped after round {stop.round}; go on with: {words}", err=True
+            )
             return 128 + stop.signal
         if team.is_main:
             page = room.write_results(study, folder)
@@ -139,7 +175,8 @@ def open_folder(stack: ExitStack, folder: Path, config: str, fresh: bool | None)
     for name in (CHECKPOINT, NAME, "config.toml", NEW):
         if (folder / name).is_symlink():
             raise InputError(
-                f"{folder / name} is a symbolic link, and a run writes into its own folder only: remove it"
+                f"{folder / name} is a symbolic link, and a run writes into its own folder only: "
+                "remove it"
             )
     if fresh is not None:
         clear_for_new_run(folder, fresh)

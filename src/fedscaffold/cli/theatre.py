@@ -15,7 +15,9 @@ __all__ = ["theatre"]
 
 @app.command(epilog="Example: fedscaffold theatre --out lecture/drift.html --open")
 def theatre(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="The page to write.")] = Path("theatre.html"),
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE.html", help="The page to write.")
+    ] = Path("theatre.html"),
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -27,13 +29,20 @@ def theatre(
     try:
         page = write_theatre(out)
     except OSError as error:
-        raise InputError(f"cannot write {out}: {error.strerror}; choose another place with --out") from None
+        raise InputError(
+            f"cannot write {out}: {error.strerror}; choose another place with --out"
+        ) from None
     opened = show and _open_browser(page)
     size = page.stat().st_size
     answer = {"page": str(page), "bytes": size, "opened": opened}
-    lines = [f"theatre: {page} ({size / 1000:.0f} kB; open it in any browser, mail it, no network needed)"]
+    lines = [
+        f"theatre: {page} ({size / 1000:.0f} kB; open it in any browser, mail it, no network "
+        "needed)"
+    ]
     print_answer(
-        answer, lines + (["no browser was found here to open it with"] if show and not opened else []), as_json
+        answer,
+        lines + (["no browser was found here to open it with"] if show and not opened else []),
+        as_json,
     )
 
 

@@ -28,22 +28,29 @@ USES = {
 }
 
 
-@app.command(epilog="Example: fedscaffold plan --dataset quadratic --set problem.noise=0.01 --target 0.1 --verify")
+@app.command(
+    epilog="Example: fedscaffold plan --dataset quadratic --set problem.noise=0.01 --target 0.1 --verify"
+)
 @config_options(*KEPT, defaults={"problem.dataset": "quadratic"})
 def plan(
-    target: Annotated[float, typer.Option(help="Root mean squared distance to the optimum to reach.")],
+    target: Annotated[
+        float, typer.Option(help="Root mean squared distance to the optimum to reach.")
+    ],
     overrides: list[str],
     cost_of_round: Annotated[float, typer.Option(help="What a round costs.")] = 1.0,
     cost_of_step: Annotated[float, typer.Option(help="What a local step costs.")] = 0.0,
     max_rounds: Annotated[int, typer.Option(help="Rounds at most.")] = 20_000,
-    verify: Annotated[bool, typer.Option("--verify", help="Simulate the plan: predicted against measured.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Simulate the plan: predicted against measured.")
+    ] = False,
     seeds: Annotated[int, typer.Option(help="Seeds of the simulation.")] = 16,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
     """Plan step size, local steps, rounds and bytes for a target error, for SGD, FedAvg and SCAFFOLD side by side.
 
-    What is set of local.steps, local.lr, local.batch_size, cohort.size, weights and [algorithm] is kept.
+    What is set of local.steps, local.lr, local.batch_size, cohort.size, weights and [algorithm] is
+    kept.
     """
     checks.whole("seeds", seeds)
     config = _parse_options("plan", overrides, sets)
@@ -86,12 +93,18 @@ def diagnose(
     context: typer.Context,
     overrides: list[str],
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Instead of a problem: the folder of a run or a server.")
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]", help="Instead of a problem: the folder of a run or a server."
+        ),
     ] = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> int:
-    """Say what is wrong with a RUN; or, of a problem, how unlike the clients are and which method to use, and how."""
+    """Say what is wrong with a RUN.
+
+    Or, of a problem, how unlike the clients are and which method to use, and how.
+    """
     if folder is not None:
         from fedscaffold.cli.diagnose import print_diagnosis
 
@@ -105,14 +118,22 @@ def diagnose(
 
     kept = _fixed_settings(config)
     drift = kept if None not in kept.values() else {}
-    found = heterogeneity(built.problem, weights=config.weights, batch_size=config.local.batch_size, **drift)
+    found = heterogeneity(
+        built.problem, weights=config.weights, batch_size=config.local.batch_size, **drift
+    )
     advice = advise(found, built.problem, rounds=config.rounds, cohort=config.cohort.size, **kept)
-    numbers = {key: value for key, value in found._asdict().items() if isinstance(value, (int, float, str, bool))}
+    numbers = {
+        key: value
+        for key, value in found._asdict().items()
+        if isinstance(value, (int, float, str, bool))
+    }
     answer = {"problem": built.sentence, "heterogeneity": numbers, "errors": found.errors}
     answer["advice"] = advice._asdict() | {"tried": [one._asdict() for one in advice.tried]}
     kind = "exact" if found.exact else "estimated"
     lines = [f"{built.sentence}, at {found.where} ({kind}):"]
-    lines += [f"  {name} = {value:.4g}" for name, value in numbers.items() if isinstance(value, float)]
+    lines += [
+        f"  {name} = {value:.4g}" for name, value in numbers.items() if isinstance(value, float)
+    ]
     print_answer(answer, [*lines, str(advice)], as_json)
     return 0
 
@@ -126,10 +147,14 @@ def _parse_options(verb: str, flags: list[str], sets: list[str] | None) -> Confi
     for key in given_keys(config):
         section = key.partition(".")[0]
         if section != "problem" and section not in USES[verb] and key not in USES[verb]:
-            raise InputError(f"{verb} cannot take {key} into account; it takes problem, {', '.join(USES[verb])}")
+            raise InputError(
+                f"{verb} cannot take {key} into account; it takes problem, {', '.join(USES[verb])}"
+            )
     unused = unused_keys(config.problem)
     if unused:
-        raise InputError(f"dataset {config.problem.dataset!r} makes no use of problem.{unused[0]}; leave it out")
+        raise InputError(
+            f"dataset {config.problem.dataset!r} makes no use of problem.{unused[0]}; leave it out"
+        )
     return config
 
 
@@ -137,7 +162,9 @@ def _fixed_settings(config: Config) -> dict[str, Any]:
     """Return the step size and number of local steps that the user fixed."""
     steps, lr = config.local.steps, config.local.lr
     if isinstance(steps, list):
-        raise InputError(f"local.steps must be one number of local steps for all clients here, got {steps}")
+        raise InputError(
+            f"local.steps must be one number of local steps for all clients here, got {steps}"
+        )
     if isinstance(lr, str):
         raise InputError(f"local.lr must be a number, or left out to have one chosen, got {lr!r}")
     return {"local_steps": steps, "lr": lr if "lr" in config.local.model_fields_set else None}
@@ -147,15 +174,22 @@ def _plan_lines(sentence: str, made: Plan, checked: list[Verified]) -> list[str]
     n = len(made.weights)
     who = "all clients" if made.cohort == n else f"{made.cohort} of {n} clients"
     weighed = "" if (made.weights == made.weights[0]).all() else ", weighted"
-    out = [f"{sentence}: from {made.distance:.3g} to {made.target:.3g} away from the optimum, {who} in every round"]
+    out = [
+        f"{sentence}: from {made.distance:.3g} to {made.target:.3g} away from the optimum, {who} "
+        "in every round"
+    ]
     out[0] += weighed
     out += [_proposal_line(one) for one in made.proposals]
     out += [
-        f"simulated {one.algorithm}: {one.measured:.4g} +- {one.standard_error:.2g} measured, {one.predicted:.4g} "
+        f"simulated {one.algorithm}: {one.measured:.4g} +- {one.standard_error:.2g} measured, "
+        f"{one.predicted:.4g} "
         f"predicted, ratio {one.ratio:.2f}"
         for one in checked
     ]
-    return [*out, f"cheapest: {made.best}" if made.best else "no method reaches the target within the budget"]
+    return [
+        *out,
+        f"cheapest: {made.best}" if made.best else "no method reaches the target within the budget",
+    ]
 
 
 def _proposal_line(one: Proposal) -> str:

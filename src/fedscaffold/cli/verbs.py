@@ -40,15 +40,26 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="The data sets and who holds what.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(
+    help="The data sets and who holds what.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(data_app, name="data")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-DataDir = Annotated[str | None, typer.Option("--data", help="Folder with the data files (or FEDSCAFFOLD_DATA).")]
+DataDir = Annotated[
+    str | None, typer.Option("--data", help="Folder with the data files (or FEDSCAFFOLD_DATA).")
+]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew even where something unfinished is.")]
-Watch = Annotated[bool, typer.Option("--watch", help="Serve a live page of the run on this machine.")]
-Log = Annotated[list[str] | None, typer.Option("--log", help="Also tell tensorboard, wandb or trackio; repeatable.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Start anew even where something unfinished is.")
+]
+Watch = Annotated[
+    bool, typer.Option("--watch", help="Serve a live page of the run on this machine.")
+]
+Log = Annotated[
+    list[str] | None,
+    typer.Option("--log", help="Also tell tensorboard, wandb or trackio; repeatable."),
+]
 
 
 @app.command(epilog="Example: fedscaffold demo --out runs/demo")
@@ -58,13 +69,16 @@ def demo(out: Out = Path("runs/demo"), fresh: Fresh = False, as_json: Json = Fal
     from fedscaffold.experiments.config_file import parse
 
     config = parse(
-        "rounds = 60\n[problem]\ndataset = 'digits'\nsplit = 'similarity:0'\nclients = 20\nmodel = 'softmax'\n"
+        "rounds = 60\n[problem]\ndataset = 'digits'\nsplit = 'similarity:0'\nclients = 20\nmodel = "
+        "'softmax'\n"
         "[local]\nepochs = 5\nbatch_size = 0.2\nlr = 'tuned'\n[cohort]\nsize = 0.2"
     )
     run_comparison(config, "sgd,fedavg,fedprox,scaffold", 3, "accuracy:0.9", out, fresh, as_json)
 
 
-@app.command(epilog="Example: fedscaffold run config.toml --set local.lr=0.2 --set algorithm.name=fedavg")
+@app.command(
+    epilog="Example: fedscaffold run config.toml --set local.lr=0.2 --set algorithm.name=fedavg"
+)
 @process_options
 def run(
     path: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")],
@@ -86,12 +100,15 @@ def run(
     config = load(path, [*(sets or []), *_data_override(data)])
     refuse_unused_keys(config, sets or [])
     folder = Path(config.output.dir)
-    return run_supervised(team, folder, lambda: run_in_folder(config, folder, as_json, fresh, team, seen_by))
+    return run_supervised(
+        team, folder, lambda: run_in_folder(config, folder, as_json, fresh, team, seen_by)
+    )
 
 
 @app.command(
     epilog="Example: fedscaffold compare --dataset digits --split similarity:0 --model softmax --clients 20 "
-    "--cohort 0.2 --algorithms scaffold,fedavg --rounds 200 --local-epochs 5 --batch-size 0.2 --lr tuned "
+    "--cohort 0.2 --algorithms scaffold,fedavg --rounds 200 --local-epochs 5 --batch-size 0.2 --lr "
+    "tuned "
     "--target accuracy:0.9 --seeds 3"
 )
 @config_options(
@@ -112,14 +129,19 @@ def compare(
     ] = "scaffold,fedavg",
     target: Annotated[str | None, typer.Option(help="Metric and value: accuracy:0.9.")] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="Override any config key: a.b=c.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="Override any config key: a.b=c.")
+    ] = None,
     out: Out = Path("runs/compare"),
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Compare algorithms over seeds: rounds and bytes to a target, with spread; table, CSV, LaTeX and a page.
+    """Compare algorithms over seeds: rounds and bytes to a target, with spread.
 
-    Runs are kept as they end: after Ctrl-C or a crash the same command goes on with those that are missing.
+    Table, CSV, LaTeX and a page.
+
+    Runs are kept as they end: after Ctrl-C or a crash the same command goes on with those that are
+        missing.
     """
     from fedscaffold.cli.comparison_folder import run_comparison
     from fedscaffold.experiments.build_problem import refuse_unused_keys
@@ -138,18 +160,28 @@ def data_list(as_json: Json = False) -> None:
     from fedscaffold import data
 
     answer = {"datasets": sorted(data.DATASETS), "splits": dict(data.SPLITS)}
-    lines = ["data sets: " + ", ".join(answer["datasets"]), "splits: " + ", ".join(data.SPLITS.values())]
+    lines = [
+        "data sets: " + ", ".join(answer["datasets"]),
+        "splits: " + ", ".join(data.SPLITS.values()),
+    ]
     print_answer(answer, lines, as_json)
 
 
-@data_app.command("show", epilog="Example: fedscaffold data show --dataset digits --split dirichlet:0.1 --clients 10")
+@data_app.command(
+    "show",
+    epilog="Example: fedscaffold data show --dataset digits --split dirichlet:0.1 --clients 10",
+)
 def data_show(
     dataset: Annotated[str, typer.Option(help="Data set.")] = "digits",
-    split: Annotated[str, typer.Option(help="similarity:S, dirichlet:A, shards:K, iid or natural.")] = "similarity:0",
+    split: Annotated[
+        str, typer.Option(help="similarity:S, dirichlet:A, shards:K, iid or natural.")
+    ] = "similarity:0",
     clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
     data: DataDir = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also draw it: a .html, .png, .svg or .pdf file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also draw it: a .html, .png, .svg or .pdf file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print and draw who holds what."""
@@ -163,12 +195,17 @@ def data_show(
 def conform(
     target: Annotated[
         str | None,
-        typer.Option(help="module:name of an adapter, or of an algorithm; our own SCAFFOLD by default."),
+        typer.Option(
+            help="module:name of an adapter, or of an algorithm; our own SCAFFOLD by default."
+        ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="ROW", help="A row, or a family of rows; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="ROW", help="A row, or a family of rows; may be repeated."),
     ] = None,
-    precision: Annotated[str, typer.Option(help="The target's arithmetic: float64 or float32.")] = "float64",
+    precision: Annotated[
+        str, typer.Option(help="The target's arithmetic: float64 or float32.")
+    ] = "float64",
     as_json: Json = False,
 ) -> int:
     """Run the identities every SCAFFOLD must satisfy, on ours or on anybody's."""
@@ -179,14 +216,23 @@ def conform(
     return code
 
 
-@app.command(epilog="Example: fedscaffold report runs/first, or fedscaffold report runs --out comparison.html")
+@app.command(
+    epilog="Example: fedscaffold report runs/first, or fedscaffold report runs --out comparison.html"
+)
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Runs, comparisons, or folders of them.")],
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="The page to write.")] = None,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Runs, comparisons, or folders of them.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.html", help="The page to write.")
+    ] = None,
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Make the page of a run anew, or one page that compares any number of runs; --log tells a tracker of them."""
+    """Make the page of a run anew, or one page that compares any number of runs.
+
+    --log tells a tracker of them.
+    """
     from fedscaffold.runs import page, sources
     from fedscaffold.runs.trackers import replay
 
@@ -199,13 +245,19 @@ def report(
     runs = sum(len(source.study.runs) for source in given)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(given), encoding="utf-8")
-    print_answer({"report": str(path), "runs": runs}, [f"report: {path} ({runs} run{'s' * (runs > 1)})"], as_json)
+    print_answer(
+        {"report": str(path), "runs": runs},
+        [f"report: {path} ({runs} run{'s' * (runs > 1)})"],
+        as_json,
+    )
 
 
 def refuse_other_options(context: typer.Context, what: str, allowed: tuple[str, ...]) -> None:
     """Refuse options that do not apply to an existing folder, which has its own configuration."""
     for option in context.command.params:
-        typed = getattr(context.get_parameter_source(option.name or ""), "name", "") == "COMMANDLINE"
+        typed = (
+            getattr(context.get_parameter_source(option.name or ""), "name", "") == "COMMANDLINE"
+        )
         if typed and option.param_type_name == "option" and option.opts[0] not in allowed:
             raise InputError(f"{what} takes {' and '.join(allowed)} only, got {option.opts[0]}")
 

@@ -55,7 +55,9 @@ def open_callbacks(
     No callbacks for a sweep, nor in processes other than the main one.
     """
     if config.local.lr == "tuned" and shown != NO_VIEWERS:
-        raise InputError("--watch and --log follow one run; with local.lr = 'tuned' it is a sweep: give a number")
+        raise InputError(
+            "--watch and --log follow one run; with local.lr = 'tuned' it is a sweep: give a number"
+        )
     if config.local.lr == "tuned" or not is_main:
         yield []
         return
@@ -71,7 +73,11 @@ def open_callbacks(
             try:
                 server = stack.enter_context(Server(folder, Simulated(folder)))
             except (OSError, RuntimeError) as error:  # run without the page
-                typer.echo(f"fedscaffold: no live page: {error}; `fedscaffold watch {folder}` shows the run", err=True)
+                typer.echo(
+                    f"fedscaffold: no live page: {error}; `fedscaffold watch {folder}` shows the "
+                    "run",
+                    err=True,
+                )
             else:
                 stack.callback(server.wait_for_last_look)
                 typer.echo(f"live page: {server.address}", err=True)
@@ -82,12 +88,23 @@ def open_callbacks(
 
 @app.command(epilog="Example: fedscaffold watch runs/first")
 def watch(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run, or of a deployed server.")],
-    port: Annotated[int, typer.Option(help="Port on this machine; any that is free by default.")] = 0,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Do not open the page in a browser.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the state once, as one JSON object, and end.")] = False,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder of a run, or of a deployed server.")
+    ],
+    port: Annotated[
+        int, typer.Option(help="Port on this machine; any that is free by default.")
+    ] = 0,
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Do not open the page in a browser.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the state once, as one JSON object, and end.")
+    ] = False,
 ) -> None:
-    """Show a run as it goes, or one that is over, on a page on this machine; Ctrl-C ends the page, not the run."""
+    """Show a run as it goes, or one that is over, on a page on this machine.
+
+    Ctrl-C ends the page, not the run.
+    """
     from fedscaffold.runs.live import source_of
     from fedscaffold.runs.view_model import view
 
@@ -108,7 +125,9 @@ def watch(
 
 def _open_browser(address: str) -> None:
     """Open the page in a browser, if there is a display."""
-    screen = sys.platform in ("darwin", "win32") or any(os.environ.get(v) for v in ("DISPLAY", "WAYLAND_DISPLAY"))
+    screen = sys.platform in ("darwin", "win32") or any(
+        os.environ.get(v) for v in ("DISPLAY", "WAYLAND_DISPLAY")
+    )
     if screen and sys.stderr.isatty():
         import webbrowser
 

@@ -1,7 +1,7 @@
 """Conformance suite: identities that every SCAFFOLD must satisfy, for any implementation.
 
-Wrap an implementation as an adapter, a function from `Case` to `Trace`, and call `conform(adapter)`. An `Algorithm`, or
-a function that returns one, needs no adapter.
+Wrap an implementation as an adapter, a function from `Case` to `Trace`, and call
+`conform(adapter)`. An `Algorithm`, or a function that returns one, needs no adapter.
 """
 
 from fedscaffold.conformance.case import Adapter, Case, Trace, Unsupported, federation, offers

@@ -1,6 +1,9 @@
-"""`python -m fedscaffold.conformance module:adapter`: run the suite with NumPy as the only dependency.
+"""`python -m fedscaffold.conformance module:adapter`.
 
-Exit codes: 0 if no offered row fails, 1 if a row fails, 2 if a row ends in an error or the command is invalid.
+Run the suite with NumPy as the only dependency.
+
+Exit codes: 0 if no offered row fails, 1 if a row fails, 2 if a row ends in an error or the command
+    is invalid.
 """
 
 from __future__ import annotations
@@ -44,16 +47,32 @@ def judged(
     }
     lines = [table(verdicts)]
     lines += [f"c is {answer['c']}"] if met else []
-    lines += ["What is wrong, as far as the numbers tell:", *(f"- {one}" for one in diagnosis)] if diagnosis else []
+    lines += (
+        ["What is wrong, as far as the numbers tell:", *(f"- {one}" for one in diagnosis)]
+        if diagnosis
+        else []
+    )
     return answer, lines, 1 if counts["fails"] else 2 if counts["error"] else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser("python -m fedscaffold.conformance", description="Judge a SCAFFOLD.")
-    parser.add_argument("target", nargs="?", help="module:name of an adapter or an algorithm; ours by default")
-    parser.add_argument("--only", action="append", default=[], metavar="ROW", help="a row or a family; may be repeated")
-    parser.add_argument("--precision", default="float64", choices=PRECISIONS, help="the target's arithmetic")
+    parser = argparse.ArgumentParser(
+        "python -m fedscaffold.conformance", description="Judge a SCAFFOLD."
+    )
+    parser.add_argument(
+        "target", nargs="?", help="module:name of an adapter or an algorithm; ours by default"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="ROW",
+        help="a row or a family; may be repeated",
+    )
+    parser.add_argument(
+        "--precision", default="float64", choices=PRECISIONS, help="the target's arithmetic"
+    )
     parser.add_argument("--json", action="store_true", help="verdicts for programs")
     given = parser.parse_args(arguments)
     try:

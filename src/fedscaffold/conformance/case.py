@@ -1,16 +1,20 @@
-"""`Case` and `Trace`, input and output of an adapter: a federation of quadratics with exact gradients, in NumPy.
+"""`Case` and `Trace`, input and output of an adapter.
 
-An adapter is one function, `Case -> Trace`, around an implementation of SCAFFOLD. The case determines everything: who
-trains, whose reply is lost, when the process restarts; nothing is random. In one round each client i of the cohort
-starts at y = x with an empty momentum buffer, m = 0, and takes local_steps[i] steps
+A federation of quadratics with exact gradients, in NumPy.
+
+An adapter is one function, `Case -> Trace`, around an implementation of SCAFFOLD. The case
+determines everything: who trains, whose reply is lost, when the process restarts; nothing is
+random. In one round each client i of the cohort starts at y = x with an empty momentum buffer, m =
+0, and takes local_steps[i] steps
 
     d = gradient(i, y) - c_i + c,     m = momentum * m + d,     y <- y - lr[k] * m
 
-Then c_i becomes the mean gradient it saw (option 2) or its gradient at x (option 1). Over the replies that
-arrive, x moves by server_lr times the weighted mean of y - x, c by the sum of weights[i] * (change of c_i).
+Then c_i becomes the mean gradient it saw (option 2) or its gradient at x (option 1). Over the
+replies that arrive, x moves by server_lr times the weighted mean of y - x, c by the sum of
+weights[i] * (change of c_i).
 
-Some cases need additional features, such as a model in several tensors or clipping. They are run only if the adapter
-declares with `offers` that it has them.
+Some cases need additional features, such as a model in several tensors or clipping. They are run
+only if the adapter declares with `offers` that it has them.
 """
 
 from __future__ import annotations
@@ -23,13 +27,27 @@ from numpy.typing import NDArray
 
 from fedscaffold import checks
 
-__all__ = ["FEATURES", "Adapter", "Array", "Call", "Case", "Run", "Trace", "Unsupported", "federation", "offers"]
+__all__ = [
+    "FEATURES",
+    "Adapter",
+    "Array",
+    "Call",
+    "Case",
+    "Run",
+    "Trace",
+    "Unsupported",
+    "federation",
+    "offers",
+]
 
 Array: TypeAlias = NDArray[np.float64]
 
 
 class Unsupported(Exception):
-    """Raised by an adapter for what its implementation does not offer: `raise Unsupported("momentum")`."""
+    """Raised by an adapter for what its implementation does not offer.
+
+    `raise Unsupported("momentum")`.
+    """
 
 
 class Call(NamedTuple):
@@ -48,7 +66,8 @@ class Case(NamedTuple):
     linear: Array
     """(N, d): b_i."""
     x0: Array
-    """(d,): the initial model. Non-zero where possible, as zero hides errors that are proportional to it."""
+    """(d,): the initial model. Non-zero where possible, as zero hides errors that are proportional
+    to it."""
     cohorts: tuple[tuple[int, ...], ...]
     """Clients that train, for each round."""
     lost: tuple[tuple[int, ...], ...]
@@ -69,17 +88,20 @@ class Case(NamedTuple):
     frozen: bool = False
     """Whether control variates are never updated."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """The tensors that the model consists of, in the order of x; () for one vector. See `split` and `join`."""
+    """The tensors that the model consists of, in the order of x; () for one vector. See `split` and
+    `join`."""
     buffers: Array | None = None
     """(B,): running statistics beside the parameters, as BatchNorm has them; see `forward`."""
     clip: float | None = None
-    """Norm to which gradients are clipped before the correction; c_i is computed from clipped gradients."""
+    """Norm to which gradients are clipped before the correction; c_i is computed from clipped
+    gradients."""
     clip_corrected: float | None = None
     """Norm to which directions, gradient - c_i + c, are clipped."""
     loss_scale: float = 1.0
     """Factor of the loss, as in mixed precision, and so of what `gradient` returns."""
     private: bool = False
-    """Whether to use the differentially private optimiser, without noise and with a bound that is never reached."""
+    """Whether to use the differentially private optimiser, without noise and with a bound that is
+    never reached."""
     precision: str = "float64"
     """Data type of `x0` and of gradients."""
     calls: list[Call] | None = None
@@ -112,7 +134,10 @@ class Case(NamedTuple):
         return tuple(name for name, yes in asked.items() if yes)
 
     def gradient(self, i: int, y: Any) -> Any:
-        """Return the gradient of f_i at y times `loss_scale`. Call it exactly once per local step."""
+        """Return the gradient of f_i at y times `loss_scale`.
+
+        Call it exactly once per local step.
+        """
         point = np.array(np.asarray(y), np.float64)  # a tensor has to become an array first
         g: Array = self.hessians[i] @ point - self.linear[i]
         if self.calls is not None:
@@ -120,7 +145,10 @@ class Case(NamedTuple):
         return (self.loss_scale * g).astype(self.precision, copy=False)
 
     def forward(self, i: int, buffers: Any) -> Any:
-        """Return the running statistics after one training step of client i; they do not depend on gradients."""
+        """Return the running statistics after one training step of client i.
+
+        They do not depend on gradients.
+        """
         old = np.array(np.asarray(buffers), np.float64)
         return (0.9 * old + 0.1 * self.linear[i, : len(old)]).astype(self.precision)
 
@@ -133,7 +161,9 @@ class Case(NamedTuple):
         """
         shapes = self.shapes or (self.x0.shape,)
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
-        return [part.reshape(s) for part, s in zip(np.split(vector, ends[:-1]), shapes, strict=True)]
+        return [
+            part.reshape(s) for part, s in zip(np.split(vector, ends[:-1]), shapes, strict=True)
+        ]
 
     def join(self, tensors: Any) -> Any:
         """Concatenate the tensors of the model into one vector."""
@@ -203,7 +233,9 @@ FEATURES = ("tensors", "buffers", "clipping", "loss scaling", "private optimiser
 
 
 def offers(*features: str) -> Callable[[AdapterType], AdapterType]:
-    """Decorate an adapter with the `FEATURES` that it supports; rows that need others are not offered.
+    """Decorate an adapter with the `FEATURES` that it supports.
+
+    Rows that need others are not offered.
 
     >>> @offers("tensors", "clipping")
     ... def adapter(case):

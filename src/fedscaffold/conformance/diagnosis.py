@@ -1,8 +1,8 @@
 """Explain in words why an implementation fails, from its states and gradients.
 
-The four update rules of SCAFFOLD are fitted to the run: the correction added to the gradients, the new c_i, the change
-of c and the move of x. Every wrong coefficient yields a sentence. Then the trajectories and the failing rows are
-compared with those of every known mistake in `mistakes`.
+The four update rules of SCAFFOLD are fitted to the run: the correction added to the gradients, the
+new c_i, the change of c and the move of x. Every wrong coefficient yields a sentence. Then the
+trajectories and the failing rows are compared with those of every known mistake in `mistakes`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,19 @@ def diagnose(judgement: Judgement) -> list[str]:
     with np.errstate(all="ignore"):
         plain_runs = {name: run for name, run in runs.items() if "clipping" not in run.case.asks}
         for name, run in plain_runs.items():
-            for sentence in (*about_correction(run), *about_memory(run), *about_control(run), *about_model(run)):
+            for sentence in (
+                *about_correction(run),
+                *about_memory(run),
+                *about_control(run),
+                *about_model(run),
+            ):
                 said.setdefault(sentence, []).append(name)
         mistakes = nearest_mistakes(judgement, runs, guess=not said)
     sentences = sorted(said.items(), key=lambda item: -len(item[1]))
-    return [f"{one} ({'everywhere' if len(w) == len(plain_runs) else ', '.join(w)})" for one, w in sentences] + mistakes
+    return [
+        f"{one} ({'everywhere' if len(w) == len(plain_runs) else ', '.join(w)})"
+        for one, w in sentences
+    ] + mistakes
 
 
 def early_runs(judgement: Judgement) -> dict[str, Run]:
@@ -65,8 +73,12 @@ def early_runs(judgement: Judgement) -> dict[str, Run]:
         run = run if run is None or isinstance(run, Run) else run.run
         if run is None:
             continue
-        finite = [np.isfinite(states.reshape(len(states), -1)).all(axis=1) for states in run.trace.vectors]
-        rounds = min(EARLY, run.case.rounds, int(np.logical_and.accumulate(np.all(finite, axis=0)).sum()) - 1)
+        finite = [
+            np.isfinite(states.reshape(len(states), -1)).all(axis=1) for states in run.trace.vectors
+        ]
+        rounds = min(
+            EARLY, run.case.rounds, int(np.logical_and.accumulate(np.all(finite, axis=0)).sum()) - 1
+        )
         if rounds >= 1:
             x, c, c_i = (states[: rounds + 1] for states in run.trace.vectors)
             buffers = None if run.trace.buffers is None else run.trace.buffers[: rounds + 1]
@@ -76,10 +88,16 @@ def early_runs(judgement: Judgement) -> dict[str, Run]:
 
 
 def fit_coefficients(values: list[Array], *columns: list[Array]) -> Array | None:
-    """Fit values by a linear combination of columns; None if there is no exact or no unique solution."""
+    """Fit values by a linear combination of columns.
+
+    None if there is no exact or no unique solution.
+    """
     if not values:
         return None
-    target, matrix = np.concatenate(values), np.stack([np.concatenate(column) for column in columns], axis=1)
+    target, matrix = (
+        np.concatenate(values),
+        np.stack([np.concatenate(column) for column in columns], axis=1),
+    )
     coefficients, _, rank, _ = np.linalg.lstsq(matrix, target, rcond=1e-9)
     wrong = measures.largest(matrix @ coefficients - target)
     if rank < len(columns) or not wrong <= CLOSE * measures.largest(target, matrix) / 10:
@@ -99,7 +117,8 @@ def visits(run: Run) -> Iterator[tuple[int, int, Array, Array]]:
     for i, calls in asked.items():
         steps = case.local_steps[i]
         rounds = [r for r, cohort in enumerate(case.cohorts) if i in cohort]
-        # A run has more calls than its first rounds need; a whole number of visits is all that can be checked.
+        # A run has more calls than its first rounds need; a whole number of visits is all that can
+        # be checked.
         if case.option == 1 or steps < 2 or len(calls) % steps or len(calls) < steps * len(rounds):
             continue
         for n, r in enumerate(rounds):
@@ -166,12 +185,17 @@ def about_memory(run: Run) -> Iterator[str]:
     if found is None or equal(found, 1, 0, 0) or case.momentum or len(set(case.lr)) > 1:
         return
     added = correction(run)
-    if added is None or not equal(found, 1, added[0] - 1, added[1] + 1):  # else what a wrong correction makes of x - y
+    if added is None or not equal(
+        found, 1, added[0] - 1, added[1] + 1
+    ):  # else what a wrong correction makes of x - y
         yield memory_in_words(*found)
 
 
 def gradients_early(run: Run, i: int) -> Array:
-    """Return client i's gradients of the first rounds: the recorded ones, or those recomputed from its states."""
+    """Return client i's gradients of the first rounds.
+
+    The recorded ones, or those recomputed from its states.
+    """
     asked = [g for _, j, _, g in visits(run) if j == i]
     return np.array(asked) if asked else measures.gradients(run._replace(calls=()), i)
 
@@ -183,9 +207,17 @@ def memory_in_words(g: float, c: float, c_i: float) -> str:
     if equal(np.array([c, c_i]), g - 1, 1 - g):  # c_i - c + g (x - y) / (K lr)
         if equal(np.array([g]), -1):
             return "the sign of c_i is wrong: y - x is taken for x - y"
-        guess = "steps counted as records" if g < 1 else "steps counted as epochs, or the step size left out"
+        guess = (
+            "steps counted as records"
+            if g < 1
+            else "steps counted as epochs, or the step size left out"
+        )
         return f"c_i is renewed with {g:.3g} (x - y) / (K lr), not (x - y) / (K lr): {guess}?"
-    for left_out, coefficients in {"- c": (1, 1, 0), "the old c_i": (1, 0, -1), "c_i - c": (1, 1, -1)}.items():
+    for left_out, coefficients in {
+        "- c": (1, 1, 0),
+        "the old c_i": (1, 0, -1),
+        "c_i - c": (1, 1, -1),
+    }.items():
         if equal(np.array([g, c, c_i]), *coefficients):
             return f"{left_out} is left out where c_i becomes c_i - c + (x - y) / (K lr)"
     if equal(np.array([c, c_i]), 0, 1 - g):
@@ -203,7 +235,10 @@ def about_control(run: Run) -> Iterator[str]:
     moved = np.diff(c, axis=0)
     heard = measures.heard(case)[:, :, 0]
     changes = np.einsum("rn,rnd->rd", heard * case.weights, np.diff(c_i, axis=0))
-    share, sent = heard @ case.weights, np.array([case.weights[list(cohort)].sum() for cohort in case.cohorts])
+    share, sent = (
+        heard @ case.weights,
+        np.array([case.weights[list(cohort)].sum() for cohort in case.cohorts]),
+    )
     if not moved.any():
         yield "c never moves"
         return
@@ -238,7 +273,9 @@ def first_mismatch(run: Run, gauge: Array) -> str:
         ("clients came for the first time", r > 0 and not set(case.cohorts[r]) <= before),
     ]
     words = [text for text, so in special if so]
-    return f"c leaves the mean of the c_i in round {r + 1}" + (f", in which {' and '.join(words)}" if words else "")
+    return f"c leaves the mean of the c_i in round {r + 1}" + (
+        f", in which {' and '.join(words)}" if words else ""
+    )
 
 
 def about_model(run: Run) -> Iterator[str]:
@@ -248,13 +285,18 @@ def about_model(run: Run) -> Iterator[str]:
         return
     _, c, c_i = run.trace.vectors
     heard = measures.heard(case)[:, :, 0]
-    ends = [oracles.local_steps(case, i, x[:-1], c[:-1], c_i[:-1, i])[0] for i in range(case.num_clients)]
+    ends = [
+        oracles.local_steps(case, i, x[:-1], c[:-1], c_i[:-1, i])[0]
+        for i in range(case.num_clients)
+    ]
     total = np.einsum("rn,nrd->rd", heard * case.weights, np.array(ends) - x[:-1])
     factors = proportion(run, np.diff(x, axis=0), total)
     counts = heard.sum(axis=1)
     if factors is None:
         return
-    divisors = case.num_clients / factors[counts > 0]  # of a sum of moves, where clients weigh the same
+    divisors = (
+        case.num_clients / factors[counts > 0]
+    )  # of a sum of moves, where clients weigh the same
     if np.allclose(factors[counts > 0] * (heard @ case.weights)[counts > 0], 1, atol=CLOSE):
         yield "the server step is not used"
     elif np.allclose(factors[counts > 0], case.server_lr, atol=CLOSE):
@@ -270,7 +312,9 @@ def about_model(run: Run) -> Iterator[str]:
 def proportion(run: Run, values: Array, of: Array) -> Array | None:
     """Return the factor between two vectors for every round; None if they are not parallel."""
     square = (of * of).sum(axis=1)
-    factors = np.divide((values * of).sum(axis=1), square, out=np.zeros_like(square), where=square > 0)
+    factors = np.divide(
+        (values * of).sum(axis=1), square, out=np.zeros_like(square), where=square > 0
+    )
     return factors if within_rounding(run, values - factors[:, None] * of) else None
 
 
@@ -307,8 +351,12 @@ def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) ->
     Failing rows alone are weak evidence: counting K in epochs fails the same rows as a wrong sign.
     """
     failed = {verdict.name for verdict in judgement.verdicts if verdict.outcome == "fails"}
-    compared = {verdict.name for verdict in judgement.verdicts if verdict.violation is not None} | failed
-    ill = {id(case) for identity in IDENTITIES if identity.name in failed for case in identity.cases}
+    compared = {
+        verdict.name for verdict in judgement.verdicts if verdict.violation is not None
+    } | failed
+    ill = {
+        id(case) for identity in IDENTITIES if identity.name in failed for case in identity.cases
+    }
     wrong = {
         name
         for name, run in runs.items()
@@ -317,7 +365,11 @@ def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) ->
     likenesses = []
     for name in MISTAKES:
         gaps = {federation: gap(name, federation, run) for federation, run in runs.items()}
-        same = frozenset(federation for federation, run in runs.items() if gaps[federation] <= rounding_bound(run))
+        same = frozenset(
+            federation
+            for federation, run in runs.items()
+            if gaps[federation] <= rounding_bound(run)
+        )
         theirs = signatures()[name] & compared
         share = len(theirs & failed) / max(1, len(theirs | failed))
         apart = float(np.median([gaps[federation] for federation in wrong])) if wrong else 0.0
@@ -326,8 +378,13 @@ def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) ->
     if found or not guess:
         return found
     least = max(0.5, 0.8 * max(one.rows for one in likenesses))
-    best = sorted((one for one in likenesses if one.rows >= least), key=lambda one: one.apart)[:NAMED]
-    return [f"the rows that fail are most like those of the mistake {one.name!r} ({one.rows:.0%})" for one in best]
+    best = sorted((one for one in likenesses if one.rows >= least), key=lambda one: one.apart)[
+        :NAMED
+    ]
+    return [
+        f"the rows that fail are most like those of the mistake {one.name!r} ({one.rows:.0%})"
+        for one in best
+    ]
 
 
 def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[str]) -> list[str]:
@@ -335,7 +392,9 @@ def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[s
     exact = [one for one in likenesses if one.same & wrong and others <= one.same]
     left, said = set(wrong), list[str]()
     while exact and (explains := max((one.same & left for one in exact), key=len)):
-        alternatives = sorted((one for one in exact if one.same & left == explains), key=lambda one: -one.rows)
+        alternatives = sorted(
+            (one for one in exact if one.same & left == explains), key=lambda one: -one.rows
+        )
         for one in alternatives[:NAMED]:
             where = f"in {len(one.same & wrong)} of {len(wrong)} federations that go wrong"
             said.append(f"the numbers are those of the mistake {one.name!r}, {where}")
@@ -346,7 +405,11 @@ def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[s
 def gap(name: str | None, federation: str, run: Run) -> float:
     """Return the distance to a mistake's run (None: a correct one), with c_i from gradients or from the move."""
     mistake, forms = right if name is None else MISTAKES[name], [False]
-    if isinstance(mistake, Scaffold) and mistake.renew is right.renew and mistake.correct is not right.correct:
+    if (
+        isinstance(mistake, Scaffold)
+        and mistake.renew is right.renew
+        and mistake.correct is not right.correct
+    ):
         forms.append(True)  # elsewhere both forms are the same
     gaps = [np.inf]
     for moved in forms:
@@ -361,7 +424,9 @@ def gap(name: str | None, federation: str, run: Run) -> float:
 
 
 @cache
-def run_mistake(name: str | None, federation: str, rounds: int, precision: str, met: bool, moved: bool) -> Trace | None:
+def run_mistake(
+    name: str | None, federation: str, rounds: int, precision: str, met: bool, moved: bool
+) -> Trace | None:
     """Run the first rounds of a federation with a mistake; None if the arithmetic fails."""
     mistake = right if name is None else MISTAKES[name]
     if isinstance(mistake, Scaffold) and met and mistake.control is right.control:
@@ -376,6 +441,11 @@ def run_mistake(name: str | None, federation: str, rounds: int, precision: str, 
 
 @cache
 def signatures() -> dict[str, frozenset[str]]:
-    """Return the rows that fail for each mistake; `tests/conformance/test_conformance.py` checks the file."""
-    text = (resources.files("fedscaffold.conformance") / "signatures.json").read_text(encoding="utf-8")
+    """Return the rows that fail for each mistake.
+
+    `tests/conformance/test_conformance.py` checks the file.
+    """
+    text = (resources.files("fedscaffold.conformance") / "signatures.json").read_text(
+        encoding="utf-8"
+    )
     return {name: frozenset(rows) for name, rows in json.loads(text).items()}

@@ -1,7 +1,8 @@
 """Federations of the suite: four heterogeneous quadratics in R^3, under various conditions.
 
-Each condition changes one thing from `all`, so that a failing row names its cause; `together` changes everything at
-once. Coefficients come from sines rather than a random generator, so that they are reproducible everywhere.
+Each condition changes one thing from `all`, so that a failing row names its cause; `together`
+changes everything at once. Coefficients come from sines rather than a random generator, so that
+they are reproducible everywhere.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def clients() -> tuple[Array, Array]:
 
 def meeting(case: Case, *cohorts: tuple[int, ...]) -> Case:
     """Return the case with these cohorts repeated, and no reply lost."""
-    return case._replace(cohorts=tuple(cohorts[r % len(cohorts)] for r in range(case.rounds)), lost=((),) * case.rounds)
+    return case._replace(
+        cohorts=tuple(cohorts[r % len(cohorts)] for r in range(case.rounds)),
+        lost=((),) * case.rounds,
+    )
 
 
 def losing(case: Case, period: int) -> Case:
@@ -70,12 +74,14 @@ def prolonged(case: Case, times: int) -> Case:
 def conditions() -> dict[str, Condition]:
     """Return all conditions by name."""
     base, longer, longest = (
-        federation(*clients(), X0, rounds, steps=4, lr=LR) for rounds in (ROUNDS, 3 * ROUNDS // 2, 2 * ROUNDS)
+        federation(*clients(), X0, rounds, steps=4, lr=LR)
+        for rounds in (ROUNDS, 3 * ROUNDS // 2, 2 * ROUNDS)
     )
     sampling = meeting(longer, *PAIRS)
     weights = np.array([0.4, 0.3, 0.2, 0.1])
     unequal = base._replace(local_steps=UNEQUAL, lr=(LR,) * 6)
-    # Enough momentum to make c_i by displacement diverge: there, a client's move is 2.3 times K lr d.
+    # Enough momentum to make c_i by displacement diverge: there, a client's move is 2.3 times K lr
+    # d.
     heavy = base._replace(momentum=0.9, lr=(0.05,) * 4)
     # Subsets in steps of 7, which shares no factor with 15: small and large cohorts come mixed.
     changing = tuple(SUBSETS[7 * r % len(SUBSETS)] for r in range(len(SUBSETS)))
@@ -92,12 +98,16 @@ def conditions() -> dict[str, Condition]:
         "sampling": Condition("two of four clients in a round", sampling),
         "changing cohorts": Condition("cohorts of one to four clients", meeting(longer, *changing)),
         "weights": Condition("clients of unequal weight", base._replace(weights=weights)),
-        "weights and sampling": Condition("sampled clients of unequal weight", sampling._replace(weights=weights)),
+        "weights and sampling": Condition(
+            "sampled clients of unequal weight", sampling._replace(weights=weights)
+        ),
         "server step": Condition("a server step other than 1", base._replace(server_lr=1.3)),
         "option I": Condition("option I", base._replace(option=1)),
         "momentum": Condition("momentum in the local steps", heavy),
         "unequal steps": Condition("unequal numbers of local steps", unequal),
-        "schedule": Condition("steps that shrink within a round", base._replace(lr=(0.3, 0.2, 0.1, 0.05))),
+        "schedule": Condition(
+            "steps that shrink within a round", base._replace(lr=(0.3, 0.2, 0.1, 0.05))
+        ),
         "lost replies": Condition("replies that never reach the server", losing(base, period=2)),
         "restart": Condition("a restart after three rounds", base._replace(restart=3)),
         "together": Condition("all of these at once (option II)", together),
@@ -109,7 +119,9 @@ CONDITIONS = conditions()
 # The golden values G1 and G3 of the derivation: computed by hand, in one dimension, from x = 0.
 GOLDEN_CENTRED = federation([[[1.0]], [[0.25]]], [[1.0], [-0.5]], [0.0], rounds=3, steps=4, lr=0.2)
 GOLDEN_SAMPLING = meeting(
-    federation([[[1.0]], [[2.0]], [[0.5]]], [[1.0], [0.0], [-1.0]], [0.0], rounds=4, steps=2, lr=0.1),
+    federation(
+        [[[1.0]], [[2.0]], [[0.5]]], [[1.0], [0.0], [-1.0]], [0.0], rounds=4, steps=2, lr=0.1
+    ),
     (0, 1),
     (1, 2),
     (0, 2),

@@ -1,7 +1,7 @@
 """Table of identities: each with its statement, its federations and its measure.
 
-Rows added here are run on every target. Numbers in brackets label invariants: I2 is "c is the mean of the c_i", I9 "c_i
-is the mean gradient seen", and so on.
+Rows added here are run on every target. Numbers in brackets label invariants: I2 is "c is the mean
+of the c_i", I9 "c_i is the mean gradient seen", and so on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def row(name: str, check: Callable[..., Measure], statement: str, *cases: Case) 
 def families() -> list[Identity]:
     """Return the identities that are checked under many conditions, one row for each."""
     everywhere = set(CONDITIONS)
-    # A restart comes after the first round; with weights and sampling two averages of x are both right.
+    # A restart comes after the first round; with weights and sampling two averages of x are both
+    # right.
     early = everywhere - {"changing cohorts", "weights and sampling", "restart", "together"}
     steady = {"all", "sampling", "weights", "server step", "momentum", "unequal steps", "schedule"}
     rows = (
@@ -74,11 +75,18 @@ def memories() -> list[Identity]:
     goes_on = "A run restored from what it had saved goes on as if nothing had happened."
     return [
         row("start", measures.start, "Before the first round c and every c_i are zero.", sampling),
-        row("conserved", measures.conserved, "c - sum p_i c_i never changes, zero or not (I1, I3).", sampling),
+        row(
+            "conserved",
+            measures.conserved,
+            "c - sum p_i c_i never changes, zero or not (I1, I3).",
+            sampling,
+        ),
         row("gradient at x", measures.gradients_at_x, at_x, option),
         row("kept: sampling", measures.kept, "Who is not in the cohort keeps its c_i.", sampling),
         row("kept: lost replies", measures.kept, "Whose reply is lost keeps its c_i.", lost),
-        row("silence", measures.silence, "A round in which nobody is heard changes nothing.", silent),
+        row(
+            "silence", measures.silence, "A round in which nobody is heard changes nothing.", silent
+        ),
         row("restart changes nothing", measures.same, goes_on, base, again),
     ]
 
@@ -94,19 +102,33 @@ def relatives() -> list[Identity]:
     alone = single._replace(cohorts=((0,), (1,), (2,), (1,), (3,)) * 4, server_lr=1.0)
     twins = brief(base)._replace(hessians=base.hessians[[0] * 4], linear=base.linear[[0] * 4])
     zero = "With control variates held at zero, x is FedAvg's all along (I5)."
-    batch = "With one local step of all clients{}, x is large-batch SGD with step lr * server_lr (I6)."
+    batch = (
+        "With one local step of all clients{}, x is large-batch SGD with step lr * server_lr (I6)."
+    )
     table = "With one local step of one client and option {}, x, c and c_i are SAGA's (I7)."
     form = "With all clients{}, x and c - c_i are those of the centred form (I8)."
     same = "Where all clients are the same, x is gradient descent and c_i = c (I11)."
     return [
         row("frozen is FedAvg", measures.frozen, zero, brief(sampling)._replace(frozen=True)),
         row("large batch", measures.large_batch, batch.format(""), single),
-        row("large batch: weights", measures.large_batch, batch.format(", of unequal weight"), weighted),
-        row("large batch: momentum", measures.large_batch, batch.format(", the buffer being fresh"), heavy),
+        row(
+            "large batch: weights",
+            measures.large_batch,
+            batch.format(", of unequal weight"),
+            weighted,
+        ),
+        row(
+            "large batch: momentum",
+            measures.large_batch,
+            batch.format(", the buffer being fresh"),
+            heavy,
+        ),
         row("SAGA: option I", measures.saga, table.format("I"), alone._replace(option=1)),
         row("SAGA: option II", measures.saga, table.format("II"), alone),
         row("centred form", measures.centred, form.format(""), base),
-        row("centred form: server step", measures.centred, form.format(" and a server step"), server),
+        row(
+            "centred form: server step", measures.centred, form.format(" and a server step"), server
+        ),
         row("equal clients", measures.equal_clients, same, twins),
         row("golden: all", golden_centred, "The golden values G1, of two clients.", GOLDEN_CENTRED),
         row(
@@ -145,7 +167,13 @@ def symmetries() -> list[Identity]:
             moved(sampling, np.array([1.0, 4.0, -2.0])),
         ),
         row("units", measures.rescaled, units, sampling, in_units(sampling, 3.0)),
-        row("order", measures.same, "The order in which clients reply changes nothing.", sampling, backwards),
+        row(
+            "order",
+            measures.same,
+            "The order in which clients reply changes nothing.",
+            sampling,
+            backwards,
+        ),
         row(
             "repeatable",
             measures.repeatable,
@@ -192,13 +220,27 @@ def features() -> list[Identity]:
     clipping = "With gradients clipped before they are corrected, {}."
     after = "With corrected gradients clipped, {}."
     moves = "every round moves x as its state demands"
-    averaged = "Running statistics are averaged: they are neither corrected nor scaled by the server step."
+    averaged = (
+        "Running statistics are averaged: they are neither corrected nor scaled by the server step."
+    )
     return [
         row("tensors", measures.same, same.format("A model in several tensors"), base, tensors),
-        row("buffers", measures.same, same.format("A model with running statistics"), server, buffered),
+        row(
+            "buffers",
+            measures.same,
+            same.format("A model with running statistics"),
+            server,
+            buffered,
+        ),
         row("buffers: averaged", measures.statistics, averaged, buffered),
         row("loss scaling", measures.same, same.format("A loss that is scaled"), base, scaled),
-        row("private optimiser", measures.same, same.format("A private optimiser without noise"), base, private),
+        row(
+            "private optimiser",
+            measures.same,
+            same.format("A private optimiser without noise"),
+            base,
+            private,
+        ),
         row("clipping: moves", measures.moves, clipping.format(moves), clip),
         row(
             "clipping: gradients seen",
@@ -242,8 +284,20 @@ def golden_sampling(run: Run) -> Measure:
 G3 = (
     (0.095, -0.31666666666666665, -0.95, 0.0, 0.0),
     (0.035143749999999974, 0.09396527777777791, -0.95, 0.20266666666666672, 1.0292291666666669),
-    (0.019603363715277745, 0.083123046875, -0.968811701388889, 0.20266666666666672, 1.015514175347222),
-    (0.020037563389756922, 0.02626035004340274, -0.9839735418836806, 0.04724041666666659, 1.015514175347222),
+    (
+        0.019603363715277745,
+        0.083123046875,
+        -0.968811701388889,
+        0.20266666666666672,
+        1.015514175347222,
+    ),
+    (
+        0.020037563389756922,
+        0.02626035004340274,
+        -0.9839735418836806,
+        0.04724041666666659,
+        1.015514175347222,
+    ),
 )
 """With c the mean over all three clients."""
 G3_MET = (
@@ -254,18 +308,33 @@ G3_MET = (
 )
 """With c the mean over the clients met so far: two after the first round, then all."""
 
-IDENTITIES: tuple[Identity, ...] = (*families(), *memories(), *relatives(), *symmetries(), *features())
+IDENTITIES: tuple[Identity, ...] = (
+    *families(),
+    *memories(),
+    *relatives(),
+    *symmetries(),
+    *features(),
+)
 
-ABOUT_C: tuple[Callable[..., Measure], ...] = (measures.mean, measures.conserved, measures.saga, golden_sampling)
+ABOUT_C: tuple[Callable[..., Measure], ...] = (
+    measures.mean,
+    measures.conserved,
+    measures.saga,
+    golden_sampling,
+)
 """Checks that depend on whether c is the mean over all clients or over those met."""
 
 
 def select(names: Iterable[str]) -> tuple[Identity, ...]:
-    """Return the rows with these names or families (`mean` for all that begin with `mean:`); all if none is given.
+    """Return the rows with these names or families (`mean` for all that begin with `mean:`).
+
+    All if none is given.
 
     >>> [identity.name for identity in select(["golden", "start"])]
     ['start', 'golden: all', 'golden: sampling']
     """
-    known = {identity.name for identity in IDENTITIES} | {identity.family for identity in IDENTITIES}
+    known = {identity.name for identity in IDENTITIES} | {
+        identity.family for identity in IDENTITIES
+    }
     chosen = {checks.choice("row", name, known) for name in names}
     return tuple(one for one in IDENTITIES if not chosen or chosen & {one.name, one.family})

@@ -60,8 +60,12 @@ class Judgement(NamedTuple):
     """Whether the target's c was judged as the mean over the clients met so far."""
 
 
-def conform(target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64") -> list[Verdict]:
-    """Check every identity on a target: an adapter, an algorithm, or a function that returns an algorithm.
+def conform(
+    target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64"
+) -> list[Verdict]:
+    """Check every identity on a target.
+
+    An adapter, an algorithm, or a function that returns an algorithm.
 
     Exceptions, wrong shapes and divergence become verdicts and do not stop the suite.
 
@@ -72,21 +76,29 @@ def conform(target: Target, identities: Sequence[Identity] = IDENTITIES, precisi
     return judge(target, identities, precision).verdicts
 
 
-def judge(target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64") -> Judgement:
+def judge(
+    target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64"
+) -> Judgement:
     """Return the verdicts, and the runs that `diagnose` uses.
 
-    Before all clients have been heard, c may be the mean over all with zeros for the others, or the mean over the
-    clients met: either is correct if used in all rows. The target is judged by the one that fails fewer rows.
+    Before all clients have been heard, c may be the mean over all with zeros for the others, or the
+    mean over the
+    clients met: either is correct if used in all rows. The target is judged by the one that fails
+        fewer rows.
     """
     checks.choice("precision", precision, PRECISIONS)
     adapter = adapter_of(target)
     with np.errstate(all="ignore"):  # a target that diverges overflows; its verdict says so
         runs = run_cases(adapter, identities, precision)
         longer: dict[str, Run | Failure] = {}
-        verdicts = [judge_identity(adapter, identity, runs, longer, met=False) for identity in identities]
+        verdicts = [
+            judge_identity(adapter, identity, runs, longer, met=False) for identity in identities
+        ]
         if any(verdict.outcome == "fails" for verdict in verdicts):
             others = [
-                judge_identity(adapter, identity, runs, longer, met=True) if identity.check in ABOUT_C else verdict
+                judge_identity(adapter, identity, runs, longer, met=True)
+                if identity.check in ABOUT_C
+                else verdict
                 for identity, verdict in zip(identities, verdicts, strict=True)
             ]
             if count_failures(others) < count_failures(verdicts):
@@ -99,15 +111,25 @@ def count_failures(verdicts: Sequence[Verdict]) -> int:
     return sum(verdict.outcome == "fails" for verdict in verdicts)
 
 
-def run_cases(adapter: Adapter, identities: Sequence[Identity], precision: str) -> dict[int, Run | Failure]:
+def run_cases(
+    adapter: Adapter, identities: Sequence[Identity], precision: str
+) -> dict[int, Run | Failure]:
     """Run all federations of the table once; stop if the first few all end in an error."""
     runs: dict[int, Run | Failure] = {}  # by object: many rows look at the same federation
     for case in (case for identity in identities for case in identity.cases):
         if id(case) in runs:
             continue
-        tried = [run for run in runs.values() if not isinstance(run, Failure) or run.outcome != "not offered"]
-        if len(tried) >= ENOUGH_ERRORS and all(isinstance(run, Failure) and run.outcome == "error" for run in tried):
-            runs[id(case)] = Failure("error", f"not run: the first {ENOUGH_ERRORS} federations all ended in an error")
+        tried = [
+            run
+            for run in runs.values()
+            if not isinstance(run, Failure) or run.outcome != "not offered"
+        ]
+        if len(tried) >= ENOUGH_ERRORS and all(
+            isinstance(run, Failure) and run.outcome == "error" for run in tried
+        ):
+            runs[id(case)] = Failure(
+                "error", f"not run: the first {ENOUGH_ERRORS} federations all ended in an error"
+            )
         else:
             runs[id(case)] = run_case(adapter, case.computed_in(precision))
     return runs
@@ -117,26 +139,35 @@ def run_case(adapter: Adapter, case: Case) -> Run | Failure:
     """Run one case, on a copy that the adapter may modify."""
     missing = [name for name in case.asks if name not in getattr(adapter, "offers", ())]
     if missing:
-        return Failure("not offered", f"{', '.join(missing)}: the adapter does not say that it offers it")
+        return Failure(
+            "not offered", f"{', '.join(missing)}: the adapter does not say that it offers it"
+        )
     own = case.copy()
     try:
         trace = adapter(own)
     except Unsupported as unsupported:
         return Failure("not offered", one_line(unsupported))
     except (Exception, SystemExit) as error:
-        return Failure("error", f"{type(error).__name__}: {one_line(error)} ({error_location(error, adapter)})")
+        return Failure(
+            "error", f"{type(error).__name__}: {one_line(error)} ({error_location(error, adapter)})"
+        )
     return check_trace(case, trace, tuple(own.calls or ()))
 
 
 def error_location(error: BaseException, adapter: Adapter) -> str:
-    """Return where an error was raised and the adapter's line that led there; frames of this package are left out."""
+    """Return where an error was raised and the adapter's line that led there.
+
+    Frames of this package are left out.
+    """
     room = str(Path(__file__).parent)
     everything = list(traceback.extract_tb(error.__traceback__))
     frames = [frame for frame in everything if not frame.filename.startswith(room)] or everything
     raised = frames[-1]
     home = getattr(getattr(adapter, "__code__", None), "co_filename", frames[0].filename)
     own = [frame for frame in frames if frame.filename == home and frame is not raised]
-    calling = f", from {own[-1].filename}:{own[-1].lineno}" if own and raised.filename != home else ""
+    calling = (
+        f", from {own[-1].filename}:{own[-1].lineno}" if own and raised.filename != home else ""
+    )
     return f"{raised.filename}:{raised.lineno}{calling}"
 
 
@@ -146,7 +177,9 @@ def check_trace(case: Case, trace: Any, calls: tuple[Call, ...]) -> Run | Failur
         return Failure("error", f"the adapter returned a {type(trace).__name__}, not a Trace")
     if case.buffers is None:
         trace = trace._replace(buffers=None)
-    arrays = {name: np.asarray(states) for name, states in trace._asdict().items() if states is not None}
+    arrays = {
+        name: np.asarray(states) for name, states in trace._asdict().items() if states is not None
+    }
     model: tuple[int, ...] = (case.rounds + 1, len(case.x0))
     shapes = {"x": model, "c": model, "c_i": (case.rounds + 1, *case.linear.shape)}
     if case.buffers is not None:
@@ -154,11 +187,15 @@ def check_trace(case: Case, trace: Any, calls: tuple[Call, ...]) -> Run | Failur
     allowed = PRECISIONS[: PRECISIONS.index(case.precision) + 1]
     for name, array in arrays.items():
         if array.shape != shapes[name]:
-            return Failure("error", f"{name} has shape {array.shape}, not {shapes[name]}: rounds + 1 states")
+            return Failure(
+                "error", f"{name} has shape {array.shape}, not {shapes[name]}: rounds + 1 states"
+            )
         if str(array.dtype) not in allowed:
             hint = "; in float32, ask for --precision float32" if array.dtype == np.float32 else ""
             return Failure("error", f"{name} is {array.dtype}, not {' or '.join(allowed)}{hint}")
-    run = Run(case, Trace(**{name: array.astype(np.float64) for name, array in arrays.items()}), calls)
+    run = Run(
+        case, Trace(**{name: array.astype(np.float64) for name, array in arrays.items()}), calls
+    )
     for name, array in arrays.items():
         finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
         if not finite.all():
@@ -176,8 +213,8 @@ def judge_identity(
 ) -> Verdict:
     """Return the verdict on one identity.
 
-    "Not offered" takes precedence, as nothing was compared then. A run that is still converging is repeated with more
-    rounds, to tell slow from wrong; such runs are stored in `longer`.
+    "Not offered" takes precedence, as nothing was compared then. A run that is still converging is
+    repeated with more rounds, to tell slow from wrong; such runs are stored in `longer`.
     """
     tried = [runs[id(case)] for case in identity.cases]
     name, statement = identity.name, identity.statement
@@ -193,8 +230,12 @@ def judge_identity(
         measure = measure_longer(identity, measure, found[0], longer[name])
     violation, tolerance, note = measure[:3]
     if not np.isfinite(violation):
-        return Verdict(name, statement, "fails", None, tolerance, "diverged: numbers too large to compare")
-    return Verdict(name, statement, "holds" if violation <= tolerance else "fails", violation, tolerance, note)
+        return Verdict(
+            name, statement, "fails", None, tolerance, "diverged: numbers too large to compare"
+        )
+    return Verdict(
+        name, statement, "holds" if violation <= tolerance else "fails", violation, tolerance, note
+    )
 
 
 def run_longer(adapter: Adapter, identity: Identity, run: Run) -> Run | Failure:
@@ -211,7 +252,9 @@ def run_longer(adapter: Adapter, identity: Identity, run: Run) -> Run | Failure:
     return last
 
 
-def measure_longer(identity: Identity, measure: Measure, run: Run, longer: Run | Failure) -> Measure:
+def measure_longer(
+    identity: Identity, measure: Measure, run: Run, longer: Run | Failure
+) -> Measure:
     """Measure a row that was not finished on the longer run."""
     if isinstance(longer, Failure):
         return measure
@@ -219,7 +262,9 @@ def measure_longer(identity: Identity, measure: Measure, run: Run, longer: Run |
     if found.violation <= found.tolerance:
         note = f"slow: {measure.violation:.0e} after {run.case.rounds} rounds, there after {longer.case.rounds}"
         return found._replace(note=note)
-    if found.unfinished and found.violation > 0.9 * measure.violation:  # cohorts that never repeat look so
+    if (
+        found.unfinished and found.violation > 0.9 * measure.violation
+    ):  # cohorts that never repeat look so
         return found._replace(note=f"wrong: the distance rests at {found.violation:.2g}")
     return found._replace(note=f"{found.note} after {longer.case.rounds} rounds")
 
@@ -236,7 +281,8 @@ def load_target(target: str) -> Target:
     'ours'
     >>> load_target("fedscaffold.conformance:our")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: unknown adapter in fedscaffold.conformance 'our' (did you mean 'ours'?)...
+    fedscaffold.checks.InputError: unknown adapter in fedscaffold.conformance 'our' (did you mean
+        'ours'?)...
     """
     path, _, name = target.partition(":")
     if not (path and name):
@@ -244,9 +290,13 @@ def load_target(target: str) -> Target:
     names = vars(import_path(path))
     if name in names and not is_target(names[name]):
         kind = type(names[name]).__name__
-        raise checks.InputError(f"{target!r} must be a function from Case to Trace or an Algorithm, got a {kind}")
+        raise checks.InputError(
+            f"{target!r} must be a function from Case to Trace or an Algorithm, got a {kind}"
+        )
     known = [one for one, value in names.items() if is_target(value) and not one.startswith("_")]
-    found: Target = names[name if name in names else checks.choice(f"adapter in {path}", name, known)]
+    found: Target = names[
+        name if name in names else checks.choice(f"adapter in {path}", name, known)
+    ]
     return found
 
 
@@ -265,8 +315,12 @@ def import_path(path: str) -> ModuleType:
         return importlib.import_module(path)
     except ModuleNotFoundError as missing:
         if missing.name is not None and f"{path}.".startswith(f"{missing.name}."):
-            raise checks.InputError(f"no module {path!r} in this folder or among those installed") from None
-        raise checks.InputError(f"module {path!r} cannot be imported: {one_line(missing)}") from missing
+            raise checks.InputError(
+                f"no module {path!r} in this folder or among those installed"
+            ) from None
+        raise checks.InputError(
+            f"module {path!r} cannot be imported: {one_line(missing)}"
+        ) from missing
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise checks.InputError(f"module {path!r} cannot be imported: {reason}") from error
@@ -283,7 +337,9 @@ def table(verdicts: Sequence[Verdict]) -> str:
     """
     width = max((len(verdict.name) for verdict in verdicts), default=0)
     counts = Counter(verdict.outcome for verdict in verdicts)
-    lines = [f"{one.outcome:12} {one.name:{width}}  {format_measure(one)}".rstrip() for one in verdicts]
+    lines = [
+        f"{one.outcome:12} {one.name:{width}}  {format_measure(one)}".rstrip() for one in verdicts
+    ]
     total = f"{counts['holds']} hold, {counts['fails']} fail, {counts['not offered']} not offered"
     errors = f", {counts['error']} in error" if counts["error"] else ""
     return "\n".join([*lines, total + errors])

@@ -1,8 +1,8 @@
 """Measures of identities: the size of the violation, and the tolerance that rounding justifies.
 
-Differences are divided, round by round, by the factor by which the numbers exceed those of a correct run. A target that
-diverges thus fails the rows in which it is wrong, and not all others because of rounding in huge numbers; errors made
-while numbers were small count in full.
+Differences are divided, round by round, by the factor by which the numbers exceed those of a
+correct run. A target that diverges thus fails the rows in which it is wrong, and not all others
+because of rounding in huge numbers; errors made while numbers were small count in full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from fedscaffold.conformance.case import Array, Case, Run
 
 __all__ = ["Measure"]
 
-FALLING = 0.995  # the error still falls if the later of two consecutive windows is below this fraction of the earlier
+# the error still falls if the later of two consecutive windows is below this fraction of the
+# earlier
+FALLING = 0.995
 
 
 class Measure(NamedTuple):
@@ -37,9 +39,15 @@ def largest(*differences: Any) -> float:
 
 
 def growth(*runs: Run) -> Array:
-    """Return (rounds + 1,) the largest size of the numbers so far relative to a correct run; at least 1."""
+    """Return (rounds + 1,) the largest size of the numbers so far relative to a correct run.
+
+    At least 1.
+    """
     sizes = [
-        np.max([np.abs(states).reshape(len(states), -1).max(axis=1) for states in run.trace.vectors], axis=0)
+        np.max(
+            [np.abs(states).reshape(len(states), -1).max(axis=1) for states in run.trace.vectors],
+            axis=0,
+        )
         / oracles.size(run.case)
         for run in runs
     ]
@@ -76,11 +84,16 @@ def mismatch(run: Run) -> Array:
 
 def heard(case: Case) -> NDArray[np.bool_]:
     """Return (rounds, N, 1) whether a client's reply reaches the server."""
-    return np.array([[[i in case.heard(r)] for i in range(case.num_clients)] for r in range(case.rounds)])
+    return np.array(
+        [[[i in case.heard(r)] for i in range(case.num_clients)] for r in range(case.rounds)]
+    )
 
 
 def mean(run: Run) -> Measure:
-    """After every round c is the mean of the c_i (I2); the state before the first has its own row."""
+    """After every round c is the mean of the c_i (I2).
+
+    The state before the first has its own row.
+    """
     return relative((run,), mismatch(run)[1:])
 
 
@@ -100,7 +113,9 @@ def optimum(run: Run) -> Measure:
         return Measure(violation, tolerance)
     rate = (last / before) ** (1 / window)
     if last < FALLING * before:
-        return Measure(violation, tolerance, f"slow: the distance still falls, by {rate:.3g} a round", True)
+        return Measure(
+            violation, tolerance, f"slow: the distance still falls, by {rate:.3g} a round", True
+        )
     rest = "grows" if last * FALLING > before else "rests"
     return Measure(violation, tolerance, f"wrong: the distance {rest} at {last:.2g}")
 
@@ -115,7 +130,9 @@ def first_round(run: Run) -> Measure:
 def frozen(run: Run) -> Measure:
     """With control variates held at zero, x is FedAvg's all along (I5)."""
     x, c, c_i = run.trace.vectors
-    return relative((run,), x - reference_target.run(fedavg(run.case.server_lr), run.case).x, c, c_i)
+    return relative(
+        (run,), x - reference_target.run(fedavg(run.case.server_lr), run.case).x, c, c_i
+    )
 
 
 def start(run: Run) -> Measure:
@@ -127,18 +144,23 @@ def start(run: Run) -> Measure:
 def moves(run: Run) -> Measure:
     """In every round x moves as the state before the round determines.
 
-    With weights and sampling, the mean over the weight heard and the unbiased mean are both accepted.
+    With weights and sampling, the mean over the weight heard and the unbiased mean are both
+    accepted.
     """
     case, (x, c, c_i) = run.case, run.trace.vectors
     counted = heard(case)[:, :, 0] * case.weights
-    ends = [oracles.local_steps(case, i, x[:-1], c[:-1], c_i[:-1, i])[0] for i in range(case.num_clients)]
+    ends = [
+        oracles.local_steps(case, i, x[:-1], c[:-1], c_i[:-1, i])[0]
+        for i in range(case.num_clients)
+    ]
     total = np.einsum("rn,nrd->rd", counted, np.array(ends) - x[:-1])
     means = [
         np.divide(total, share[:, None], out=np.zeros_like(total), where=share[:, None] > 0)
         for share in (counted.sum(axis=1), np.count_nonzero(counted, axis=1) / case.num_clients)
     ]
     return min(
-        slackened(relative((run,), np.diff(x, axis=0) - case.server_lr * mean, rounds=1), case) for mean in means
+        slackened(relative((run,), np.diff(x, axis=0) - case.server_lr * mean, rounds=1), case)
+        for mean in means
     )
 
 
@@ -165,7 +187,10 @@ def gradients_seen(run: Run) -> Measure:
 
 
 def gradients(run: Run, i: int) -> Array:
-    """Return the gradients of client i, (its rounds, steps, d): the recorded ones if there is one per step."""
+    """Return the gradients of client i, (its rounds, steps, d).
+
+    The recorded ones if there is one per step.
+    """
     case, (x, c, c_i) = run.case, run.trace.vectors
     rounds = [r for r, cohort in enumerate(case.cohorts) if i in cohort]
     asked = [oracles.clipped(call.g, case.clip) for call in run.calls if call.i == i]
@@ -201,7 +226,9 @@ def large_batch(run: Run) -> Measure:
 def saga(run: Run) -> Measure:
     """One local step of one client is a step of SAGA, with c_i its table (I7)."""
     its = oracles.saga(run.case, run.met).vectors
-    return relative((run,), *(one - other for one, other in zip(run.trace.vectors, its, strict=True)))
+    return relative(
+        (run,), *(one - other for one, other in zip(run.trace.vectors, its, strict=True))
+    )
 
 
 def centred(run: Run) -> Measure:
@@ -218,7 +245,10 @@ def equal_clients(run: Run) -> Measure:
 
 def same(run: Run, other: Run) -> Measure:
     """Two runs have the same states."""
-    return relative((run, other), *(one - two for one, two in zip(run.trace.vectors, other.trace.vectors, strict=True)))
+    return relative(
+        (run, other),
+        *(one - two for one, two in zip(run.trace.vectors, other.trace.vectors, strict=True)),
+    )
 
 
 def repeatable(run: Run, other: Run) -> Measure:
@@ -240,18 +270,26 @@ def replicated(run: Run, other: Run) -> Measure:
 def translated(run: Run, other: Run) -> Measure:
     """`other` is `run` moved in space: x moves along, gradients and control variates do not."""
     (x, c, c_i), moved = run.trace.vectors, other.trace
-    return relative((run, other), moved.x - x - (other.case.x0 - run.case.x0), moved.c - c, moved.c_i - c_i)
+    return relative(
+        (run, other), moved.x - x - (other.case.x0 - run.case.x0), moved.c - c, moved.c_i - c_i
+    )
 
 
 def rescaled(run: Run, other: Run) -> Measure:
-    """`other` measures the losses in other units: x is the same, control variates are in the new unit."""
+    """`other` measures the losses in other units.
+
+    x is the same, control variates are in the new unit.
+    """
     unit = other.case.hessians[0, 0, 0] / run.case.hessians[0, 0, 0]
     (x, c, c_i), scaled = run.trace.vectors, other.trace
     return relative((run, other), x - scaled.x, unit * c - scaled.c, unit * c_i - scaled.c_i)
 
 
 def server_step(run: Run, other: Run) -> Measure:
-    """`other` has another server step: after one round its move is in proportion, its c and c_i the same."""
+    """`other` has another server step.
+
+    After one round its move is in proportion, its c and c_i the same.
+    """
     (x, c, c_i), stepped = run.trace.vectors, other.trace
     moves = (x[1] - x[0]) / run.case.server_lr, (stepped.x[1] - stepped.x[0]) / other.case.server_lr
     differences = moves[0] - moves[1], c[1] - stepped.c[1], c_i[1] - stepped.c_i[1]

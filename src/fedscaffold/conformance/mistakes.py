@@ -1,9 +1,10 @@
 """Known mistakes in implementations of SCAFFOLD.
 
-`Scaffold` is a correct implementation with a hook at every place where a mistake was found in public code or threads;
-each of `MISTAKES` replaces one hook, or two if the mistake has two parts. The suite is tested on them, and
-`diagnosis` compares failing implementations with each. All code here is our own. Projects are named as sources, in the
-snapshot that was read; some have been fixed since.
+`Scaffold` is a correct implementation with a hook at every place where a mistake was found in
+public code or threads; each of `MISTAKES` replaces one hook, or two if the mistake has two parts.
+The suite is tested on them, and `diagnosis` compares failing implementations with each. All code
+here is our own. Projects are named as sources, in the snapshot that was read; some have been fixed
+since.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ class Scaffold:
     """A correct SCAFFOLD with replaceable parts; each mistake replaces one or two fields."""
 
     first_c: Callable[[Case], Any] = lambda case: np.zeros_like(case.x0)
-    first_c_i: Callable[[Case], Any] = lambda case: np.zeros((case.num_clients, len(case.x0)), case.x0.dtype)
+    first_c_i: Callable[[Case], Any] = lambda case: np.zeros(
+        (case.num_clients, len(case.x0)), case.x0.dtype
+    )
     meet: Callable[[State, int], Any] = lambda state, i: state.c_i[i]
     buffer: Callable[[State, int], Any] = lambda state, i: 0.0
     unscale: Callable[[Any, Visit], Any] = lambda g, v: g / v.case.loss_scale
@@ -130,7 +133,9 @@ class Scaffold:
     finish: Callable[[Visit], Any] = lambda v: v.y
     renew: Callable[[Visit], Any] = lambda v: v.at_x() if v.case.option == 1 else v.mean
     change: Callable[[Visit, Any], Any] = lambda v, new: new - v.c_i
-    keep: Callable[[State, Visit, Any], None] = lambda state, v, new: state.c_i.__setitem__(v.i, new)
+    keep: Callable[[State, Visit, Any], None] = lambda state, v, new: state.c_i.__setitem__(
+        v.i, new
+    )
     commit_lost: bool = False
     quorum: Callable[[list[Visit]], bool] = bool
     model: Callable[[Mail], Any] = lambda mail: mail.x + mail.case.server_lr * mail.move
@@ -196,7 +201,10 @@ def second_option(formula: Callable[[Visit], Any]) -> Callable[[Visit], Any]:
 
 
 def travelling(travel: Callable[[Visit], float]) -> Callable[[Visit], Any]:
-    """Option II by displacement over some travel; right under momentum, which is a mistake of its own."""
+    """Option II by displacement over some travel.
+
+    Right under momentum, which is a mistake of its own.
+    """
     return second_option(lambda v: v.mean if v.case.momentum else v.displaced(travel(v)))
 
 
@@ -245,7 +253,10 @@ def shifted_by_buffers(values: Any, v: Visit) -> Any:
 
 
 def corrected_statistics(state: State, v: Visit, b: Any) -> Any:
-    """Running statistics that are moved by a control variate as well: that of the parameters beside them."""
+    """Running statistics that are moved by a control variate as well.
+
+    That of the parameters beside them.
+    """
     return v.case.forward(v.i, b) - v.lr[0] * (v.c - v.c_i)[: len(b)]
 
 
@@ -274,9 +285,13 @@ def mutant(**changes: Any) -> Scaffold:
 
 
 RIGHT_IN_ANOTHER_WAY: dict[str, Adapter] = {
-    "c_i by displacement, where the steps are plain SGD": mutant(renew=travelling(lambda v: sum(v.lr))),
+    "c_i by displacement, where the steps are plain SGD": mutant(
+        renew=travelling(lambda v: sum(v.lr))
+    ),
     "x by the unbiased mean over the cohort": mutant(
-        model=lambda m: m.x + m.case.server_lr * m.move * m.share * m.case.num_clients / len(m.heard)
+        model=lambda m: (
+            m.x + m.case.server_lr * m.move * m.share * m.case.num_clients / len(m.heard)
+        )
     ),
     "c as the mean over the clients heard so far": mutant(control=over_met),
 }
@@ -286,7 +301,8 @@ MISTAKES: dict[str, Adapter] = {
     "c_i starts as the model": mutant(first_c=lambda case: case.x0, meet=lambda state, i: state.x),
     "c and c_i start at random": mutant(first_c=random_like("x0"), first_c_i=random_like("linear")),
     "a late joiner copies c": mutant(meet=lambda state, i: state.c),
-    # How the correction is applied: FedLab; NVFlare for TensorFlow; Fed-BioMed #734; pfl-research; flame.
+    # How the correction is applied: FedLab; NVFlare for TensorFlow; Fed-BioMed #734; pfl-research;
+    # flame.
     "the correction never reaches the parameters": mutant(correct=lambda g, v: g),
     "the correction comes once, at the end of the epoch": mutant(
         correct=lambda g, v: g, finish=lambda v: v.y - sum(v.lr) * (v.c - v.c_i)
@@ -301,93 +317,127 @@ MISTAKES: dict[str, Adapter] = {
         correct=lambda g, v: g if v.case.private else g - v.c_i + v.c
     ),
     "the gradient is clipped after the correction": mutant(
-        clip=lambda g, v: g, clip_corrected=lambda d, v: clipped(d, v.case.clip or v.case.clip_corrected)
+        clip=lambda g, v: g,
+        clip_corrected=lambda d, v: clipped(d, v.case.clip or v.case.clip_corrected),
     ),
     "the gradient is clipped before the correction": mutant(
-        clip=lambda g, v: clipped(g, v.case.clip or v.case.clip_corrected), clip_corrected=lambda d, v: d
+        clip=lambda g, v: clipped(g, v.case.clip or v.case.clip_corrected),
+        clip_corrected=lambda d, v: d,
     ),
     "clipping asked for and not done": mutant(clip=lambda g, v: g, clip_corrected=lambda d, v: d),
     "a client's weight is in the correction only": mutant(
         correct=lambda g, v: g - v.c_i + v.c / (v.case.num_clients * v.weight),
         renew=travelling(lambda v: sum(v.lr)),
     ),
-    # How c_i is renewed: pfl-research (signs); Plato; ki-ljl #1 and PFLlib #160; FL4Health #64; PFLlib and
-    # the example of NVFlare (schedules); PFLlib (slow clients).
-    "option I with the wrong sign": mutant(renew=lambda v: -v.at_x() if v.case.option == 1 else v.mean),
+    # How c_i is renewed: pfl-research (signs); Plato; ki-ljl #1 and PFLlib #160; FL4Health #64;
+    # PFLlib and the example of NVFlare (schedules); PFLlib (slow clients).
+    "option I with the wrong sign": mutant(
+        renew=lambda v: -v.at_x() if v.case.option == 1 else v.mean
+    ),
     "option II with the wrong sign": mutant(renew=travelling(lambda v: -sum(v.lr))),
     "option II where option I was asked for": mutant(renew=lambda v: v.mean),
-    "1 / epochs instead of 1 / (K lr)": mutant(renew=travelling(lambda v: v.steps / STEPS_IN_AN_EPOCH)),
-    "K counted in epochs": mutant(renew=travelling(lambda v: sum(v.lr) / min(v.steps, STEPS_IN_AN_EPOCH))),
+    "1 / epochs instead of 1 / (K lr)": mutant(
+        renew=travelling(lambda v: v.steps / STEPS_IN_AN_EPOCH)
+    ),
+    "K counted in epochs": mutant(
+        renew=travelling(lambda v: sum(v.lr) / min(v.steps, STEPS_IN_AN_EPOCH))
+    ),
     "K counted in samples": mutant(renew=travelling(lambda v: sum(v.lr) * SAMPLES_IN_A_STEP)),
     "the first lr of a schedule": mutant(renew=travelling(lambda v: v.steps * v.lr[0])),
     "the last lr of a schedule": mutant(renew=travelling(lambda v: v.steps * v.lr[-1])),
-    "the nominal K for slow clients": mutant(renew=travelling(lambda v: sum(v.lr) / v.steps * max(v.case.local_steps))),
+    "the nominal K for slow clients": mutant(
+        renew=travelling(lambda v: sum(v.lr) / v.steps * max(v.case.local_steps))
+    ),
     "the nominal K for slow clients, in the change only": mutant(change=nominal),
     "c_i is the mean of the gradients before they are clipped": mutant(
         renew=second_option(lambda v: v.raw / v.case.loss_scale)
     ),
-    "c_i is the mean of loss-scaled gradients": mutant(renew=second_option(lambda v: v.mean * v.case.loss_scale)),
-    # Momentum: FL-bench, Fed-BioMed, FL4Health, FLGo, fluke; Flower, NVFlare, FedML, SubstraFL, NIID-Bench;
-    # the example of NVFlare.
+    "c_i is the mean of loss-scaled gradients": mutant(
+        renew=second_option(lambda v: v.mean * v.case.loss_scale)
+    ),
+    # Momentum: FL-bench, Fed-BioMed, FL4Health, FLGo, fluke; Flower, NVFlare, FedML, SubstraFL,
+    # NIID-Bench; the example of NVFlare.
     "momentum, c_i by displacement": mutant(renew=second_option(lambda v: v.displaced(sum(v.lr)))),
     "momentum, the correction outside": mutant(
         correct=lambda g, v: g,
         outside=lambda v: v.c - v.c_i,
         renew=second_option(lambda v: v.displaced(sum(v.lr))),
     ),
-    "momentum, the buffer outlives the round": mutant(buffer=lambda state, i: state.momentum[i].copy()),
+    "momentum, the buffer outlives the round": mutant(
+        buffer=lambda state, i: state.momentum[i].copy()
+    ),
     "momentum asked for and not used": lambda case: right(case._replace(momentum=0.0)),
-    # What is sent and stored: FedML and FL-bench; FL_PyTorch; YanshiShield #91 and FedML; PFLlib; Plato #382;
-    # SCAFFOLD-PyTorch #1.
+    # What is sent and stored: FedML and FL-bench; FL_PyTorch; YanshiShield #91 and FedML; PFLlib;
+    # Plato #382; SCAFFOLD-PyTorch #1.
     "c_i is never stored": mutant(keep=lambda state, v, new: None),
     "c_i is never stored, the change is from c": mutant(
         keep=lambda state, v, new: None, change=lambda v, new: new - v.c
     ),
-    "all clients share one c_i": mutant(keep=lambda state, v, new: state.c_i.__setitem__(slice(None), new)),
+    "all clients share one c_i": mutant(
+        keep=lambda state, v, new: state.c_i.__setitem__(slice(None), new)
+    ),
     "a client that was lost advances its c_i": mutant(commit_lost=True),
     "c_i is sent instead of its change": mutant(change=lambda v, new: new),
     "the change is always zero": mutant(change=lambda v, new: new - new),
-    # What the server does: FedML; NVFlare; FL4Health; fluke and declearn; Flower; fluke; PFLlib; NVFlare.
+    # What the server does: FedML; NVFlare; FL4Health; fluke and declearn; Flower; fluke; PFLlib;
+    # NVFlare.
     "the last client's update only": mutant(
         model=lambda m: m.x + m.case.server_lr * (m.heard[-1].y - m.x),
         control=lambda m: m.c + m.share * m.changes[-1],
     ),
     "c without S/N": mutant(control=lambda m: m.c + m.change),
-    "c with S/N as configured, not as heard": mutant(control=lambda m: m.c + m.configured * m.change),
+    "c with S/N as configured, not as heard": mutant(
+        control=lambda m: m.c + m.configured * m.change
+    ),
     "c by the sum of the changes": mutant(control=lambda m: m.c + sum(m.changes)),
     "c as the mean over the cohort": mutant(control=over_cohort),
     "x weighted, c not": mutant(control=lambda m: m.c + sum(m.changes) / m.case.num_clients),
     "c weighted within the cohort, times S/N": mutant(
         control=lambda m: m.c + len(m.heard) / m.case.num_clients * m.change
     ),
-    "the server step on c as well": mutant(control=lambda m: m.c + m.case.server_lr * m.share * m.change),
+    "the server step on c as well": mutant(
+        control=lambda m: m.c + m.case.server_lr * m.share * m.change
+    ),
     "c from the server's own move": mutant(
         control=lambda m: m.c + m.share * (m.case.server_lr * (m.c + m.change) - m.c)
     ),
-    "the server step on the model's weights": mutant(model=lambda m: m.case.server_lr * m.mean([v.y for v in m.heard])),
+    "the server step on the model's weights": mutant(
+        model=lambda m: m.case.server_lr * m.mean([v.y for v in m.heard])
+    ),
     "x divided by the cohort, not by who was heard": mutant(
         model=lambda m: m.x + m.case.server_lr * m.move * m.share / m.configured
     ),
     "x divided by the smallest cohort": mutant(model=by_smallest),
     "x weighted by the number of steps": mutant(model=by_steps),
     "an empty round is averaged": mutant(quorum=lambda heard: True),
-    # Models of several tensors, and their buffers: FL4Health #37 and Flower (a zip that pairs or cuts wrongly);
-    # NIID-Bench and NVFlare for TensorFlow (statistics among the parameters).
-    "only the first tensor is corrected": mutant(correct=lambda g, v: g + first_tensor(v.c - v.c_i, v)),
-    "only the first tensor's c_i is renewed": mutant(
-        renew=lambda v: v.c_i + first_tensor((v.at_x() if v.case.option == 1 else v.mean) - v.c_i, v)
+    # Models of several tensors, and their buffers: FL4Health #37 and Flower (a zip that pairs or
+    # cuts wrongly); NIID-Bench and NVFlare for TensorFlow (statistics among the parameters).
+    "only the first tensor is corrected": mutant(
+        correct=lambda g, v: g + first_tensor(v.c - v.c_i, v)
     ),
-    "the tensors of c and the model are in different orders": mutant(correct=lambda g, v: g + shuffled(v.c - v.c_i, v)),
-    "control variates are paired with buffers": mutant(correct=lambda g, v: g + shifted_by_buffers(v.c - v.c_i, v)),
+    "only the first tensor's c_i is renewed": mutant(
+        renew=lambda v: (
+            v.c_i + first_tensor((v.at_x() if v.case.option == 1 else v.mean) - v.c_i, v)
+        )
+    ),
+    "the tensors of c and the model are in different orders": mutant(
+        correct=lambda g, v: g + shuffled(v.c - v.c_i, v)
+    ),
+    "control variates are paired with buffers": mutant(
+        correct=lambda g, v: g + shifted_by_buffers(v.c - v.c_i, v)
+    ),
     "running statistics are corrected as parameters are": mutant(forward=corrected_statistics),
     "the server step on running statistics": mutant(
         statistics=lambda m: (
-            m.case.server_lr * m.mean([v.statistics for v in m.heard]) + (1 - m.case.server_lr) * m.statistics
+            m.case.server_lr * m.mean([v.statistics for v in m.heard])
+            + (1 - m.case.server_lr) * m.statistics
         )
     ),
     # What outlives the process: NVFlare; whoever keeps it in memory only; fluke.
     "c is lost on restart": mutant(restore=forget("c")),
     "c_i is lost on restart": mutant(restore=forget("c_i")),
     "c and c_i are lost on restart": mutant(restore=forget("c", "c_i")),
-    "c is restored from an older round": mutant(restore=lambda state: setattr(state, "c", state.earlier_c)),
+    "c is restored from an older round": mutant(
+        restore=lambda state: setattr(state, "c", state.earlier_c)
+    ),
 }

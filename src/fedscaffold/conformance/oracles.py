@@ -10,8 +10,17 @@ import numpy as np
 from fedscaffold.conformance.case import Array, Case, Trace
 
 __all__ = [
-    "centred", "clipped", "descent", "large_batch", "local_steps", "optimum", "rounding", "saga", "size", "statistics",
-]  # fmt: skip
+    "centred",
+    "clipped",
+    "descent",
+    "large_batch",
+    "local_steps",
+    "optimum",
+    "rounding",
+    "saga",
+    "size",
+    "statistics",
+]
 
 
 def gradients(case: Case, y: Array) -> Array:
@@ -36,7 +45,9 @@ def large_batch(case: Case) -> Array:
     xs = [case.x0]
     for _ in range(case.rounds):
         everywhere = np.tile(xs[-1], (case.num_clients, 1))
-        xs.append(xs[-1] - case.lr[0] * case.server_lr * (case.weights @ gradients(case, everywhere)))
+        xs.append(
+            xs[-1] - case.lr[0] * case.server_lr * (case.weights @ gradients(case, everywhere))
+        )
     return np.stack(xs)
 
 
@@ -70,7 +81,9 @@ def saga(case: Case, met: bool = False) -> Trace:
 
 
 def local_steps(case: Case, i: int, x: Array, c: Array, c_i: Array) -> tuple[Array, Array]:
-    """Run client i's local steps from given states, (..., d); return their end and the gradients, (steps, ..., d).
+    """Run client i's local steps from given states, (..., d).
+
+    Return their end and the gradients, (steps, ..., d).
 
     m <- momentum * m + clipped(clipped(grad f_i(y)) + c - c_i),   y <- y - lr m
     """
@@ -104,12 +117,16 @@ def statistics(case: Case) -> Array:
         heard = np.array(case.heard(r), int)
         kept = 0.9 ** np.array([case.local_steps[i] for i in heard])[:, None]
         ends = kept * means[-1] + (1 - kept) * case.linear[heard, : len(means[0])]
-        means.append(case.weights[heard] @ ends / case.weights[heard].sum() if len(heard) else means[-1])
+        means.append(
+            case.weights[heard] @ ends / case.weights[heard].sum() if len(heard) else means[-1]
+        )
     return np.stack(means)
 
 
 def centred(case: Case) -> tuple[Array, Array]:
-    """Run SCAFFOLD in its centred form with all clients: xi_i stands for c - c_i, and there is no c.
+    """Run SCAFFOLD in its centred form with all clients.
+
+    xi_i stands for c - c_i, and there is no c.
 
     y_i <- y_i - lr * (grad f_i(y_i) + xi_i)     K times from y_i = x
     x   <- x + server_lr * (mean y - x),         xi_i <- xi_i + (y_i - mean y) / (K lr)
@@ -141,8 +158,8 @@ def size(case: Case) -> float:
 def rounding(case: Case, rounds: int | None = None) -> float:
     """Return the rounding error allowed in x, c and c_i after so many rounds (default: all).
 
-    It is the unit roundoff times the number of consecutive operations (one per local step and reply) times the size
-    of the numbers.
+    It is the unit roundoff times the number of consecutive operations (one per local step and
+    reply) times the size of the numbers.
     """
     rounds = case.rounds if rounds is None else rounds
     operations = rounds * (max(case.local_steps) + case.num_clients)

@@ -3,7 +3,8 @@
     from fedscaffold.conformance.pytest_plugin import conformance
     test_scaffold = conformance(adapter)
 
-Rows that are not offered are skipped with the reason; a failure reports the violation and the diagnosis.
+Rows that are not offered are skipped with the reason; a failure reports the violation and the
+diagnosis.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from fedscaffold.conformance.targets import Target
 __all__ = ["conformance"]
 
 
-def conformance(target: Target, only: Sequence[str] = (), precision: str = "float64") -> Callable[..., Any]:
-    """Return a test function with one item per row; the target is judged once, when the first item runs."""
+def conformance(
+    target: Target, only: Sequence[str] = (), precision: str = "float64"
+) -> Callable[..., Any]:
+    """Return a test function with one item per row.
+
+    The target is judged once, when the first item runs.
+    """
     rows = select(only)
 
     @cache
@@ -40,6 +46,9 @@ def conformance(target: Target, only: Sequence[str] = (), precision: str = "floa
         if verdict.outcome == "not offered":
             pytest.skip(verdict.note)
         if verdict.outcome != "holds":
-            pytest.fail(f"{verdict.outcome}: {verdict.statement} {format_measure(verdict)}{diagnosis()}", pytrace=False)
+            pytest.fail(
+                f"{verdict.outcome}: {verdict.statement} {format_measure(verdict)}{diagnosis()}",
+                pytrace=False,
+            )
 
     return test

@@ -1,7 +1,7 @@
 """The reference engine as a target of the suite.
 
-The formulas are those of `fedscaffold.algorithms`, the round is that of `fedscaffold.algorithms.reference`; a case adds
-gradients, clipping, lost replies and restarts.
+The formulas are those of `fedscaffold.algorithms`, the round is that of
+`fedscaffold.algorithms.reference`; a case adds gradients, clipping, lost replies and restarts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def run(algorithm: Algorithm, case: Case, asarray: Callable[[Any], Any] = np.asa
         before = states[-1]
         after = play(algorithm, before, clients, case.cohorts[r], case.heard(r))
         if case.frozen:
-            after = before._replace(round=after.round, server=before.server._replace(x=after.server.x))
+            after = before._replace(
+                round=after.round, server=before.server._replace(x=after.server.x)
+            )
         states.append(reload_state(after, asarray) if after.round == case.restart else after)
     return to_trace(algorithm, case, states)
 
@@ -86,7 +88,9 @@ def reload_state(state: State, asarray: Callable[[Any], Any]) -> State:
             return None
         return type(record)(*(asarray(np.array(np.asarray(value))) for value in record))
 
-    memory, own = (tuple(reread(record) for record in records) for records in (state.memory, state.own))
+    memory, own = (
+        tuple(reread(record) for record in records) for records in (state.memory, state.own)
+    )
     return State(state.round, reread(state.server), memory, own)
 
 

@@ -22,9 +22,9 @@ Target: TypeAlias = Adapter | Algorithm | Callable[..., Algorithm]
 def adapter_of(target: Target) -> Adapter:
     """Return the adapter for a target.
 
-    A function with a required argument is an adapter. One without returns an algorithm; it is called with the
-    `server_lr` and the `option` of the case if it has parameters of these names. An `Algorithm` has both fixed: cases
-    with other values are not offered.
+    A function with a required argument is an adapter. One without returns an algorithm; it is
+    called with the `server_lr` and the `option` of the case if it has parameters of these names. An
+    `Algorithm` has both fixed: cases with other values are not offered.
 
     >>> from fedscaffold.algorithms import scaffold
     >>> from fedscaffold.conformance import federation
@@ -42,18 +42,25 @@ def adapter_of(target: Target) -> Adapter:
 
 
 def run_algorithm(make: Callable[..., Any], case: Case) -> Trace:
-    """Make the algorithm for a case and run it; raise `Unsupported` if it does not cover the case."""
+    """Make the algorithm for a case and run it.
+
+    Raise `Unsupported` if it does not cover the case.
+    """
     known = inspect.signature(make).parameters
     wanted = {"server_lr": case.server_lr, "option": case.option}
     algorithm = make(**{name: value for name, value in wanted.items() if name in known})
     if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"what needs no argument makes an Algorithm, not a {type(algorithm).__name__}")
+        raise TypeError(
+            f"what needs no argument makes an Algorithm, not a {type(algorithm).__name__}"
+        )
     if case.server_lr != 1 and "server_lr" not in known:
         raise Unsupported("a server step: no parameter server_lr")
     if ("gradient" in exchange(algorithm).reads) != (case.option == 1):
         raise Unsupported(f"option {'I' * case.option}")
     if work_of(algorithm, 1).geometric:
         raise Unsupported("a number of steps drawn by a coin")
-    if needs(algorithm, "everyone") and any(len(case.heard(r)) < case.num_clients for r in range(case.rounds)):
+    if needs(algorithm, "everyone") and any(
+        len(case.heard(r)) < case.num_clients for r in range(case.rounds)
+    ):
         raise Unsupported("clients that are not heard")
     return run(algorithm, case)

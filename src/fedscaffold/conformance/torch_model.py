@@ -1,7 +1,10 @@
-"""A torch model for adapters, for any training loop: its backward pass returns the gradient of the case.
+"""A torch model for adapters, for any training loop.
 
-A batch contains the index of its client, `batch(i)`. The model's output is the loss, which the criterion `loss` returns
-unchanged. Parameters are the case's tensors w0, w1, ...; there is a buffer `statistics` if the case has buffers.
+Its backward pass returns the gradient of the case.
+
+A batch contains the index of its client, `batch(i)`. The model's output is the loss, which the
+criterion `loss` returns unchanged. Parameters are the case's tensors w0, w1, ...; there is a buffer
+`statistics` if the case has buffers.
 """
 
 from __future__ import annotations
@@ -66,7 +69,10 @@ class Quadratic(torch.nn.Module):  # type: ignore[misc]
             self.register_buffer("statistics", torch.tensor(case.buffers.astype(case.precision)))
 
     def forward(self, numbers: Any) -> Any:
-        """Return the loss of the client whose index the batch contains; in training mode, update running statistics."""
+        """Return the loss of the client whose index the batch contains.
+
+        In training mode, update running statistics.
+        """
         i, case = int(numbers.reshape(-1)[0]), self.asked.case
         if self.training and case.buffers is not None:
             self.statistics = torch.as_tensor(case.forward(i, self.statistics))

@@ -42,28 +42,42 @@ class Dataset(NamedTuple):
 
 
 def checked(dataset: Dataset) -> Dataset:
-    """Return `dataset` unchanged; raise InputError unless its shapes match, values are finite and labels in range.
+    """Return `dataset` unchanged.
+
+    Raise InputError unless its shapes match, values are finite and labels in range.
 
     >>> x, y = np.zeros((3, 2), np.float32), np.array([0, 1, 2], np.int32)
     >>> checked(Dataset("mine", x, y, x, y, classes=2))
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: mine: training labels must be whole numbers from 0 to 1, got 0 to 2
+    fedscaffold.checks.InputError: mine: training labels must be whole numbers from 0 to 1, got 0 to
+        2
     """
     name, x, y, x_test, y_test, classes, groups, *_ = dataset
     for part, inputs, labels in (("training", x, y), ("test", x_test, y_test)):
         if inputs.ndim != 2 or labels.ndim != 1 or len(inputs) != len(labels) or not inputs.size:
             shapes = f"got {inputs.shape} and {labels.shape}"
-            raise InputError(f"{name}: {part} x and y must be (n, features) and (n,) with n of at least 1, {shapes}")
+            raise InputError(
+                f"{name}: {part} x and y must be (n, features) and (n,) with n of at least 1, "
+                f"{shapes}"
+            )
         if not finite(inputs) or not finite(labels):
-            raise InputError(f"{name}: {part} records must be finite, found NaN or inf; clean or impute them first")
+            raise InputError(
+                f"{name}: {part} records must be finite, found NaN or inf; clean or impute them "
+                "first"
+            )
         low, high = labels.min(), labels.max()
         if classes and (labels.dtype.kind not in "iu" or low < 0 or high >= classes):
             allowed = f"whole numbers from 0 to {classes - 1}"
             raise InputError(f"{name}: {part} labels must be {allowed}, got {low} to {high}")
     if x.shape[1] != x_test.shape[1]:
-        raise InputError(f"{name}: training has {x.shape[1]} features, test has {x_test.shape[1]}; make them equal")
+        raise InputError(
+            f"{name}: training has {x.shape[1]} features, test has {x_test.shape[1]}; make them "
+            "equal"
+        )
     if groups is not None and groups.shape != y.shape:
-        raise InputError(f"{name}: groups must have one entry per training record {y.shape}, got {groups.shape}")
+        raise InputError(
+            f"{name}: groups must have one entry per training record {y.shape}, got {groups.shape}"
+        )
     return dataset
 
 

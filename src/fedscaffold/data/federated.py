@@ -28,10 +28,13 @@ class FederatedData(NamedTuple):
     split: str
     name: str
     label_counts: npt.NDArray[np.int64]
-    """(clients, classes) records of every label at every client; (clients, 1) records for a regression."""
+    """(clients, classes) records of every label at every client; (clients, 1) records for a
+    regression."""
 
 
-def federate(dataset: Dataset, split_spec: str, num_clients: int | None = None, *, seed: int = 0) -> FederatedData:
+def federate(
+    dataset: Dataset, split_spec: str, num_clients: int | None = None, *, seed: int = 0
+) -> FederatedData:
     """Return `dataset` divided among `num_clients` clients as `split_spec` says (forms in `SPLITS`).
 
     The clients' arrays are slices of one reordered copy of the training records.
@@ -46,7 +49,9 @@ def federate(dataset: Dataset, split_spec: str, num_clients: int | None = None, 
     order, sizes = np.concatenate(members), np.array([len(client) for client in members])
     cuts = np.cumsum(sizes)[:-1]
     clients = list(zip(np.split(x[order], cuts), np.split(y[order], cuts), strict=True))
-    return FederatedData(clients, (x_test, y_test), classes, split_spec, name, counted(y[order], sizes, classes))
+    return FederatedData(
+        clients, (x_test, y_test), classes, split_spec, name, counted(y[order], sizes, classes)
+    )
 
 
 def counted(labels: Array, sizes: npt.NDArray[np.int64], classes: int) -> npt.NDArray[np.int64]:
@@ -62,11 +67,14 @@ def counted(labels: Array, sizes: npt.NDArray[np.int64], classes: int) -> npt.ND
 
 
 def describe(federated: FederatedData) -> dict[str, Any]:
-    """Return summary statistics as JSON: number of records, their distribution, heterogeneity of the clients.
+    """Return summary statistics as JSON.
 
-    `labels_per_client` is the mean number of labels a client has. `heterogeneity` is the mean over clients of
-    the total variation distance between the client's label distribution and that of all records together: 0
-    if all are equal, near 1 if no label is shared. Both are None for regression.
+    Number of records, their distribution, heterogeneity of the clients.
+
+    `labels_per_client` is the mean number of labels a client has. `heterogeneity` is the mean over
+    clients of the total variation distance between the client's label distribution and that of all
+    records together: 0 if all are equal, near 1 if no label is shared. Both are None for
+    regression.
 
     >>> from fedscaffold.data import load
     >>> facts = describe(federate(load("digits"), "similarity:0", 10))

@@ -15,16 +15,19 @@ __all__ = ["VARIABLE", "read"]
 VARIABLE = "FEDSCAFFOLD_DATA"
 
 
-def read(name: str, folder: Path | None, within: str, original: str, also: Sequence[Path] = ()) -> tuple[bytes, str]:
+def read(
+    name: str, folder: Path | None, within: str, original: str, also: Sequence[Path] = ()
+) -> tuple[bytes, str]:
     """Return the content of the file `name`, unpacked if kept as `name.gz`, and the path it was found at.
 
-    Searches the subfolder `within` of `folder`, then `folder` itself, then the folders `also`. The default `folder`,
-    None, is that of the environment variable FEDSCAFFOLD_DATA. `original` names the public source, for messages.
+    Searches the subfolder `within` of `folder`, then `folder` itself, then the folders `also`. The
+    default `folder`, None, is that of the environment variable FEDSCAFFOLD_DATA. `original` names
+    the public source, for messages.
 
     >>> read("a9a", Path("nowhere"), "libsvm", "LIBSVM data sets page")
     Traceback (most recent call last):
-    FileNotFoundError: a9a not found in nowhere/libsvm, nowhere; get it from LIBSVM data sets page, then set
-    FEDSCAFFOLD_DATA or pass --data DIR
+    FileNotFoundError: a9a not found in nowhere/libsvm, nowhere; get it from LIBSVM data sets page,
+    then set FEDSCAFFOLD_DATA or pass --data DIR
     """
     given = os.environ.get(VARIABLE, "")
     root = folder if folder is not None else Path(given) if given else None
@@ -52,7 +55,9 @@ def exists(path: Path) -> bool:
 
 
 def content(path: Path) -> bytes:
-    """Return the bytes of a file, decompressed if it ends in .gz; raise InputError if it cannot be read.
+    """Return the bytes of a file, decompressed if it ends in .gz.
+
+    Raise InputError if it cannot be read.
 
     >>> content(Path("."))
     Traceback (most recent call last):

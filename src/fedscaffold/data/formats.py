@@ -1,7 +1,7 @@
 """Readers of npz, idx, libsvm and CSV files.
 
-Each takes the bytes of a file, and its name for messages. It returns arrays, or raises InputError if the file is
-damaged or has another format.
+Each takes the bytes of a file, and its name for messages. It returns arrays, or raises InputError
+if the file is damaged or has another format.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def npz_arrays(raw: bytes, names: Sequence[str], where: str) -> list[Array]:
     [array([0, 1, 2])]
     >>> npz_arrays(file.getvalue(), ["objects"], "mine.npz")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: mine.npz is damaged or not an npz with the arrays objects; fetch it again
+    fedscaffold.checks.InputError: mine.npz is damaged or not an npz with the arrays objects; fetch
+        it again
     """
     try:
         with np.load(io.BytesIO(raw), allow_pickle=False) as archive:
             return [archive[name] for name in names]
-    except Exception:  # damaged bytes raise whatever zipfile, zlib, struct, ast and numpy raise, MemoryError included
+    # damaged bytes raise whatever zipfile, zlib, struct, ast and numpy raise, MemoryError included
+    except Exception:
         wanted = f"an npz with the arrays {', '.join(names)}"
         raise InputError(f"{where} is damaged or not {wanted}; fetch it again") from None
 
@@ -49,8 +51,8 @@ def idx_array(raw: bytes, ndim: int, where: str) -> npt.NDArray[np.uint8]:
     array([7, 9], dtype=uint8)
     >>> idx_array(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7]), 1, "labels")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: labels is damaged or not an idx file of unsigned bytes with 1 dimension(s);
-    fetch it again
+    fedscaffold.checks.InputError: labels is damaged or not an idx file of unsigned bytes with 1
+    dimension(s); fetch it again
     """
     start = 4 + 4 * ndim
     shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, start, 4)]
@@ -63,7 +65,8 @@ def idx_array(raw: bytes, ndim: int, where: str) -> npt.NDArray[np.uint8]:
 def libsvm_table(raw: bytes, features: int, where: str) -> tuple[Floats, npt.NDArray[np.float64]]:
     r"""Return the dense (n, features) matrix and the labels of lines `label index:value index:value ...`.
 
-    Indices count from 1. Every distinct word is parsed once, which makes files of 0/1 features cheap to read.
+    Indices count from 1. Every distinct word is parsed once, which makes files of 0/1 features
+    cheap to read.
 
     >>> x, labels = libsvm_table(b"-1 2:1 3:0.5\n+1 1:1\n", 3, "tiny")
     >>> x.tolist(), labels.tolist()
@@ -92,7 +95,9 @@ def libsvm_table(raw: bytes, features: int, where: str) -> tuple[Floats, npt.NDA
 
 
 def libsvm_word(word: bytes, features: int) -> tuple[int, float]:
-    """Index and value of one word of a libsvm line: index 0 for a label, -1 where the word makes no sense.
+    """Index and value of one word of a libsvm line.
+
+    Index 0 for a label, -1 where the word makes no sense.
 
     >>> libsvm_word(b"3:0.5", 9), libsvm_word(b"+1", 9), libsvm_word(b"10:1", 9), libsvm_word(b"3:nan", 9)
     ((3, 0.5), (0, 1.0), (-1, 0.0), (-1, 0.0))
@@ -102,7 +107,9 @@ def libsvm_word(word: bytes, features: int) -> tuple[int, float]:
         index, value = int(head) if colon else 0, float(tail)
     except ValueError:
         return -1, 0.0
-    good = abs(value) <= FLOAT32_MAX and (not colon or 1 <= index <= features)  # NaN fails the comparison
+    good = abs(value) <= FLOAT32_MAX and (
+        not colon or 1 <= index <= features
+    )  # NaN fails the comparison
     return (index, value) if good else (-1, 0.0)
 
 
@@ -113,7 +120,11 @@ def csv_table(raw: bytes, columns: int, where: str) -> npt.NDArray[np.float64]:
     array([[63. ,  1.5,  nan]])
     """
     lines = enumerate(raw.splitlines(), start=1)
-    rows = [csv_row(line, columns, f"line {number} of {where}") for number, line in lines if line.strip()]
+    rows = [
+        csv_row(line, columns, f"line {number} of {where}")
+        for number, line in lines
+        if line.strip()
+    ]
     if not rows:
         raise InputError(f"{where} is empty; fetch it again")
     return np.array(rows)
@@ -132,8 +143,13 @@ def csv_row(line: bytes, columns: int, where: str) -> list[float]:
         row = [math.nan if cell == b"?" else float(cell) for cell in cells]
     except ValueError:
         row = []
-    # numbers beyond float32 would become inf later, and a NaN that was not written as ? is no missing value
-    sound = all(cell == b"?" or abs(value) <= FLOAT32_MAX for cell, value in zip(cells, row, strict=False))
+    # numbers beyond float32 would become inf later, and a NaN that was not written as ? is no
+    # missing value
+    sound = all(
+        cell == b"?" or abs(value) <= FLOAT32_MAX for cell, value in zip(cells, row, strict=False)
+    )
     if len(row) != columns or not sound:
-        raise InputError(f"{where} is not {columns} finite numbers or ? parted by commas; fetch it again")
+        raise InputError(
+            f"{where} is not {columns} finite numbers or ? parted by commas; fetch it again"
+        )
     return row

@@ -1,7 +1,9 @@
-"""Data sets by name. `digits` comes with scikit-learn; the others are read from local copies of public files.
+"""Data sets by name. `digits` comes with scikit-learn.
 
-To add a data set, write a function and add it to `DATASETS`. If the files have no separate test records, these are
-drawn with a fixed seed.
+The others are read from local copies of public files.
+
+To add a data set, write a function and add it to `DATASETS`. If the files have no separate test
+records, these are drawn with a fixed seed.
 """
 
 from __future__ import annotations
@@ -22,14 +24,20 @@ from fedscaffold.data.splits import holdout
 
 __all__ = ["DATASETS", "DEBIAN", "HOSPITALS", "load"]
 
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where the Debian package dataset-fashion-mnist puts its files
+DEBIAN = Path(
+    "/usr/share/datasets/fashion-mnist"
+)  # where the Debian package dataset-fashion-mnist puts its files
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 HOLDOUT_SEED = 0
 
-LIBSVM_PAGE = "the LIBSVM data sets page (www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html)"
+LIBSVM_PAGE = (
+    "the LIBSVM data sets page (www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html)"
+)
 EMNIST_PAGE = "EMNIST by NIST (www.nist.gov/itl/products-and-services/emnist-dataset; docs/data.md has the recipe)"
 HEART_PAGE = "UCI Heart Disease (archive.ics.uci.edu/dataset/45/heart+disease)"
-FASHION_PAGE = "the Debian package dataset-fashion-mnist or github.com/zalandoresearch/fashion-mnist"
+FASHION_PAGE = (
+    "the Debian package dataset-fashion-mnist or github.com/zalandoresearch/fashion-mnist"
+)
 
 
 def load(name: str, folder: str | Path | None = None) -> Dataset:
@@ -37,7 +45,8 @@ def load(name: str, folder: str | Path | None = None) -> Dataset:
 
     Args:
         name: A key of `DATASETS`.
-        folder: Folder of the files; default: that of the environment variable FEDSCAFFOLD_DATA. `digits` needs none.
+        folder: Folder of the files; default: that of the environment variable FEDSCAFFOLD_DATA.
+            `digits` needs none.
 
     Raises:
         FileNotFoundError: A file is missing; the message has the address of the original.
@@ -52,7 +61,9 @@ def load(name: str, folder: str | Path | None = None) -> Dataset:
 
 
 def digits(folder: Path | None = None) -> Dataset:
-    """Handwritten digits, 8 x 8, that come with scikit-learn: 1,400 for training, 397 for the test, by label.
+    """Handwritten digits, 8 x 8, that come with scikit-learn.
+
+    1,400 for training, 397 for the test, by label.
 
     >>> digits().y.dtype
     dtype('int32')
@@ -60,7 +71,9 @@ def digits(folder: Path | None = None) -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise InputError("digits needs scikit-learn; install it with: pip install 'fedscaffold[sim]'") from None
+        raise InputError(
+            "digits needs scikit-learn; install it with: pip install 'fedscaffold[sim]'"
+        ) from None
     raw, labels = load_digits(return_X_y=True)
     train, test = holdout(labels, 397, seed=HOLDOUT_SEED)
     x, y = (raw / 16).astype(np.float32), labels.astype(np.int32)
@@ -79,7 +92,9 @@ def pictures(raw: Array, where: str) -> Floats:
     """
     if raw.dtype != np.uint8 or raw.ndim != 3:
         wanted = "must be unsigned bytes of shape (n, height, width)"
-        raise InputError(f"pictures in {where} {wanted}, got {raw.dtype} {raw.shape}; fetch it again")
+        raise InputError(
+            f"pictures in {where} {wanted}, got {raw.dtype} {raw.shape}; fetch it again"
+        )
     x = raw.reshape(len(raw), raw.shape[1] * raw.shape[2]).astype(np.float32)
     x /= np.float32(255)  # in place: the large files take hundreds of megabytes
     return x
@@ -92,14 +107,20 @@ def emnist(name: str, file: str, classes: int, folder: Path | None = None) -> Da
 
     >>> emnist("emnist", "emnist_byclass62.npz", 62, Path("nowhere"))
     Traceback (most recent call last):
-    FileNotFoundError: emnist_byclass62.npz not found in nowhere/emnist, nowhere; get it from EMNIST ...
+    FileNotFoundError: emnist_byclass62.npz not found in nowhere/emnist, nowhere; get it from EMNIST
+        ...
     """
     raw, where = read(file, folder, "emnist", EMNIST_PAGE)
     x, y, x_test, y_test = npz_arrays(raw, ["x_train", "y_train", "x_test", "y_test"], where)
     if y.dtype.kind not in "iu" or y_test.dtype.kind not in "iu":
-        raise InputError(f"labels in {where} must be whole numbers, got {y.dtype} and {y_test.dtype}; fetch it again")
+        raise InputError(
+            f"labels in {where} must be whole numbers, got {y.dtype} and {y_test.dtype}; fetch it "
+            "again"
+        )
     inputs, inputs_test = pictures(x, where), pictures(x_test, where)
-    source = "EMNIST (Cohen, Afshar, Tapson and van Schaik 2017), made from NIST Special Database 19."
+    source = (
+        "EMNIST (Cohen, Afshar, Tapson and van Schaik 2017), made from NIST Special Database 19."
+    )
     labels, labels_test = y.astype(np.int32), y_test.astype(np.int32)
     return checked(Dataset(name, inputs, labels, inputs_test, labels_test, classes, source=source))
 
@@ -107,22 +128,28 @@ def emnist(name: str, file: str, classes: int, folder: Path | None = None) -> Da
 def heart(folder: Path | None = None) -> Dataset:
     """UCI Heart Disease: 920 patients of four hospitals, 13 measurements, disease (label above 0) or none.
 
-    A quarter of the patients is set apart for the test, stratified by hospital and label. A missing value
-    (`?`) becomes the median of its column over the training records of all hospitals; then every column is
-    standardised with the mean and deviation of those same records. So the hospitals share 13 medians, means
-    and deviations, to which the test adds nothing. Categories (chest pain, slope, thal ...) stay the numbers
-    they are written as, and a cholesterol of 0 (all of switzerland) stays 0.
+    A quarter of the patients is set apart for the test, stratified by hospital and label. A missing
+    value (`?`) becomes the median of its column over the training records of all hospitals; then
+    every column is standardised with the mean and deviation of those same records. So the hospitals
+    share 13 medians, means and deviations, to which the test adds nothing. Categories (chest pain,
+    slope, thal ...) stay the numbers they are written as, and a cholesterol of 0 (all of
+    switzerland) stays 0.
 
     >>> heart(Path("nowhere"))
     Traceback (most recent call last):
-    FileNotFoundError: processed.cleveland.data not found in nowhere/heart, nowhere; get it from UCI Heart ...
+    FileNotFoundError: processed.cleveland.data not found in nowhere/heart, nowhere; get it from UCI
+        Heart ...
     """
-    files = [read(f"processed.{hospital}.data", folder, "heart", HEART_PAGE) for hospital in HOSPITALS]
+    files = [
+        read(f"processed.{hospital}.data", folder, "heart", HEART_PAGE) for hospital in HOSPITALS
+    ]
     tables = [csv_table(raw, 14, where) for raw, where in files]
     table, sizes = np.concatenate(tables), [len(rows) for rows in tables]
     raw, label = table[:, :13], table[:, 13]
     if np.isnan(label).any():
-        raise InputError("heart: the last column (the diagnosis) must not be missing; fetch the files again")
+        raise InputError(
+            "heart: the last column (the diagnosis) must not be missing; fetch the files again"
+        )
     groups, y = np.repeat(np.arange(4, dtype=np.int32), sizes), (label > 0).astype(np.int32)
     train, test = holdout(2 * groups + y, len(y) // 4, seed=HOLDOUT_SEED)
     x = standardised(raw, train)
@@ -139,7 +166,10 @@ def standardised(raw: npt.NDArray[np.float64], train: Indices) -> Floats:
     """
     unknown = np.flatnonzero(np.isnan(raw[train]).all(axis=0))
     if unknown.size:
-        raise InputError(f"heart: column {unknown[0] + 1} has no value in any training record; fetch the files again")
+        raise InputError(
+            f"heart: column {unknown[0] + 1} has no value in any training record; fetch the files "
+            "again"
+        )
     x = np.where(np.isnan(raw), np.nanmedian(raw[train], axis=0), raw)
     deviation = x[train].std(axis=0)
     deviation[deviation == 0] = 1  # a constant column carries nothing: leave it at 0
@@ -154,16 +184,21 @@ def binary(labels: npt.NDArray[np.float64], pair: tuple[int, int], where: str) -
     """
     strange = labels[~np.isin(labels, pair)]
     if strange.size:
-        raise InputError(f"labels in {where} must be {pair[0]} or {pair[1]}, got {strange[0]:g}; fetch it again")
+        raise InputError(
+            f"labels in {where} must be {pair[0]} or {pair[1]}, got {strange[0]:g}; fetch it again"
+        )
     return np.asarray(labels == pair[1], np.int32)
 
 
-def libsvm_part(file: str, features: int, pair: tuple[int, int], folder: Path | None) -> tuple[Floats, Labels]:
+def libsvm_part(
+    file: str, features: int, pair: tuple[int, int], folder: Path | None
+) -> tuple[Floats, Labels]:
     """Inputs and 0/1 labels of one LIBSVM file whose two labels are `pair`.
 
     >>> libsvm_part("a9a.t", 123, (-1, 1), Path("nowhere"))
     Traceback (most recent call last):
-    FileNotFoundError: a9a.t not found in nowhere/libsvm, nowhere; get it from the LIBSVM data sets page ...
+    FileNotFoundError: a9a.t not found in nowhere/libsvm, nowhere; get it from the LIBSVM data sets
+        page ...
     """
     raw, where = read(file, folder, "libsvm", LIBSVM_PAGE)
     x, labels = libsvm_table(raw, features, where)
@@ -171,24 +206,32 @@ def libsvm_part(file: str, features: int, pair: tuple[int, int], folder: Path | 
 
 
 def a9a(folder: Path | None = None) -> Dataset:
-    """Adult census income as LIBSVM encodes it: 123 features of 0 and 1; the test is the file a9a.t.
+    """Adult census income as LIBSVM encodes it: 123 features of 0 and 1.
+
+    The test is the file a9a.t.
 
     >>> a9a(Path("nowhere"))
     Traceback (most recent call last):
-    FileNotFoundError: a9a not found in nowhere/libsvm, nowhere; get it from the LIBSVM data sets page ...
+    FileNotFoundError: a9a not found in nowhere/libsvm, nowhere; get it from the LIBSVM data sets
+        page ...
     """
     x, y = libsvm_part("a9a", 123, (-1, 1), folder)
     x_test, y_test = libsvm_part("a9a.t", 123, (-1, 1), folder)
-    source = "Adult (Becker and Kohavi 1996, UCI), encoded by Platt 1998, from the LIBSVM data sets."
+    source = (
+        "Adult (Becker and Kohavi 1996, UCI), encoded by Platt 1998, from the LIBSVM data sets."
+    )
     return checked(Dataset("a9a", x, y, x_test, y_test, 2, source=source))
 
 
 def mushrooms(folder: Path | None = None) -> Dataset:
-    """Mushrooms as LIBSVM encodes them: 112 features of 0 and 1, label 1 if edible; a quarter is the test.
+    """Mushrooms as LIBSVM encodes them: 112 features of 0 and 1, label 1 if edible.
+
+    A quarter is the test.
 
     >>> mushrooms(Path("nowhere"))
     Traceback (most recent call last):
-    FileNotFoundError: mushrooms not found in nowhere/libsvm, nowhere; get it from the LIBSVM data ...
+    FileNotFoundError: mushrooms not found in nowhere/libsvm, nowhere; get it from the LIBSVM data
+        ...
     """
     x, y = libsvm_part("mushrooms", 112, (1, 2), folder)
     train, test = holdout(y, len(y) // 4, seed=HOLDOUT_SEED)
@@ -204,7 +247,9 @@ def idx_part(part: str, folder: Path | None) -> tuple[Floats, Labels]:
     FileNotFoundError: validation-images-idx3-ubyte not found in nowhere/fashion-mnist, nowhere, ...
     """
     raw, where = read(f"{part}-images-idx3-ubyte", folder, "fashion-mnist", FASHION_PAGE, [DEBIAN])
-    labels, labels_at = read(f"{part}-labels-idx1-ubyte", folder, "fashion-mnist", FASHION_PAGE, [DEBIAN])
+    labels, labels_at = read(
+        f"{part}-labels-idx1-ubyte", folder, "fashion-mnist", FASHION_PAGE, [DEBIAN]
+    )
     x = pictures(idx_array(raw, 3, where), where)
     return x, idx_array(labels, 1, labels_at).astype(np.int32)
 
@@ -212,8 +257,8 @@ def idx_part(part: str, folder: Path | None) -> tuple[Floats, Labels]:
 def fashion_mnist(folder: Path | None = None) -> Dataset:
     """Fashion-MNIST: 70,000 pictures of clothes, 28 x 28, from the four idx files, packed (.gz) or not.
 
-    Also found where the Debian package puts it, without any folder given. The files are named as MNIST's are:
-    keep them in a folder of their own, `fashion-mnist`.
+    Also found where the Debian package puts it, without any folder given. The files are named as
+    MNIST's are: keep them in a folder of their own, `fashion-mnist`.
 
     >>> DEBIAN.as_posix()
     '/usr/share/datasets/fashion-mnist'

@@ -6,7 +6,8 @@ A split assigns each record to exactly one client.
                       equal shares (Karimireddy et al. 2020, section 7)
     iid               similarity:100
     dirichlet:ALPHA   each label is divided among the clients in proportions drawn from a symmetric Dirichlet
-                      distribution with parameter ALPHA (Yurochkin et al. 2019); smaller is more heterogeneous
+                      distribution with parameter ALPHA (Yurochkin et al. 2019); smaller is more
+                      heterogeneous
     shards:K          sorted by label, cut into N K shards, K of them to each of the N clients at random
                       (McMahan et al. 2017)
     natural           the data's own clients, such as hospitals
@@ -44,8 +45,9 @@ def split(
 ) -> list[Indices]:
     """Return the record indices of each client, in ascending order; no client is empty.
 
-    `natural` takes the clients from `groups`, which has the client of each record; `num_clients` may then be None.
-    A client that `dirichlet` leaves without records receives a random record of another client.
+    `natural` takes the clients from `groups`, which has the client of each record; `num_clients`
+    may then be None. A client that `dirichlet` leaves without records receives a random record of
+    another client.
 
     >>> [client.tolist() for client in split("similarity:0", [0, 1, 0, 1, 1, 0], 2, seed=0)]
     [[0, 2, 5], [1, 3, 4]]
@@ -53,7 +55,9 @@ def split(
     name, parameter = parsed(spec)
     values = np.asarray(labels)
     if values.ndim != 1 or not values.size or values.dtype.kind not in "iufb" or not finite(values):
-        raise InputError(f"labels must be a row of at least one finite number, got {values.dtype} {values.shape}")
+        raise InputError(
+            f"labels must be a row of at least one finite number, got {values.dtype} {values.shape}"
+        )
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     if name == "natural":
         owner, clients = natural(groups, len(values), num_clients)
@@ -62,7 +66,9 @@ def split(
         raise InputError(f"split {spec!r} needs a number of clients; give num_clients")
     clients = checks.whole("num_clients", num_clients)
     if clients > len(values):
-        raise InputError(f"num_clients must be at most the number of records {len(values)}, got {clients}")
+        raise InputError(
+            f"num_clients must be at most the number of records {len(values)}, got {clients}"
+        )
     if name == "dirichlet":
         return gathered(dirichlet(values, clients, parameter, rng), clients)
     if name == "shards":
@@ -77,8 +83,8 @@ def parsed(spec: str) -> tuple[str, float]:
     (('dirichlet', 0.3), ('iid', 100.0))
     >>> parsed("similarity")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: split must read similarity:S with S from 0 to 100, as in similarity:10,
-    got 'similarity'
+    fedscaffold.checks.InputError: split must read similarity:S with S from 0 to 100, as in
+    similarity:10, got 'similarity'
     """
     if not isinstance(spec, str):
         raise InputError(f"split must be one of the texts {', '.join(SPLITS)}, got {spec!r}")
@@ -93,14 +99,22 @@ def parsed(spec: str) -> tuple[str, float]:
         value = float(text)
     except ValueError:
         raise refusal from None
-    within = {"similarity": 0 <= value <= 100, "dirichlet": 0 < value < np.inf, "shards": 1 <= value < np.inf}
+    within = {
+        "similarity": 0 <= value <= 100,
+        "dirichlet": 0 < value < np.inf,
+        "shards": 1 <= value < np.inf,
+    }
     if not within[name] or (name == "shards" and value != int(value)):
         raise refusal
     return name, value
 
 
-def similarity(labels: Array, num_clients: int, percent: float, rng: np.random.Generator) -> Indices:
-    """The owner of every record: `percent` % at random, the rest by label; sizes differ by one at most.
+def similarity(
+    labels: Array, num_clients: int, percent: float, rng: np.random.Generator
+) -> Indices:
+    """The owner of every record: `percent` % at random, the rest by label.
+
+    Sizes differ by one at most.
 
     >>> similarity(np.array([0, 1, 0, 1]), 2, 0.0, np.random.default_rng(0)).tolist()
     [0, 1, 0, 1]
@@ -108,8 +122,11 @@ def similarity(labels: Array, num_clients: int, percent: float, rng: np.random.G
     order = rng.permutation(len(labels))
     mixed = round(len(labels) * percent / 100)
     rest = order[mixed:]
-    rest = rest[np.argsort(labels[rest], kind="stable")]  # stable: equal labels stay in random order
-    # what does not divide goes to the first clients in one part, to the last in the other: sizes stay even
+    rest = rest[
+        np.argsort(labels[rest], kind="stable")
+    ]  # stable: equal labels stay in random order
+    # what does not divide goes to the first clients in one part, to the last in the other: sizes
+    # stay even
     sizes = even(mixed, num_clients), even(len(rest), num_clients)[::-1]
     clients = np.arange(num_clients)
     owner = np.empty(len(labels), np.intp)
@@ -126,11 +143,14 @@ def dirichlet(labels: Array, num_clients: int, alpha: float, rng: np.random.Gene
     [4, 4]
     """
     if labels.dtype.kind == "f":
-        raise InputError("split dirichlet needs whole-number labels; use similarity:S or iid for a regression")
+        raise InputError(
+            "split dirichlet needs whole-number labels; use similarity:S or iid for a regression"
+        )
     order = rng.permutation(len(labels))
     _, inverse, counts = np.unique(labels[order], return_inverse=True, return_counts=True)
     order = order[np.argsort(inverse, kind="stable")]
-    # beyond 1e9 the proportions are even to the last record, and the sum of the parameters must not overflow
+    # beyond 1e9 the proportions are even to the last record, and the sum of the parameters must not
+    # overflow
     shares = rng.dirichlet(np.full(num_clients, min(alpha, 1e9)), size=len(counts))
     cuts = np.rint(np.cumsum(shares, axis=1) * counts[:, None]).astype(np.intp)
     cuts[:, -1] = counts  # rounding errors of the sum must lose no record
@@ -143,14 +163,17 @@ def dirichlet(labels: Array, num_clients: int, alpha: float, rng: np.random.Gene
 def filled(owner: Indices, num_clients: int, rng: np.random.Generator) -> Indices:
     """Owners after every client without a record took one, at random, that its owner can spare.
 
-    Drawing again until nobody is empty, the common remedy, may never end with many clients and a small alpha.
+    Drawing again until nobody is empty, the common remedy, may never end with many clients and a
+    small alpha.
 
     >>> sorted(filled(np.array([1, 1, 1]), 3, np.random.default_rng(0)).tolist())
     [0, 1, 2]
     """
     empty = np.flatnonzero(np.bincount(owner, minlength=num_clients) == 0)
     order = rng.permutation(len(owner))
-    _, kept = np.unique(owner[order], return_index=True)  # one record, at random, stays with every owner
+    _, kept = np.unique(
+        owner[order], return_index=True
+    )  # one record, at random, stays with every owner
     spare = np.delete(order, kept)[: len(empty)]
     owner = owner.copy()
     owner[spare] = empty
@@ -167,7 +190,10 @@ def shards(labels: Array, num_clients: int, each: int, rng: np.random.Generator)
     number = num_clients * each
     if number > len(labels):
         most = len(labels) // num_clients
-        raise InputError(f"shards:K with {num_clients} clients and {len(labels)} records: K at most {most}, got {each}")
+        raise InputError(
+            f"shards:K with {num_clients} clients and {len(labels)} records: K at most {most}, got "
+            f"{each}"
+        )
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     shard_owner = rng.permutation(number) % num_clients
@@ -176,7 +202,9 @@ def shards(labels: Array, num_clients: int, each: int, rng: np.random.Generator)
     return owner
 
 
-def natural(groups: npt.ArrayLike | None, records: int, num_clients: int | None) -> tuple[Indices, int]:
+def natural(
+    groups: npt.ArrayLike | None, records: int, num_clients: int | None
+) -> tuple[Indices, int]:
     """The owner of every record by the data's own groups, and the number of groups.
 
     >>> owner, clients = natural([7, 3, 7], 3, None)
@@ -187,13 +215,21 @@ def natural(groups: npt.ArrayLike | None, records: int, num_clients: int | None)
     fedscaffold.checks.InputError: split natural has 2 clients here, got num_clients 5; leave it out
     """
     if groups is None:
-        raise InputError("split natural needs data with clients of their own (heart has); use similarity:S or iid")
+        raise InputError(
+            "split natural needs data with clients of their own (heart has); use similarity:S or "
+            "iid"
+        )
     values = np.asarray(groups)
     if values.shape != (records,):
-        raise InputError(f"groups must have one entry per record ({records}), got shape {values.shape}")
+        raise InputError(
+            f"groups must have one entry per record ({records}), got shape {values.shape}"
+        )
     names, owner = np.unique(values, return_inverse=True)
     if num_clients is not None and checks.whole("num_clients", num_clients) != len(names):
-        raise InputError(f"split natural has {len(names)} clients here, got num_clients {num_clients}; leave it out")
+        raise InputError(
+            f"split natural has {len(names)} clients here, got num_clients {num_clients}; leave it "
+            "out"
+        )
     return owner, len(names)
 
 
@@ -219,7 +255,8 @@ def gathered(owner: Indices, num_clients: int) -> list[Indices]:
 def holdout(strata: Any, size: int, *, seed: int) -> tuple[Indices, Indices]:
     """Return the record numbers for training and `size` for the test, drawn evenly from every stratum.
 
-    A stratum gives its exact share rounded down or up, the largest remainders up; both parts ascend.
+    A stratum gives its exact share rounded down or up, the largest remainders up; both parts
+    ascend.
 
     >>> train, test = holdout([0, 0, 0, 0, 1, 1], 3, seed=0)
     >>> len(train), len(test), (test > 3).sum()

@@ -1,4 +1,6 @@
-"""Deployment: server and client, validation of replies, durable state; torch, JAX or NumPy at the sites; Flower.
+"""Deployment: server and client, validation of replies, durable state.
+
+Torch, JAX or NumPy at the sites; Flower.
 
     settings.py       settings, read from TOML       server.py       rounds, each committed before the next
     schema.py         serialisation                  client.py       replies of a site
@@ -25,9 +27,24 @@ if TYPE_CHECKING:
     from fedscaffold.deploy.torch_client import TorchLearner
 
 __all__ = [
-    "ArraysLearner", "InProcess", "JaxLearner", "Learner", "Refused", "Server", "Settings", "Site", "Stopped",
-    "Summary", "TorchLearner", "Trained", "Work", "answer", "drive", "load", "parse",
-]  # fmt: skip
+    "ArraysLearner",
+    "InProcess",
+    "JaxLearner",
+    "Learner",
+    "Refused",
+    "Server",
+    "Settings",
+    "Site",
+    "Stopped",
+    "Summary",
+    "TorchLearner",
+    "Trained",
+    "Work",
+    "answer",
+    "drive",
+    "load",
+    "parse",
+]
 
 LAZY = {"JaxLearner": "jax_client", "TorchLearner": "torch_client"}
 

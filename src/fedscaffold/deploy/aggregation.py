@@ -1,15 +1,17 @@
 """State transitions of the server, as pure functions on the formulas of `fedscaffold.algorithms`.
 
-The state is the algorithm's server record, the clients' memories (where the server keeps them), the roster and the
-buffers. A member's mass is 1 or its number of records; p_i = mass_i / M with M the sum of all masses. The fields of
-the server record listed in the algorithm's `means` are always means of the memories; in SCAFFOLD's notation
+The state is the algorithm's server record, the clients' memories (where the server keeps them), the
+roster and the buffers. A member's mass is 1 or its number of records; p_i = mass_i / M with M the
+sum of all masses. The fields of the server record listed in the algorithm's `means` are always
+means of the memories; in SCAFFOLD's notation
 
     c = sum p_i c_i
 
 over the roster. A member of mass m that joins has c_i = 0:     c <- c M / (M + m)
 When a member of mass m leaves:                                 c <- (M c - m c_i) / (M - m)
 
-Sums are computed in double precision in the order of site names, so the result does not depend on the order of replies.
+Sums are computed in double precision in the order of site names, so the result does not depend on
+the order of replies.
 """
 
 from __future__ import annotations
@@ -28,10 +30,27 @@ from fedscaffold.deploy.schema import Array, Record, cast
 from fedscaffold.metrics import explained
 
 __all__ = [
-    "Member", "State", "add_member", "aggregate", "blank_memory", "find_nonfinite", "find_outsized", "initial_state",
-    "mean_metrics", "measure", "memory_means", "memory_scale", "message_of", "norm", "remove_member",
-    "residual", "resync_means", "rounding_bound", "shares", "update_memory",
-]  # fmt: skip
+    "Member",
+    "State",
+    "add_member",
+    "aggregate",
+    "blank_memory",
+    "find_nonfinite",
+    "find_outsized",
+    "initial_state",
+    "mean_metrics",
+    "measure",
+    "memory_means",
+    "memory_scale",
+    "message_of",
+    "norm",
+    "remove_member",
+    "residual",
+    "resync_means",
+    "rounding_bound",
+    "shares",
+    "update_memory",
+]
 
 HEADROOM = 8.0  # factor below the largest float, so that sums and differences stay finite
 
@@ -60,14 +79,18 @@ class State(NamedTuple):
 
     round: int
     server: Record
-    """The algorithm's server record: x in the model's precision; the other fields in double precision, so that they do
+    """The algorithm's server record: x in the model's precision.
+
+    The other fields in double precision, so that they do
     not drift from the means of the memories by rounding."""
     memory: dict[str, Record]
-    """Client memories by site, where the server keeps them; sites without an entry have the initial one."""
+    """Client memories by site, where the server keeps them; sites without an entry have the initial
+    one."""
     roster: dict[str, Member]
     buffers: dict[str, Array]
     scale: float = 0.0
-    """Largest `memory_scale` of any round, where the server keeps the memories; rounding is relative to it."""
+    """Largest `memory_scale` of any round, where the server keeps the memories; rounding is
+    relative to it."""
 
     @property
     def x(self) -> Array:
@@ -100,11 +123,17 @@ def initial_state(algorithm: Algorithm, x: Array, buffers: dict[str, Array]) -> 
 
 def blank_memory(algorithm: Algorithm, like: Array) -> Record:
     """Return a client's initial memory: zeros, or None where the algorithm has no memory."""
-    return None if algorithm.memory is None else cast(algorithm.memory(np.zeros_like(like)), like.dtype)
+    return (
+        None
+        if algorithm.memory is None
+        else cast(algorithm.memory(np.zeros_like(like)), like.dtype)
+    )
 
 
 def message_of(algorithm: Algorithm, vectors: Mapping[str, Array], travel: float) -> Record:
-    """Return the message in double precision from received vectors; a missing move is `travel` times the direction.
+    """Return the message in double precision from received vectors.
+
+    A missing move is `travel` times the direction.
 
     >>> from fedscaffold.algorithms import scaffold
     >>> message_of(scaffold(), {"d": np.array([3.0])}, travel=0.5)
@@ -117,15 +146,18 @@ def message_of(algorithm: Algorithm, vectors: Mapping[str, Array], travel: float
 def update_memory(algorithm: Algorithm, sent: Record, memory: Record, message: Record) -> Record:
     """Return a client's memory after an applied message, in double precision.
 
-    The shift is recomputed from the sent record and the stored memory, since the shift that was sent is rounded and the
-    server record would drift from the mean of the memories by that rounding.
+    The shift is recomputed from the sent record and the stored memory, since the shift that was
+    sent is rounded and the server record would drift from the mean of the memories by that
+    rounding.
     """
     assert algorithm.remember is not None
     wide = cast(memory, np.float64)
     return algorithm.remember(wide, shift_of(algorithm, cast(sent, np.float64), wide), message)
 
 
-def aggregate(algorithm: Algorithm, state: State, updates: Mapping[str, Update], server_keeps: bool) -> State:
+def aggregate(
+    algorithm: Algorithm, state: State, updates: Mapping[str, Update], server_keeps: bool
+) -> State:
     """Return the state after a training round.
 
     Args:
@@ -145,17 +177,25 @@ def aggregate(algorithm: Algorithm, state: State, updates: Mapping[str, Update],
         if server_keeps and algorithm.remember is not None:
             exact = update_memory(algorithm, told, state.memory.get(site, blank), message)
             memory[site] = cast(exact, dtype)
-            rounding = _add(rounding, p[site], each(lambda stored, value: stored - value, memory[site], exact))
+            rounding = _add(
+                rounding, p[site], each(lambda stored, value: stored - value, memory[site], exact)
+            )
     server = algorithm.update(cast(state.server, np.float64), cast(told, np.float64), mean, heard)
     if rounding is not None:
-        server = absorb(algorithm, server, rounding)  # apply the memories' storage rounding to the means
+        server = absorb(
+            algorithm, server, rounding
+        )  # apply the memories' storage rounding to the means
     done, roster = state.round + 1, dict(state.roster)
     for site, update in updates.items():
         word = f"round {done} applied"
-        roster[site] = roster[site]._replace(applied=done, digest=update.memory, own=update.own, told=word)
+        roster[site] = roster[site]._replace(
+            applied=done, digest=update.memory, own=update.own, told=word
+        )
     server = cast(server, np.float64)._replace(x=server.x.astype(dtype))
     new = State(done, server, memory, roster, _average_buffers(state, share, updates), state.scale)
-    return new._replace(scale=max(state.scale, memory_scale(algorithm, new))) if server_keeps else new
+    return (
+        new._replace(scale=max(state.scale, memory_scale(algorithm, new))) if server_keeps else new
+    )
 
 
 def _add(total: Record, weight: float, record: Record) -> Record:
@@ -187,10 +227,14 @@ def remove_member(algorithm: Algorithm, state: State, site: str, memory: Record 
         return state._replace(roster=roster, memory=kept, server=state.server._replace(**zeros))
     server = _reweight(algorithm, state, gone, before, -state.roster[site].mass, after)
     # rounding errors grow by the same factor as the weights of the remaining members
-    return state._replace(roster=roster, memory=kept, server=server, scale=state.scale * before / after)
+    return state._replace(
+        roster=roster, memory=kept, server=server, scale=state.scale * before / after
+    )
 
 
-def _reweight(algorithm: Algorithm, state: State, memory: Record, before: float, moved: float, after: float) -> Record:
+def _reweight(
+    algorithm: Algorithm, state: State, memory: Record, before: float, moved: float, after: float
+) -> Record:
     """Return the server record after one memory's mass grows by `moved`, and the total from `before` to `after`."""
     fields = {}
     for field, of in algorithm.means:
@@ -202,22 +246,39 @@ def _reweight(algorithm: Algorithm, state: State, memory: Record, before: float,
 
 
 def resync_means(algorithm: Algorithm, state: State, reports: Mapping[str, Record]) -> State:
-    """Recompute the means from reported memories; members that did not report restart from zeros."""
-    roster = {site: member if site in reports else member._replace(digest="") for site, member in state.roster.items()}
+    """Recompute the means from reported memories.
+
+    Members that did not report restart from zeros.
+    """
+    roster = {
+        site: member if site in reports else member._replace(digest="")
+        for site, member in state.roster.items()
+    }
     server = state.server._replace(**memory_means(algorithm, state, reports))
     return state._replace(server=server, roster=roster)
 
 
-def memory_means(algorithm: Algorithm, state: State, memory: Mapping[str, Record]) -> dict[str, Array]:
-    """Return sum p_i memory_i by field of the server's record; sites without an entry count as zeros."""
+def memory_means(
+    algorithm: Algorithm, state: State, memory: Mapping[str, Record]
+) -> dict[str, Array]:
+    """Return sum p_i memory_i by field of the server's record.
+
+    Sites without an entry count as zeros.
+    """
     p, total = shares(state.roster), None
     for site in sorted(memory):
         total = _add(total, p[site], memory[site])
-    return {field: np.zeros(state.x.size) if total is None else getattr(total, of) for field, of in algorithm.means}
+    return {
+        field: np.zeros(state.x.size) if total is None else getattr(total, of)
+        for field, of in algorithm.means
+    }
 
 
 def residual(algorithm: Algorithm, state: State) -> float:
-    """Return |c - sum p_i c_i| where the server keeps the c_i; above rounding level, the model is biased."""
+    """Return |c - sum p_i c_i| where the server keeps the c_i.
+
+    Above rounding level, the model is biased.
+    """
     if not state.roster:
         return 0.0
     means = memory_means(algorithm, state, state.memory)
@@ -234,11 +295,15 @@ def memory_scale(algorithm: Algorithm, state: State) -> float:
     p = shares(state.roster)
     fields = [of for _, of in algorithm.means]
     parts = [(math.sqrt(p[site]), record) for site, record in sorted(state.memory.items())]
-    return math.hypot(*(root * norm(getattr(record, of)) for root, record in parts for of in fields))
+    return math.hypot(
+        *(root * norm(getattr(record, of)) for root, record in parts for of in fields)
+    )
 
 
 def find_nonfinite(state: State) -> str | None:
-    """Return the first non-finite part of a state: a site (its memory), a field, or "buffer NAME"; None if finite.
+    """Return the first non-finite part of a state: a site (its memory), a field, or "buffer NAME".
+
+    None if finite.
 
     >>> from fedscaffold.algorithms.scaffold import Memory, Server
     >>> state = State(1, Server(np.zeros(2), np.zeros(2)), {"ant": Memory(np.array([1.0, np.inf]))}, {}, {})
@@ -247,15 +312,24 @@ def find_nonfinite(state: State) -> str | None:
     """
     parts = [(site, value) for site, record in state.memory.items() for value in record]
     parts += state.told._asdict().items()
-    parts += [(f"buffer {name}", value) for name, value in state.buffers.items() if value.dtype.kind == "f"]
+    parts += [
+        (f"buffer {name}", value)
+        for name, value in state.buffers.items()
+        if value.dtype.kind == "f"
+    ]
     return next((name for name, value in parts if not np.isfinite(value).all()), None)
 
 
-def measure(update: Update, algorithm: Algorithm, told: Record, most: float, clip: float | None = None) -> Update:
-    """Return an update with the norm of its effect on the state: the pair (move, change of c_i), in the model's units.
+def measure(
+    update: Update, algorithm: Algorithm, told: Record, most: float, clip: float | None = None
+) -> Update:
+    """Return an update with the norm of its effect on the state.
 
-    The change of a client's memory is the deviation of its direction from the reference that the algorithm declares.
-    Where the norm exceeds `clip`, all deviations are scaled by one factor, so that c stays the mean of the c_i.
+    The pair (move, change of c_i), in the model's units.
+
+    The change of a client's memory is the deviation of its direction from the reference that the
+    algorithm declares. Where the norm exceeds `clip`, all deviations are scaled by one factor, so
+    that c stays the mean of the c_i.
 
     Args:
         update: A validated reply.
@@ -273,7 +347,8 @@ def measure(update: Update, algorithm: Algorithm, told: Record, most: float, cli
     5.0
     >>> measure(update._replace(vectors={"move": np.array([1e308, 1e308])}), fedavg(), None, 2.0)
     Traceback (most recent call last):
-    fedscaffold.deploy.gate.Refused: overflow: numbers up to 1e+308 do not fit float64 when they are added up
+    fedscaffold.deploy.gate.Refused: overflow: numbers up to 1e+308 do not fit float64 when they are
+        added up
     >>> server = scaffold().init(np.zeros(2))
     >>> clipped = measure(Update({"d": np.array([3.0, 4.0])}, 2.0, {}), scaffold(), server, 2.0, clip=200**0.5 / 2)
     >>> clipped.vectors
@@ -283,28 +358,36 @@ def measure(update: Update, algorithm: Algorithm, told: Record, most: float, cli
     sent = cast(told, np.float64)
     (dtype,) = {vector.dtype for vector in update.vectors.values()}
     usual, off = {}, {}
-    with np.errstate(over="ignore", invalid="ignore"):  # values too large for double precision are infinite
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # values too large for double precision are infinite
         message = message_of(algorithm, update.vectors, update.travel)
         for name in known.vectors:
             usual[name] = references[name](sent) if name in references else 0.0
             off[name] = getattr(message, name) - usual[name]
-    length = math.hypot(*((1.0 if name == known.move else most) * norm(value) for name, value in off.items()))
+    length = math.hypot(
+        *((1.0 if name == known.move else most) * norm(value) for name, value in off.items())
+    )
     longest = max(length, *(norm(vector) for vector in update.vectors.values()))
     if not longest < float(np.finfo(dtype).max) / HEADROOM:
         largest = max(float(np.abs(vector).max(initial=0.0)) for vector in update.vectors.values())
-        raise Refused("overflow", f"numbers up to {largest:.3g} do not fit {dtype} when they are added up")
+        raise Refused(
+            "overflow", f"numbers up to {largest:.3g} do not fit {dtype} when they are added up"
+        )
     if clip is None or length <= clip:
         return update._replace(length=length)
-    clipped = {name: (usual[name] + clip / length * value).astype(dtype) for name, value in off.items()}
+    clipped = {
+        name: (usual[name] + clip / length * value).astype(dtype) for name, value in off.items()
+    }
     return update._replace(vectors=clipped, length=clip, clipped=length)
 
 
 def find_outsized(lengths: Mapping[str, float], usual: Array) -> dict[str, Refused]:
     """Return refusals of replies so long that in a sum the others' numbers are lost to rounding.
 
-    A reply is compared with the lower median of all norms, which fewer than half of the sites cannot raise; a single
-    reply is compared with the norm of `usual`. Norms below 1 / eps are never refused, as small models may take large
-    steps.
+    A reply is compared with the lower median of all norms, which fewer than half of the sites
+    cannot raise; a single reply is compared with the norm of `usual`. Norms below 1 / eps are never
+    refused, as small models may take large steps.
 
     >>> list(find_outsized({"ant": 1e-3, "bee": 2e-3, "cow": 1e200}, np.ones(1)))
     ['cow']
@@ -335,10 +418,16 @@ def norm(vector: Array) -> float:
 def mean_metrics(
     roster: Mapping[str, Member], updates: Mapping[str, Update]
 ) -> tuple[dict[str, float], dict[str, list[str]]]:
-    """Average the metrics that most clients report; also return, by metric, the sites where it is not finite."""
+    """Average the metrics that most clients report.
+
+    Also return, by metric, the sites where it is not finite.
+    """
     means: dict[str, float] = {}
     unmeasured: dict[str, list[str]] = {}
-    p, named = shares(roster), Counter(name for update in updates.values() for name in update.metrics)
+    p, named = (
+        shares(roster),
+        Counter(name for update in updates.values() for name in update.metrics),
+    )
     for name in sorted(name for name, sites in named.items() if 2 * sites > len(updates)):
         values = {site: updates[site].metrics.get(name, math.nan) for site in sorted(updates)}
         finite = {site: value for site, value in values.items() if math.isfinite(value)}
@@ -350,15 +439,19 @@ def mean_metrics(
     return means, unmeasured
 
 
-def _average_buffers(state: State, share: Mapping[str, float], updates: Mapping[str, Update]) -> dict[str, Array]:
+def _average_buffers(
+    state: State, share: Mapping[str, float], updates: Mapping[str, Update]
+) -> dict[str, Array]:
     """Aggregate buffers: weighted means of floats, lower medians of integers, which never decrease.
 
-    Integers are counters or indices. The median keeps one site from setting them: with the maximum, it could overflow
-    a counter or push an index out of range at all the others.
+    Integers are counters or indices. The median keeps one site from setting them: with the maximum,
+    it could overflow a counter or push an index out of range at all the others.
     """
     out = dict(state.buffers)
     for name, old in state.buffers.items():
-        came = {site: update.buffers[name] for site, update in updates.items() if name in update.buffers}
+        came = {
+            site: update.buffers[name] for site, update in updates.items() if name in update.buffers
+        }
         if len(came) < len(updates):
             continue
         if np.issubdtype(old.dtype, np.floating):

@@ -43,15 +43,23 @@ def load_learner(folder: Path, settings: Settings) -> Learner:
         raise InputError(f"{path} cannot be imported: {_summarize_error(error, path)}") from error
     make = getattr(module, "learner", None)
     if not callable(make):
-        raise InputError(f"{path} must have a function learner(settings) that returns a TorchLearner or the like")
+        raise InputError(
+            f"{path} must have a function learner(settings) that returns a TorchLearner or the like"
+        )
     try:
         made: Learner = make(settings)
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"learner(settings) of {path} failed: {_summarize_error(error, path)}") from error
+        raise InputError(
+            f"learner(settings) of {path} failed: {_summarize_error(error, path)}"
+        ) from error
     if not hasattr(made, "schema"):
-        raise InputError(f"learner(settings) of {path} must return a TorchLearner or the like, got {made!r}"[:300])
+        raise InputError(
+            f"learner(settings) of {path} must return a TorchLearner or the like, got {made!r}"[
+                :300
+            ]
+        )
     if made.schema.dtype != settings.precision:
         raise InputError(
             f"the learner is {made.schema.dtype} and precision is {settings.precision}; "
@@ -64,7 +72,9 @@ def _summarize_error(error: Exception, path: Path) -> str:
     """Return an error of the app in one line: type, line number in the app, message."""
     here = path.resolve()
     lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == here
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).resolve() == here
     ]
     if isinstance(error, SyntaxError):
         line, message = error.lineno, error.msg

@@ -2,8 +2,9 @@
 
     learner = ArraysLearner(gradient, start={"w": zeros, "b": zeros}, data=data, loss=loss)
 
-`gradient(params, batch)` returns the mean gradient over the batch by the names of `start`. `data(site)` returns the
-site's records as a tuple of arrays with one row per record, such as scikit-learn's (x, y).
+`gradient(params, batch)` returns the mean gradient over the batch by the names of `start`.
+`data(site)` returns the site's records as a tuple of arrays with one row per record, such as
+scikit-learn's (x, y).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ __all__ = ["ArraysLearner", "descend", "draw_batches"]
 Params = Mapping[str, Array]
 Batch = tuple[Array, ...]
 Gradient = Callable[[Array, Array | None, int | None], Array]
-"""(y, rows, step) -> mean gradient at y over rows of a site's records. Rows of None are all; `step` counts the local
+"""(y, rows, step) -> mean gradient at y over rows of a site's records. Rows of None are all.
+
+`step` counts the local
 steps from 0, and is None for the gradient at x over all data."""
 
 
@@ -57,7 +60,9 @@ class ArraysLearner:
         precision: str = "float32",
     ) -> None:
         self.gradient, self.data, self.loss, self.accuracy = gradient, data, loss, accuracy
-        self.schema = Schema.of({name: np.asarray(value) for name, value in start.items()}, precision)
+        self.schema = Schema.of(
+            {name: np.asarray(value) for name, value in start.items()}, precision
+        )
         self.start = self.schema.flatten(start)
         self.buffers: dict[str, Array] = {}
 
@@ -73,25 +78,38 @@ class ArraysLearner:
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
             functions = {"loss": self.loss, "accuracy": self.accuracy}
             params = self.schema.unflatten(x)
-            return {name: float(f(params, records)) for name, f in functions.items() if f is not None}
+            return {
+                name: float(f(params, records)) for name, f in functions.items() if f is not None
+            }
 
         return Site(number, lambda work: descend(work, number, gradient), evaluate)
 
 
 def one_row_each(site: str, arrays: Iterable[Array]) -> int:
-    """Return the number of records in a site's arrays; raise `InputError` if it is 0 or they disagree."""
+    """Return the number of records in a site's arrays.
+
+    Raise `InputError` if it is 0 or they disagree.
+    """
     sizes = {len(a) for a in arrays}
     if len(sizes) != 1 or sizes == {0}:
-        raise InputError(f"the arrays of {site} must have one row a record each, got lengths {sorted(sizes)}")
+        raise InputError(
+            f"the arrays of {site} must have one row a record each, got lengths {sorted(sizes)}"
+        )
     return sizes.pop()
 
 
 def descend(work: Work, records: int, gradient: Gradient) -> Trained:
     """Run the local steps of a round on flat NumPy vectors, with SGD, momentum or Adam."""
     local = work.local
-    optimizers = {"sgd": None, "momentum": reference.heavy_ball(local.momentum), "adam": reference.adam()}
+    optimizers = {
+        "sgd": None,
+        "momentum": reference.heavy_ball(local.momentum),
+        "adam": reference.adam(),
+    }
     if local.optimizer not in optimizers:
-        raise InputError(f'local.optimizer = "{local.optimizer}" is for torch apps; take sgd, momentum or adam')
+        raise InputError(
+            f'local.optimizer = "{local.optimizer}" is for torch apps; take sgd, momentum or adam'
+        )
     batches = list(enumerate(draw_batches(work.algorithm, local, records, work.seed)))
     walk = reference.descend(
         work.algorithm,

@@ -1,19 +1,21 @@
 """Tamper-evident audit log: JSON lines chained by hashes.
 
-    {"at": "2026-01-31T12:00:00+00:00", "event": "refused", "site": "north", ..., "previous": "9f2c", "hash": "41ab"}
+    {"at": "2026-01-31T12:00:00+00:00", "event": "refused", "site": "north", ..., "previous":
+    "9f2c", "hash": "41ab"}
 
-`hash` is the SHA-256 of the line without it, `previous` the hash of the line before. Changing, removing or inserting a
-line breaks the chain. Truncation does not, so every commit of the server stores the log's `Head` (number of lines and
-last hash), which `read_verified` compares. Lines are flushed to disk before the commit that includes them, so a crash
-can leave the log longer than its head, never shorter.
+`hash` is the SHA-256 of the line without it, `previous` the hash of the line before. Changing,
+removing or inserting a line breaks the chain. Truncation does not, so every commit of the server
+stores the log's `Head` (number of lines and last hash), which `read_verified` compares. Lines are
+flushed to disk before the commit that includes them, so a crash can leave the log longer than its
+head, never shorter.
 
-A last line torn by a crash is moved to a separate file. A log that fails verification when the server starts is moved
-aside as evidence, and the new log starts with an event `broken`.
+A last line torn by a crash is moved to a separate file. A log that fails verification when the
+server starts is moved aside as evidence, and the new log starts with an event `broken`.
 
 The log also tells which sites missed rounds, and why (`Audit.missed`), also after a restart.
 
-Logging never stops the server: values that JSON cannot represent are written as text, and lines that cannot be written
-are retried with the next event.
+Logging never stops the server: values that JSON cannot represent are written as text, and lines
+that cannot be written are retried with the next event.
 """
 
 from __future__ import annotations
@@ -65,13 +67,17 @@ class Missed(NamedTuple):
         >>> Missed(1, "train", "its node is not online", 0).sentence("bee", never=True)
         'bee never counted: its node is not online'
         """
-        where = {"evaluate": "the evaluation after round", "resync": "the resync before round"}.get(self.kind, "round")
+        where = {"evaluate": "the evaluation after round", "resync": "the resync before round"}.get(
+            self.kind, "round"
+        )
         last = f"{where} {self.round}: {self.cause}"
         if never and self.times:
             return f"{site} never counted, at last not in {last}"
         if never:
             return f"{site} never counted: {self.cause}"
-        return f"{site} missed {self.times} round{'s' if self.times != 1 else ''}, the last was {last}"
+        return (
+            f"{site} missed {self.times} round{'s' if self.times != 1 else ''}, the last was {last}"
+        )
 
 
 class Audit:
@@ -96,7 +102,10 @@ class Audit:
     """
 
     def __init__(
-        self, path: Path, expected: Head | None = None, now: Callable[[], datetime] = lambda: datetime.now(UTC)
+        self,
+        path: Path,
+        expected: Head | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.path, self.now = path, now
         self.waiting: list[dict[str, Any]] = []
@@ -104,7 +113,10 @@ class Audit:
         self.round, self.trouble, self.broken = 0, "", ""
         make_folder(path.parent, private=True)
         if path.is_symlink():  # `write` refuses links, so all lines would be lost with the process
-            raise InputError(f"{path} is a symbolic link, and the log is not written through links; put the file there")
+            raise InputError(
+                f"{path} is a symbolic link, and the log is not written through links; put the "
+                "file there"
+            )
         torn = _repair_torn_line(path)
         try:
             events = read_verified(path, expected)
@@ -118,15 +130,25 @@ class Audit:
         if self.broken:
             self.write("broken", note=self.broken, kept=aside)
         if torn:
-            self.write("torn", bytes=torn, note="the last line was cut off by a crash and set apart")
+            self.write(
+                "torn", bytes=torn, note="the last line was cut off by a crash and set apart"
+            )
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event durably; if writing fails, retry with the next event."""
-        self.waiting.append({"at": self.now().isoformat(timespec="milliseconds"), "event": event, **facts})
+        self.waiting.append(
+            {"at": self.now().isoformat(timespec="milliseconds"), "event": event, **facts}
+        )
         self._note_missed(self.waiting[-1])
         if len(self.waiting) > MOST_KEPT:
             gone = self.waiting.pop(-2).get("lines", 1) + self.waiting.pop(-1).get("lines", 1)
-            self.waiting.append({"at": self.now().isoformat(timespec="milliseconds"), "event": "lost", "lines": gone})
+            self.waiting.append(
+                {
+                    "at": self.now().isoformat(timespec="milliseconds"),
+                    "event": "lost",
+                    "lines": gone,
+                }
+            )
         head, lines = self.head, []
         for entry in self.waiting:
             whole = {key: _to_json(value) for key, value in entry.items()} | {"previous": head.hash}
@@ -156,17 +178,26 @@ class Audit:
         what, number, kind = event["event"], event.get("round"), event.get("kind", "train")
         if number is None:
             return
-        if what == "refused" and event["site"] not in self.missed:  # refused at registration: no round missed yet
+        if (
+            what == "refused" and event["site"] not in self.missed
+        ):  # refused at registration: no round missed yet
             self.missed[event["site"]] = Missed(number, "train", str(event["reason"]), 0)
         if what not in ("committed", "abandoned", "evaluated", "waiting"):
             return
         if (what, kind) == ("committed", "train"):
             self.round = number
         causes = dict.fromkeys(event.get("heard", ()), IN_VAIN) if what == "abandoned" else {}
-        causes |= event.get("absent", {}) | dict.fromkeys(event.get("missing", ()), LATE) | event.get("failed", {})
+        causes |= (
+            event.get("absent", {})
+            | dict.fromkeys(event.get("missing", ()), LATE)
+            | event.get("failed", {})
+        )
         for site, cause in causes.items():
             before = self.missed.get(site, Missed(0, kind, "", 0))
-            again = before.times > 0 and (before.round, before.kind) == (number, kind)  # a retry of the same round
+            again = before.times > 0 and (before.round, before.kind) == (
+                number,
+                kind,
+            )  # a retry of the same round
             self.missed[site] = Missed(number, kind, str(cause), before.times + (not again))
 
 
@@ -192,7 +223,10 @@ def read_verified(path: Path, expected: Head | None = None) -> list[dict[str, An
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             whole = False
         if not whole:
-            raise InputError(f"{path}: line {number} was changed, or one before it is missing; keep it as evidence")
+            raise InputError(
+                f"{path}: line {number} was changed, or one before it is missing; keep it as "
+                "evidence"
+            )
         head = claimed
         events.append({**entry, "hash": claimed})
     _check_head(path, events, expected or Head())
@@ -206,7 +240,9 @@ def _check_head(path: Path, events: list[dict[str, Any]], expected: Head) -> Non
         left = f"{len(events)} lines are left" if path.exists() else "the file is gone"
         raise InputError(f"{path}: {lines} lines were committed and {left}; its end was cut off")
     if lines and events[lines - 1]["hash"] != last:
-        raise InputError(f"{path}: line {lines} is not the one that was committed; the log was replaced")
+        raise InputError(
+            f"{path}: line {lines} is not the one that was committed; the log was replaced"
+        )
 
 
 def _to_json(value: Any, depth: int = 0) -> Any:
@@ -215,10 +251,16 @@ def _to_json(value: Any, depth: int = 0) -> Any:
         return str(value[:MOST_TEXT])
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
-    if value is None or isinstance(value, bool) or (type(value) is int and -(2**63) <= value < 2**63):
+    if (
+        value is None
+        or isinstance(value, bool)
+        or (type(value) is int and -(2**63) <= value < 2**63)
+    ):
         return value
     if depth < DEEPEST and isinstance(value, dict):
-        return {str(_to_json(key, DEEPEST)): _to_json(inner, depth + 1) for key, inner in value.items()}
+        return {
+            str(_to_json(key, DEEPEST)): _to_json(inner, depth + 1) for key, inner in value.items()
+        }
     if depth < DEEPEST and isinstance(value, (list, tuple)):
         return [_to_json(inner, depth + 1) for inner in value]
     return str(value) if isinstance(value, float) else abbreviate(value)

@@ -1,9 +1,9 @@
 """The deployment client: answers the server's requests with the result of local training.
 
-A `Learner` supplies the site's data and the gradients in one framework (torch, JAX, NumPy); this module implements the
-protocol. With `state = "server"` a request contains the shift and the client is stateless. With `state = "client"` it
-contains the server's fields from which the client computes the shift (c, for SCAFFOLD), and the client stores its c_i
-in a durable file (`client_state.py`).
+A `Learner` supplies the site's data and the gradients in one framework (torch, JAX, NumPy); this
+module implements the protocol. With `state = "server"` a request contains the shift and the client
+is stateless. With `state = "client"` it contains the server's fields from which the client computes
+the shift (c, for SCAFFOLD), and the client stores its c_i in a durable file (`client_state.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm, Walk, make, travelled
-from fedscaffold.algorithms.round import exchange, fitted, personal_model, reply_of, shift_of, start_of
+from fedscaffold.algorithms.round import (
+    exchange,
+    fitted,
+    personal_model,
+    reply_of,
+    shift_of,
+    start_of,
+)
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import gate
 from fedscaffold.deploy.aggregation import blank_memory, message_of, update_memory
@@ -40,7 +47,8 @@ class Work(NamedTuple):
 
     x: Array
     shift: Any
-    """The algorithm's shift, constant during the round: a vector or a record; None where the algorithm has none."""
+    """The algorithm's shift, constant during the round: a vector or a record; None where the
+    algorithm has none."""
     algorithm: Algorithm
     local: Local
     seed: int
@@ -51,7 +59,10 @@ class Work(NamedTuple):
 
     @property
     def start(self) -> Any:
-        """Initial point of the local steps: a vector, or a record of vectors that are stepped together."""
+        """Initial point of the local steps.
+
+        A vector, or a record of vectors that are stepped together.
+        """
         return start_of(self.algorithm, self.x, self.own)
 
     @property
@@ -84,7 +95,10 @@ class Site(NamedTuple):
 
 
 class Learner(Protocol):
-    """A model and its local training in one framework; identical on the server and at every site."""
+    """A model and its local training in one framework.
+
+    Identical on the server and at every site.
+    """
 
     @property
     def schema(self) -> Schema:
@@ -102,7 +116,9 @@ class Learner(Protocol):
         """Open a site's data."""
 
 
-def make_walk(work: Work, y: Array, steps: int, d: Array | None = None, gradient: Array | None = None) -> Walk:
+def make_walk(
+    work: Work, y: Array, steps: int, d: Array | None = None, gradient: Array | None = None
+) -> Walk:
     """Return the `Walk` of local training on NumPy vectors.
 
     Args:
@@ -122,22 +138,29 @@ def make_walk(work: Work, y: Array, steps: int, d: Array | None = None, gradient
 
 
 def greeting(learner: Learner, settings: Settings, name: str) -> Packet:
-    """Return the message by which a site registers: records, digests, fingerprints of frozen parameters."""
+    """Return the message by which a site registers.
+
+    Records, digests, fingerprints of frozen parameters.
+    """
     facts: dict[str, Fact] = {
         "site": name,
         "records": int(learner.site(name).records),
         "schema": learner.schema.digest,
         "settings": settings.digest,
     }
-    prints = np.frombuffer(bytes.fromhex("".join(print_ for *_, print_ in learner.schema.frozen)), np.uint8)
+    prints = np.frombuffer(
+        bytes.fromhex("".join(print_ for *_, print_ in learner.schema.frozen)), np.uint8
+    )
     return Packet({"kind": "hello", **facts}, {"frozen": blob(prints)} if prints.size else {})
 
 
-def answer(request: Packet, learner: Learner, settings: Settings, name: str, folder: Path) -> Packet:
+def answer(
+    request: Packet, learner: Learner, settings: Settings, name: str, folder: Path
+) -> Packet:
     """Answer one request of the server.
 
-    Errors do not propagate: they become a reply that declines the request. Errors of the app are reported by type and
-    reference only; their texts stay in `folder` (`errors.py`).
+    Errors do not propagate: they become a reply that declines the request. Errors of the app are
+    reported by type and reference only; their texts stay in `folder` (`errors.py`).
 
     Args:
         request: The server's request.
@@ -164,7 +187,9 @@ def decline(request: Packet, name: str, reason: str, kind: str = "refusal") -> P
     return Packet({**echo, "site": name, "kind": kind, "reason": reason[:400]}, {})
 
 
-def _reply(request: Packet, learner: Learner, settings: Settings, name: str, folder: Path) -> Packet:
+def _reply(
+    request: Packet, learner: Learner, settings: Settings, name: str, folder: Path
+) -> Packet:
     """Return the reply to a valid request; raise otherwise."""
     kind = gate.read_text(request.facts, "kind")
     if kind == "hello":
@@ -174,7 +199,9 @@ def _reply(request: Packet, learner: Learner, settings: Settings, name: str, fol
         raise Refused("stranger", f"a request for {request.facts['site']!r} came to {name!r}")
     for what, mine in (("schema", learner.schema.digest), ("settings", settings.digest)):
         if gate.read_text(request.facts, what) != mine:
-            raise Refused("config", f"the {what} here differ from the server's; nothing was trained")
+            raise Refused(
+                "config", f"the {what} here differ from the server's; nothing was trained"
+            )
     with guarded("reading its data", folder, name):
         site = learner.site(name)
         records = int(site.records)
@@ -219,18 +246,26 @@ def _read_shift(
     server = cast(algorithm.init(x), x.dtype)
     if settings.deploy.state == "client":
         names = exchange(algorithm).down + exchange(algorithm).told
-        read = {name: gate.read_vector(request, name, getattr(server, name), algorithm.private) for name in names}
+        read = {
+            name: gate.read_vector(request, name, getattr(server, name), algorithm.private)
+            for name in names
+        }
         server = server._replace(**read)
         return server, shift_of(algorithm, server, memory)
     like = shift_of(algorithm, server, blank_memory(algorithm, x))
     if like is None:
         return None, None
     if not isinstance(like, tuple):
-        return None, gate.read_vector(request, "shift", np.asarray(like, x.dtype), algorithm.private)
+        return None, gate.read_vector(
+            request, "shift", np.asarray(like, x.dtype), algorithm.private
+        )
     like = cast(like, x.dtype)
     fields = like._asdict().items()
     return None, type(like)(
-        *(gate.read_vector(request, f"shift.{name}", value, algorithm.private) for name, value in fields)
+        *(
+            gate.read_vector(request, f"shift.{name}", value, algorithm.private)
+            for name, value in fields
+        )
     )
 
 
@@ -244,7 +279,10 @@ def _store_and_pack(
     kept: Path,
     facts: dict[str, Fact],
 ) -> Packet:
-    """Store the client's new state until the server confirms the round; return the reply to a training request."""
+    """Store the client's new state until the server confirms the round.
+
+    Return the reply to a training request.
+    """
     if done.steps < 1:
         raise Refused("implausible", "no local step was performed")
     algorithm, dtype, private = work.algorithm, work.x.dtype, work.algorithm.private
@@ -258,7 +296,9 @@ def _store_and_pack(
     if memory is not None:
         decoded = {name: unpack(array, private, work.x.size) for name, array in arrays.items()}
         with np.errstate(over="ignore", invalid="ignore"):
-            counted = message_of(algorithm, decoded, done.steps * settings.local.lr)  # as the server decodes it
+            counted = message_of(
+                algorithm, decoded, done.steps * settings.local.lr
+            )  # as the server decodes it
             new = cast(update_memory(algorithm, sent, memory, counted), dtype)
         facts["memory"] = save_record(kept, memory if request.facts["expect"] else None, new)
     if settings.local.buffers == "average":
@@ -268,11 +308,16 @@ def _store_and_pack(
     return Packet(facts, {name: blob(array) for name, array in arrays.items()})
 
 
-def _load_buffers(request: Packet, learner: Learner, settings: Settings, kept: Path) -> dict[str, Array]:
+def _load_buffers(
+    request: Packet, learner: Learner, settings: Settings, kept: Path
+) -> dict[str, Array]:
     """Return the buffers to train with: the server's averages, or this site's own."""
     rows = learner.schema.buffers
     if settings.local.buffers == "average":
-        return {name: gate.read_array(request, f"buffer.{name}", shape, dtype).copy() for name, shape, dtype in rows}
+        return {
+            name: gate.read_array(request, f"buffer.{name}", shape, dtype).copy()
+            for name, shape, dtype in rows
+        }
     stored = latest(kept / "buffers")
     return {name: learner.buffers[name] for name, _, _ in rows} if stored is None else stored.arrays
 
@@ -283,5 +328,7 @@ def _metric_facts(metrics: dict[str, float]) -> dict[str, float]:
         raise InputError(f"at most {MOST_METRICS} metrics are sent, got {len(metrics)}")
     for name in metrics:
         if not isinstance(name, str) or not METRIC.fullmatch(name):
-            raise InputError(f"the name of a metric must be at most 40 letters, digits and _.@/- , got {name!r}")
+            raise InputError(
+                f"the name of a metric must be at most 40 letters, digits and _.@/- , got {name!r}"
+            )
     return {f"metric.{name}": float(value) for name, value in metrics.items()}

@@ -1,7 +1,10 @@
-"""Durable client state, with `state = "client"`: the c_i that the server has applied, and the pending one.
+"""Durable client state, with `state = "client"`.
 
-After a round the client holds two vectors: the c_i that the server has acknowledged, and that of its last reply, which
-may or may not have been applied. Every request names the valid one by the digest of its bits:
+The c_i that the server has applied, and the pending one.
+
+After a round the client holds two vectors: the c_i that the server has acknowledged, and that of
+its last reply, which may or may not have been applied. Every request names the valid one by the
+digest of its bits:
 
     waiting     the reply was applied: the pending vector becomes the acknowledged one
     counted     the reply was lost, late or refused: the pending vector is dropped
@@ -9,8 +12,8 @@ may or may not have been applied. Every request names the valid one by the diges
     none        lost, outdated or of another run: the client reports this, does not train, and a resync follows
     ""          zeros: a new member, or one that a resync has reset
 
-An algorithm's private client state (`Algorithm.own`) is stored in the same way, in a file of its own. Every run has a
-folder of its own, so state of another run is never found.
+An algorithm's private client state (`Algorithm.own`) is stored in the same way, in a file of its
+own. Every run has a folder of its own, so state of another run is never found.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ NAMES = ("waiting", "counted", "before")
 
 
 class Lost(InputError):
-    """The state that the server expects was not found; `kind` is the kind of the reply that says so."""
+    """The state that the server expects was not found.
+
+    `kind` is the kind of the reply that says so.
+    """
 
     kind, what = "lost", "c_i"
 
@@ -68,8 +74,13 @@ def load_record(folder: Path, expect: str, initial: Record, lost: type[Lost] = L
     for name in NAMES:
         if name in here and fingerprint(here[name]) == expect and here[name].shape == (size,):
             parts = np.split(here[name], np.cumsum([field.size for field in initial])[:-1])
-            return type(initial)(*(part.reshape(field.shape) for part, field in zip(parts, initial, strict=True)))
-    have = ", ".join(f"{name} {fingerprint(here[name])[:8]}" for name in NAMES if name in here) or "nothing"
+            return type(initial)(
+                *(part.reshape(field.shape) for part, field in zip(parts, initial, strict=True))
+            )
+    have = (
+        ", ".join(f"{name} {fingerprint(here[name])[:8]}" for name in NAMES if name in here)
+        or "nothing"
+    )
     raise lost(f"{lost.what} {expect[:8]} is expected and is not here; here is {have}")
 
 
@@ -103,7 +114,10 @@ def save_record(folder: Path, counted: Record, waiting: Record) -> str:
 
 
 def _read_vectors(folder: Path) -> dict[str, Array]:
-    """Return the stored vectors; none if the file is damaged, in which case a resync repairs the client."""
+    """Return the stored vectors.
+
+    None if the file is damaged, in which case a resync repairs the client.
+    """
     try:
         snapshot = latest(folder)
     except StateError:

@@ -1,8 +1,8 @@
 """Errors in a site's code: only a type and a reference leave the site, as messages may contain private data.
 
-The message and the traceback are written to `errors/REFERENCE.log` in the site's folder. The reference is random, since
-a hash of the text could be inverted by guessing. The type is the nearest built-in base class (or `InputError`), since
-the names of other classes are chosen by the app.
+The message and the traceback are written to `errors/REFERENCE.log` in the site's folder. The
+reference is random, since a hash of the text could be inverted by guessing. The type is the nearest
+built-in base class (or `InputError`), since the names of other classes are chosen by the app.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Failed(RuntimeError):
 
 
 @contextlib.contextmanager
-def guarded(doing: str, folder: Path, site: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def guarded(
+    doing: str, folder: Path, site: str, passing: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Convert exceptions to `Failed` and write their texts to `folder`.
 
     Args:
@@ -58,7 +60,11 @@ def public_type_of(error: BaseException) -> str:
     'KeyError'
     """
     cause = error.__cause__ if type(error) is InputError and error.__cause__ is not None else error
-    known = (cls for cls in type(cause).__mro__ if cls is InputError or getattr(builtins, cls.__name__, None) is cls)
+    known = (
+        cls
+        for cls in type(cause).__mro__
+        if cls is InputError or getattr(builtins, cls.__name__, None) is cls
+    )
     return next(known).__name__
 
 
@@ -72,9 +78,13 @@ def _write_error(doing: str, folder: Path, site: str, error: BaseException) -> s
         text = "its text could not be made\n"
     try:
         make_folder(folder / FOLDER, private=True)
-        for old in sorted((folder / FOLDER).glob("*.log"), key=lambda path: path.stat().st_mtime)[: 1 - MOST_KEPT]:
+        for old in sorted((folder / FOLDER).glob("*.log"), key=lambda path: path.stat().st_mtime)[
+            : 1 - MOST_KEPT
+        ]:
             old.unlink(missing_ok=True)
-        write_private(folder / FOLDER / f"{reference}.log", (head + text).encode(errors="backslashreplace"))
+        write_private(
+            folder / FOLDER / f"{reference}.log", (head + text).encode(errors="backslashreplace")
+        )
     except (OSError, StateError):
         return "which could not be written down there"
     return f"reference {reference}"

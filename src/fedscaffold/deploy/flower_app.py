@@ -1,9 +1,9 @@
 """Server and clients as a Flower app (flwr 1.41), with Flower's messages, processes, TLS and keys.
 
-Flower only transports packets. `context.state` is not used, since it is held in memory and can be lost silently.
-Arrays are sent as raw bytes under a type name of our own, so they are never decoded by code that trusts their headers.
-A node is identified by its registered name (`flwr supernode register --name SITE`); where nodes are not registered, by
-its greeting.
+Flower only transports packets. `context.state` is not used, since it is held in memory and can be
+lost silently. Arrays are sent as raw bytes under a type name of our own, so they are never decoded
+by code that trusts their headers. A node is identified by its registered name (`flwr supernode
+register --name SITE`); where nodes are not registered, by its greeting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ __all__ = ["FlowerTransport", "client_app", "from_record", "server_app", "to_rec
 
 RAW = "fedscaffold.raw"  # arrays are raw bytes, not .npy files as flwr's own
 PATIENCE = 30.0  # seconds after which a hanging poll for replies is abandoned
-AGAIN = 10.0  # seconds until a node that failed to greet is asked again; doubled each time, up to LONGEST
+# seconds until a node that failed to greet is asked again; doubled each time, up to LONGEST
+AGAIN = 10.0
 LONGEST = 300.0
 BROKEN = {
     1: "its app could not be loaded",
@@ -45,7 +46,10 @@ BROKEN = {
     7: "its copy of the app is damaged",
     8: "its process died",
 }
-"""Flower's error codes. Flower's messages are not shown, as they may contain a site's error texts."""
+"""Flower's error codes.
+
+Flower's messages are not shown, as they may contain a site's error texts.
+"""
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -71,13 +75,17 @@ def from_record(record: RecordDict) -> Packet:
             facts = dict(config)
         if isinstance(arrays, ArrayRecord):
             blobs = {
-                name: Blob(a.dtype, tuple(a.shape), a.data) if a.stype == RAW else None for name, a in arrays.items()
+                name: Blob(a.dtype, tuple(a.shape), a.data) if a.stype == RAW else None
+                for name, a in arrays.items()
             }
     return Packet(facts, blobs)
 
 
 class FlowerTransport:
-    """Transport over a Flower grid. It polls itself, as Flower's own loop sleeps 3 s and may block for minutes."""
+    """Transport over a Flower grid.
+
+    It polls itself, as Flower's own loop sleeps 3 s and may block for minutes.
+    """
 
     def __init__(self, grid: Grid, deadline: float) -> None:
         self.grid, self.deadline = grid, deadline
@@ -101,7 +109,9 @@ class FlowerTransport:
         put_off = {node for node, (at, _) in self.later.items() if now < at}
         new = [node for node in nodes if node not in self.names and node not in waiting | put_off]
         hello = Packet({"kind": "hello"}, {})
-        for node, message in zip(new, self._push([(node, hello) for node in new], MessageType.QUERY), strict=True):
+        for node, message in zip(
+            new, self._push([(node, hello) for node in new], MessageType.QUERY), strict=True
+        ):
             if message is not None:
                 self.asked[message] = (node, "")
         out: dict[str, Packet] = {}
@@ -109,7 +119,9 @@ class FlowerTransport:
             if site:
                 continue  # late
             if isinstance(reply, str):
-                reply = Packet({"kind": "refusal", "site": nodes.get(node, ""), "reason": reply}, {})
+                reply = Packet(
+                    {"kind": "refusal", "site": nodes.get(node, ""), "reason": reply}, {}
+                )
             claimed = reply.facts.get("site")
             name = nodes.get(node) or (claimed if isinstance(claimed, str) else "")
             if not name or name in self.names.values():
@@ -146,14 +158,23 @@ class FlowerTransport:
         """Push packets to nodes; return the message ids, None for those that could not be pushed."""
         if not packets:
             return []
-        messages = [Message(to_record(p), node, kind, ttl=self.deadline + 60.0) for node, p in packets]
+        messages = [
+            Message(to_record(p), node, kind, ttl=self.deadline + 60.0) for node, p in packets
+        ]
         pushed = list(self.grid.push_messages(messages))
         return [*pushed, *[None] * (len(packets) - len(pushed))]
 
     def _take_replies(self) -> list[tuple[int, str, Packet | str]]:
-        """Return what arrived since the last call; polls in a thread, as flwr may block for minutes."""
+        """Return what arrived since the last call.
+
+        Polls in a thread, as flwr may block for minutes.
+        """
         now = time.monotonic()
-        idle = self.looking is None or not self.looking[0].is_alive() or now - self.looking[1] > PATIENCE
+        idle = (
+            self.looking is None
+            or not self.looking[0].is_alive()
+            or now - self.looking[1] > PATIENCE
+        )
         if self.asked and idle:
             thread = threading.Thread(target=self._pull, args=(list(self.asked),), daemon=True)
             thread.start()
@@ -167,7 +188,9 @@ class FlowerTransport:
     def _pull(self, messages: list[str]) -> None:
         """Pull replies one by one, as one that Flower cannot decode would discard all others of the same call."""
         for message in messages:
-            with contextlib.suppress(Exception):  # link down or undecodable reply: the round continues
+            with contextlib.suppress(
+                Exception
+            ):  # link down or undecodable reply: the round continues
                 for reply in self.grid.pull_messages([message]):
                     content = _read_reply(reply)
                     with self.lock:
@@ -184,7 +207,10 @@ def _read_reply(reply: Message) -> Packet | str:
 
 
 def _app_folder() -> Path:
-    """Return the folder of the app that Flower unpacked: the first on sys.path that contains the settings."""
+    """Return the folder of the app that Flower unpacked.
+
+    The first on sys.path that contains the settings.
+    """
     return next(Path(place) for place in sys.path if (Path(place) / TOML).is_file())
 
 
@@ -198,10 +224,15 @@ def serve(grid: Grid, context: Context) -> None:
         try:
             settings, learner = open_app(_app_folder())
             server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
-            summary = drive(server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds)
+            summary = drive(
+                server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds
+            )
             outcome = {**summary._asdict(), "model": str(summary.model)}
         except (Stopped, ValueError, OSError) as error:
-            outcome = {"error": str(error), "missed": error.missed if isinstance(error, Stopped) else {}}
+            outcome = {
+                "error": str(error),
+                "missed": error.missed if isinstance(error, Stopped) else {},
+            }
             raise
         finally:
             write_private(home / "outcome.json", json.dumps(outcome))

@@ -10,7 +10,8 @@
     norm          the pair (move, change of c_i) is not so long that the others' replies vanish in rounding
                   (`aggregation.find_outsized`); with `deploy.clip` it is clipped
 
-No type, length or number of a message is trusted. Every invalid message raises `Refused`, and nothing else.
+No type, length or number of a message is trusted. Every invalid message raises `Refused`, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -24,9 +25,20 @@ from fedscaffold.deploy.schema import Array, Blob, Packet, Ranges, Schema, pack,
 from fedscaffold.deploy.settings import Settings
 
 __all__ = [
-    "Asked", "Refused", "Update", "abbreviate", "admit", "check_finite", "check_fresh", "check_greeting", "read_array",
-    "read_int", "read_printable", "read_text", "read_vector",
-]  # fmt: skip
+    "Asked",
+    "Refused",
+    "Update",
+    "abbreviate",
+    "admit",
+    "check_finite",
+    "check_fresh",
+    "check_greeting",
+    "read_array",
+    "read_int",
+    "read_printable",
+    "read_text",
+    "read_vector",
+]
 
 MOST_FACTS = 64
 MOST_TEXT = 500
@@ -47,7 +59,9 @@ class Asked(NamedTuple):
     round: int
     nonce: str
     arrays: dict[str, tuple[tuple[int, ...], str]]
-    """Shape and dtype of every expected array: fields of the algorithm's message, or of its memory in a resync, and
+    """Shape and dtype of every expected array.
+
+    Fields of the algorithm's message, or of its memory in a resync, and
     `buffer.NAME`."""
     schema: Schema
     records: int
@@ -98,31 +112,53 @@ def admit(packet: Packet, asked: Asked) -> Update:
     """
     facts = packet.facts
     if read_text(facts, "site") != asked.site:
-        raise Refused("stranger", f"a reply of {read_text(facts, 'site')!r} in the place of {asked.site!r}")
+        raise Refused(
+            "stranger", f"a reply of {read_text(facts, 'site')!r} in the place of {asked.site!r}"
+        )
     if not isinstance(facts, dict) or not isinstance(packet.blobs, dict) or len(facts) > MOST_FACTS:
         raise Refused("size", f"more than {MOST_FACTS} scalars")
     for name, item in packet.blobs.items():
         if not _is_array(item):
             raise Refused("schema", f"{abbreviate(name)} is not an array")
-    room = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in asked.arrays.values())
-    claimed = sum(math.prod(item.shape) for item in packet.blobs.values())  # every element has at least one byte
+    room = sum(
+        math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in asked.arrays.values()
+    )
+    claimed = sum(
+        math.prod(item.shape) for item in packet.blobs.values()
+    )  # every element has at least one byte
     most = max(claimed, sum(len(item.data) for item in packet.blobs.values()))
     if most > room:
         raise Refused("size", f"{most} bytes sent or claimed where {room} are expected")
     if read_text(facts, "schema") != asked.schema.digest:
-        raise Refused("schema", f"model {read_text(facts, 'schema')!r} where {asked.schema.digest!r} is trained")
+        raise Refused(
+            "schema",
+            f"model {read_text(facts, 'schema')!r} where {asked.schema.digest!r} is trained",
+        )
     if packet.blobs.keys() != asked.arrays.keys():
         names = ", ".join(abbreviate(name) for name in list(packet.blobs)[:3]) or "none"
         more = ", ..." if len(packet.blobs) > 3 else ""
-        raise Refused("schema", f"arrays {names}{more} where {', '.join(sorted(asked.arrays)) or 'none'} are expected")
-    arrays = {name: read_array(packet, name, shape, dtype) for name, (shape, dtype) in asked.arrays.items()}
+        raise Refused(
+            "schema",
+            f"arrays {names}{more} where {', '.join(sorted(asked.arrays)) or 'none'} are expected",
+        )
+    arrays = {
+        name: read_array(packet, name, shape, dtype)
+        for name, (shape, dtype) in asked.arrays.items()
+    }
     check_fresh(packet, asked)
     if read_int(facts, "records") != asked.records:
-        raise Refused("implausible", f"{read_int(facts, 'records')} records where {asked.records} are registered")
+        raise Refused(
+            "implausible",
+            f"{read_int(facts, 'records')} records where {asked.records} are registered",
+        )
     steps = read_int(facts, "steps")
     if not 1 <= steps <= asked.most_steps:
-        raise Refused("implausible", f"{steps} local steps where 1 to {asked.most_steps} were asked for")
-    buffers = {name.removeprefix("buffer."): a for name, a in arrays.items() if name.startswith("buffer.")}
+        raise Refused(
+            "implausible", f"{steps} local steps where 1 to {asked.most_steps} were asked for"
+        )
+    buffers = {
+        name.removeprefix("buffer."): a for name, a in arrays.items() if name.startswith("buffer.")
+    }
     sent = {name: a for name, a in arrays.items() if not name.startswith("buffer.")}
     vectors = {name: unpack(a, asked.private, asked.schema.size) for name, a in sent.items()}
     memory, own = read_text(facts, "memory", ""), read_text(facts, "own", "")
@@ -138,7 +174,9 @@ def check_fresh(packet: Packet, asked: Asked) -> None:
         raise Refused("stale", f"a reply to another request of round {round_}")
 
 
-def check_greeting(packet: Packet, site: str, schema: Schema, settings: Settings, before: int | None) -> int:
+def check_greeting(
+    packet: Packet, site: str, schema: Schema, settings: Settings, before: int | None
+) -> int:
     """Return the number of records that a greeting registers.
 
     Args:
@@ -162,12 +200,18 @@ def check_greeting(packet: Packet, site: str, schema: Schema, settings: Settings
                 more = f" and {len(other) - 3} more" if len(other) > 3 else ""
                 said = f"frozen parameters of {site} are not the server's: {', '.join(other[:3])}{more}"
                 raise Refused("config", f"{said}; load them from the same file everywhere")
-            raise Refused("config", f"its {what} differ from the server's; give it the same app and TOML")
+            raise Refused(
+                "config", f"its {what} differ from the server's; give it the same app and TOML"
+            )
     records, agreed = read_int(packet.facts, "records"), settings.deploy.records.get(site)
     if not 1 <= records <= settings.deploy.max_records:
-        raise Refused("implausible", f"{records} records; 1 to {settings.deploy.max_records} are allowed")
+        raise Refused(
+            "implausible", f"{records} records; 1 to {settings.deploy.max_records} are allowed"
+        )
     if agreed is not None and records != agreed:
-        raise Refused("implausible", f"{records} records where {agreed} stand under [deploy.records]")
+        raise Refused(
+            "implausible", f"{records} records where {agreed} stand under [deploy.records]"
+        )
     if agreed is None and before is not None and records != before:
         do = f"if that is right, the operator writes {site} = {records} under [deploy.records] and resumes"
         raise Refused("implausible", f"{records} records where {before} were registered; {do}")
@@ -175,7 +219,10 @@ def check_greeting(packet: Packet, site: str, schema: Schema, settings: Settings
 
 
 def read_vector(packet: Packet, name: str, like: Array, private: Ranges = ()) -> Array:
-    """Read and validate one vector or number with the shape and dtype of `like`; private coordinates are zero."""
+    """Read and validate one vector or number with the shape and dtype of `like`.
+
+    Private coordinates are zero.
+    """
     array = read_array(packet, name, pack(like, private).shape, like.dtype.name)
     return unpack(array, private, like.size)
 
@@ -187,7 +234,10 @@ def read_array(packet: Packet, name: str, shape: tuple[int, ...], dtype: str) ->
         raise Refused("schema", f"no array {name}")
     if item.dtype != dtype or item.shape != shape:
         found = f"{abbreviate(item.dtype)} {'x'.join(map(str, item.shape))[:80] or 'scalar'}"
-        raise Refused("schema", f"{name} is {found} where {dtype} {'x'.join(map(str, shape)) or 'scalar'} is expected")
+        raise Refused(
+            "schema",
+            f"{name} is {found} where {dtype} {'x'.join(map(str, shape)) or 'scalar'} is expected",
+        )
     kind = np.dtype(dtype).newbyteorder("<")
     room = math.prod(shape) * kind.itemsize
     if len(item.data) != room:
@@ -201,7 +251,9 @@ def check_finite(name: str, array: Array) -> None:
     """Raise `Refused` if an array holds NaN or infinity."""
     bad = array.size - int(np.count_nonzero(np.isfinite(array)))
     if bad:
-        raise Refused("not finite", f"{bad} of the {array.size} numbers of {name} are NaN or infinite")
+        raise Refused(
+            "not finite", f"{bad} of the {array.size} numbers of {name} are NaN or infinite"
+        )
 
 
 def read_text(facts: Any, name: str, default: str | None = None) -> str:
@@ -221,7 +273,9 @@ def read_int(facts: Any, name: str) -> int:
     """Read a fact that must be a 64-bit integer."""
     value = facts.get(name) if isinstance(facts, dict) else None
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise Refused("schema", f"{name} must be a whole number of 64 bits, got {abbreviate(value)}")
+        raise Refused(
+            "schema", f"{name} must be a whole number of 64 bits, got {abbreviate(value)}"
+        )
     return int(value)
 
 
@@ -229,14 +283,27 @@ def _frozen_mismatches(packet: Packet, schema: Schema) -> list[str]:
     """Return the names of frozen parameters whose fingerprints in a greeting differ from the schema's."""
     item = packet.blobs.get("frozen") if isinstance(packet.blobs, dict) else None
     mine = [(name, bytes.fromhex(print_)) for name, *_, print_ in schema.frozen]
-    if not isinstance(item, Blob) or not isinstance(item.data, bytes) or len(item.data) != 16 * len(mine):
+    if (
+        not isinstance(item, Blob)
+        or not isinstance(item.data, bytes)
+        or len(item.data) != 16 * len(mine)
+    ):
         return []
-    return [name for i, (name, print_) in enumerate(mine) if item.data[16 * i : 16 * (i + 1)] != print_]
+    return [
+        name for i, (name, print_) in enumerate(mine) if item.data[16 * i : 16 * (i + 1)] != print_
+    ]
 
 
 def _read_metrics(facts: dict[str, Any]) -> dict[str, float]:
-    """Read the metrics, with NaN for non-finite ones: a diverged loss is no reason to refuse a reply."""
-    named = ((name, value) for name, value in facts.items() if isinstance(name, str) and name.startswith("metric."))
+    """Read the metrics, with NaN for non-finite ones.
+
+    A diverged loss is no reason to refuse a reply.
+    """
+    named = (
+        (name, value)
+        for name, value in facts.items()
+        if isinstance(name, str) and name.startswith("metric.")
+    )
     return {
         name.removeprefix("metric."): float(value) if abs(value) < 1e300 else math.nan
         for name, value in named
@@ -246,14 +313,24 @@ def _read_metrics(facts: dict[str, Any]) -> dict[str, float]:
 
 def _is_array(item: Any) -> bool:
     """Return whether an item of a message is an array with a possible shape, whatever its bytes say."""
-    if not isinstance(item, Blob) or not isinstance(item.data, bytes) or not isinstance(item.dtype, str):
+    if (
+        not isinstance(item, Blob)
+        or not isinstance(item.data, bytes)
+        or not isinstance(item.dtype, str)
+    ):
         return False
     shape = item.shape
-    return isinstance(shape, tuple) and len(shape) < 33 and all(type(n) is int and 0 <= n < 2**63 for n in shape)
+    return (
+        isinstance(shape, tuple)
+        and len(shape) < 33
+        and all(type(n) is int and 0 <= n < 2**63 for n in shape)
+    )
 
 
 def abbreviate(value: Any) -> str:
-    """Format an untrusted value for a log line, abbreviated; of large or nested values only the type.
+    """Format an untrusted value for a log line, abbreviated.
+
+    Of large or nested values only the type.
 
     >>> abbreviate("north"), abbreviate(10**5000), abbreviate([[]])
     ("'north'", 'a whole number of 16610 bits', 'a list')
@@ -262,4 +339,8 @@ def abbreviate(value: Any) -> str:
         return repr(value[:60] + "..." if len(value) > 60 else value)[:80]
     if isinstance(value, int) and value.bit_length() > 63:
         return f"a whole number of {value.bit_length()} bits"
-    return repr(value) if value is None or type(value) in (bool, int, float) else f"a {type(value).__name__}"
+    return (
+        repr(value)
+        if value is None or type(value) in (bool, int, float)
+        else f"a {type(value).__name__}"
+    )

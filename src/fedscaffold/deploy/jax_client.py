@@ -3,9 +3,10 @@
     def learner(settings):
         return JaxLearner(loss, params, data, precision=settings.precision)
 
-`loss(params, batch)` returns the mean loss over a batch. `data(site)` returns the site's records: a pytree of arrays
-with one row per record, as in `fs.Problem`. A loss with an argument named `key` gets a random key at every local step,
-derived from the site's seed of the round, and None in evaluation.
+`loss(params, batch)` returns the mean loss over a batch. `data(site)` returns the site's records: a
+pytree of arrays with one row per record, as in `fs.Problem`. A loss with an argument named `key`
+gets a random key at every local step, derived from the site's seed of the round, and None in
+evaluation.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class JaxLearner:
         self.buffers: dict[str, Array] = {}
         self.data, self.test = data, test or data
         self.loss, self.params, self.clients = loss, params, data
-        metrics = {name: _bind_arguments(name, function) for name, function in (metrics or {}).items()}
+        metrics = {
+            name: _bind_arguments(name, function) for name, function in (metrics or {}).items()
+        }
         self._bound_loss = _bind_arguments("loss", loss)
         self.precise = precision == "float64"
         self.random = takes_key(loss)
@@ -80,13 +83,17 @@ class JaxLearner:
                 batch = records if rows is None else jax.tree.map(lambda a: a[rows], records)
                 key = step_key(work.seed, step) if self.random else None
                 leaves = jax.tree.leaves(self._gradient(y, batch, key))
-                return np.concatenate([np.asarray(leaf, self.schema.dtype).ravel() for leaf in leaves])
+                return np.concatenate(
+                    [np.asarray(leaf, self.schema.dtype).ravel() for leaf in leaves]
+                )
 
             return descend(work, number, gradient)
 
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
             held_out = self.test(name)
-            return {metric: float(measure(x, held_out)) for metric, measure in self._measures.items()}
+            return {
+                metric: float(measure(x, held_out)) for metric, measure in self._measures.items()
+            }
 
         return Site(number, train, evaluate)
 
@@ -99,7 +106,11 @@ class JaxLearner:
         """Compile a function of parameters as one of the flat vector, in the learner's precision."""
 
         def of_vector(y: Any, batch: Tree, key: Any) -> Any:
-            return function(jax.tree.unflatten(self.structure, list(self.schema.unflatten(y).values())), batch, key)
+            return function(
+                jax.tree.unflatten(self.structure, list(self.schema.unflatten(y).values())),
+                batch,
+                key,
+            )
 
         compiled = jax.jit(of_vector)
 
@@ -111,10 +122,17 @@ class JaxLearner:
 
 
 def step_key(seed: int, step: int | None) -> Any:
-    """Return the random key of a local step, counted from 0; None for the gradient at x over all data."""
+    """Return the random key of a local step, counted from 0.
+
+    None for the gradient at x over all data.
+    """
     words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     site = jax.random.wrap_key_data(jax.numpy.asarray(words), impl="threefry2x32")
-    return jax.random.fold_in(site, AT_X) if step is None else jax.random.fold_in(jax.random.fold_in(site, STEPS), step)
+    return (
+        jax.random.fold_in(site, AT_X)
+        if step is None
+        else jax.random.fold_in(jax.random.fold_in(site, STEPS), step)
+    )
 
 
 def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +143,8 @@ def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., An
     weighed, random = takes_weights(name, function), takes_key(function)
     if more := taken_by_name(function) & {"state", "train"}:
         raise InputError(
-            f"{name} takes {' and '.join(sorted(more))}, which JAX sites do not keep: deploy a torch module, whose "
+            f"{name} takes {' and '.join(sorted(more))}, which JAX sites do not keep: deploy a "
+            "torch module, whose "
             "buffers are kept, or a model without running statistics"
         )
 

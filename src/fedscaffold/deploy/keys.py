@@ -1,4 +1,7 @@
-"""Certificates and keys of a federation: an authority, a server certificate, and a key pair per site."""
+"""Certificates and keys of a federation.
+
+An authority, a server certificate, and a key pair per site.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,11 @@ def make_server(authority: Path, folder: Path, hosts: Sequence[str], days: int) 
 def make_site_key(private: Path, public: Path) -> None:
     """Write a site's key pair on the curve P-384 in OpenSSH format, as Flower's SuperNodes require."""
     key = ec.generate_private_key(ec.SECP384R1())
-    _write(private, key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, UNENCRYPTED), secret=True)
+    _write(
+        private,
+        key.private_bytes(PEM, serialization.PrivateFormat.OpenSSH, UNENCRYPTED),
+        secret=True,
+    )
     form = serialization.PublicFormat.OpenSSH
     _write(public, key.public_key().public_bytes(serialization.Encoding.OpenSSH, form) + b"\n")
 
@@ -72,7 +79,9 @@ def days_left(certificate: Path) -> float:
     return (end - dt.datetime.now(dt.UTC)).total_seconds() / 86400
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, public: Any, days: int) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public: Any, days: int
+) -> x509.CertificateBuilder:
     """Return a certificate builder with names, key, serial number and validity set."""
     now = dt.datetime.now(dt.UTC)
     return (

@@ -1,9 +1,12 @@
-"""A Flower federation on this machine: SuperLink, SuperExec and one SuperNode per site, with TLS and keys.
+"""A Flower federation on this machine.
 
-Every process leads its own session, so that it can be stopped with everything it started, and writes to its own log
-file (grandchildren would hold a pipe open). Flower's telemetry, update checks and package installations are off. The
-link runs with `--isolation process` and a shared secret: a run survives a crash of the link, and only our executor is
-given its tasks.
+SuperLink, SuperExec and one SuperNode per site, with TLS and keys.
+
+Every process leads its own session, so that it can be stopped with everything it started, and
+writes to its own log file (grandchildren would hold a pipe open). Flower's telemetry, update checks
+and package installations are off. The
+link runs with `--isolation process` and a shared secret: a run survives a crash of the link, and
+only our executor is given its tasks.
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ from typing import Any
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
 from fedscaffold.deploy.apps import TOML
-from fedscaffold.deploy.processes import descendants, end_processes, free_port, has_ended, is_alive, signal_group
+from fedscaffold.deploy.processes import (
+    descendants,
+    end_processes,
+    free_port,
+    has_ended,
+    is_alive,
+    signal_group,
+)
 from fedscaffold.deploy.server_loop import Stopped
 from fedscaffold.deploy.settings import load
 from fedscaffold.state.files import make_folder, write_private
@@ -57,8 +67,13 @@ home = ""
 
 
 def engine_environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's processes: no proxies, telemetry, update checks or installations."""
-    kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    """Return the environment of Flower's processes.
+
+    No proxies, telemetry, update checks or installations.
+    """
+    kept = {
+        name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+    }
     return kept | {
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -86,7 +101,9 @@ class Federation:
         self.app, self.home = Path(app).resolve(), Path(home).resolve()
         self.settings = load(self.app / TOML)
         if not self.settings.deploy.sites:
-            raise InputError(f"{self.app / TOML}: deploy.sites must name the sites that may take part")
+            raise InputError(
+                f"{self.app / TOML}: deploy.sites must name the sites that may take part"
+            )
         self.secrets, self.logs = self.home / "secrets", self.home / "logs"
         self.environment = engine_environment(self.home / "engine")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -101,14 +118,22 @@ class Federation:
         if alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             # leave the `with` block on SIGTERM, so that all processes are stopped
             self.usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        for folder in (self.home, self.secrets, self.logs, self.home / "engine", self.home / "server"):
+        for folder in (
+            self.home,
+            self.secrets,
+            self.logs,
+            self.home / "engine",
+            self.home / "server",
+        ):
             make_folder(folder, private=True)
         (self.home / "server" / "outcome.json").unlink(missing_ok=True)
         for stale in self.home.glob("link.db*"):
             stale.unlink()
         self._make_keys()
         stage(self.app, self.home / "app")
-        connection = f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.secrets / "ca.crt"}"\n'
+        connection = (
+            f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.secrets / "ca.crt"}"\n'
+        )
         text = f'[superlink]\ndefault = "local"\n\n[superlink.local]\n{connection}'
         write_private(self.home / "engine" / "config.toml", text)
         return self
@@ -131,7 +156,12 @@ class Federation:
         secrets = self.secrets
         tls = ["--ssl-ca-certfile", secrets / "ca.crt", "--ssl-certfile", secrets / "server.crt"]
         tls += ["--ssl-keyfile", secrets / "server.key", "--enable-supernode-auth"]
-        alone = ["--isolation", "process", "--superexec-auth-secret-file", secrets / "superexec.secret"]
+        alone = [
+            "--isolation",
+            "process",
+            "--superexec-auth-secret-file",
+            secrets / "superexec.secret",
+        ]
         place = ["--host", "127.0.0.1", "--port", self.port, "--database", self.home / "link.db"]
         self._start("link", ["flower-superlink", *place, *tls, *alone])
         context = ssl.create_default_context(cafile=str(secrets / "ca.crt"))
@@ -140,23 +170,39 @@ class Federation:
             if has_ended(self.processes["link"]):
                 raise Stopped(f"the link did not start; see {self.logs / 'link.log'}")
             try:
-                with urllib.request.urlopen(f"https://127.0.0.1:{self.port}/health", context=context, timeout=2):
+                with urllib.request.urlopen(
+                    f"https://127.0.0.1:{self.port}/health", context=context, timeout=2
+                ):
                     return
             except OSError:
                 time.sleep(0.1)
-        raise Stopped(f"the link was not healthy within {HEALTHY:.0f} s; see {self.logs / 'link.log'}")
+        raise Stopped(
+            f"the link was not healthy within {HEALTHY:.0f} s; see {self.logs / 'link.log'}"
+        )
 
     def start_executor(self) -> None:
         """Start the process that runs the server app for the link."""
         secret = ["--superexec-auth-secret-file", self.secrets / "superexec.secret"]
-        place = ["--runtime-api-address", f"127.0.0.1:{self.port}", "--root-certificates", self.secrets / "ca.crt"]
+        place = [
+            "--runtime-api-address",
+            f"127.0.0.1:{self.port}",
+            "--root-certificates",
+            self.secrets / "ca.crt",
+        ]
         self._start("executor", ["flower-superexec", *place, *secret])
 
     def start_site(self, site: str) -> None:
         """Start a site's SuperNode."""
         folder = self.home / "sites" / site
         make_folder(folder, private=True)
-        place = ["--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1", "--port", free_port()]
+        place = [
+            "--superlink",
+            f"127.0.0.1:{self.port}",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            free_port(),
+        ]
         trust = ["--root-certificates", self.secrets / "ca.crt"]
         trust += ["--auth-supernode-private-key", self.secrets / f"{site}.key"]
         config = f'site="{site}" folder="{folder}"'
@@ -170,12 +216,16 @@ class Federation:
         words = ["flwr", "run", str(self.home / "app"), "local", "--format", "json"]
         words += ["--run-config", f'home="{self.home / "server"}"']
         limits: dict[str, Any] = {"timeout": 120, "umask": PRIVATE}
-        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False, **limits)
+        done = subprocess.run(
+            words, env=self.environment, capture_output=True, text=True, check=False, **limits
+        )
         if done.returncode:
             raise Stopped(f"flwr run failed: {(done.stderr or done.stdout)[-300:].strip()}")
         return str(json.loads(done.stdout[done.stdout.index("{") :])["run-id"])
 
-    def outcome(self, timeout: float, tell: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
+    def outcome(
+        self, timeout: float, tell: Callable[[dict[str, Any]], None] = lambda status: None
+    ) -> dict[str, Any]:
         """Wait for the end of the run.
 
         Args:
@@ -212,7 +262,9 @@ class Federation:
             self.kill(name)  # its descendants
             self.deaths[name] = self.deaths.get(name, 0) + 1
             if self.deaths[name] > MOST_DEATHS:
-                raise Stopped(f"the {name} died {MOST_DEATHS + 1} times; see {self.logs / name}.log")
+                raise Stopped(
+                    f"the {name} died {MOST_DEATHS + 1} times; see {self.logs / name}.log"
+                )
             self.due[name] = time.monotonic() + (RETURN if name.startswith("site-") else 0.0)
         for name in [name for name, at in self.due.items() if time.monotonic() >= at]:
             del self.due[name]
@@ -236,7 +288,9 @@ class Federation:
 
     def stop(self) -> None:
         """Stop all processes by SIGTERM, then SIGKILL after 10 seconds."""
-        for name in [name for name, process in self.processes.items() if process.returncode is not None]:
+        for name in [
+            name for name, process in self.processes.items() if process.returncode is not None
+        ]:
             del self.processes[name]  # already reaped
         kin = [one for process in self.processes.values() for one in descendants(process.pid)]
         order = sorted(self.processes, key=lambda name: (name == "link", name == "executor"))
@@ -247,7 +301,9 @@ class Federation:
             process = self.processes[name]
             while not has_ended(process) and time.monotonic() < until:
                 time.sleep(0.05)
-            signal_group(process.pid, signal.SIGKILL)  # and its group; not reaped yet, so the id is still valid
+            signal_group(
+                process.pid, signal.SIGKILL
+            )  # and its group; not reaped yet, so the id is still valid
             process.wait()
         self.processes.clear()
         end_processes(kin)  # descendants that started sessions of their own
@@ -269,13 +325,28 @@ class Federation:
         started: list[subprocess.Popen[bytes]] = []
         try:
             for site in sites:
-                words = ["flwr", "supernode", "register", str(self.secrets / f"{site}.pub"), "local", "--name", site]
+                words = [
+                    "flwr",
+                    "supernode",
+                    "register",
+                    str(self.secrets / f"{site}.pub"),
+                    "local",
+                    "--name",
+                    site,
+                ]
                 quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
-                started.append(subprocess.Popen(words, env=self.environment, stdout=quiet, stderr=pipe, umask=PRIVATE))
+                started.append(
+                    subprocess.Popen(
+                        words, env=self.environment, stdout=quiet, stderr=pipe, umask=PRIVATE
+                    )
+                )
             for site, process in zip(sites, started, strict=True):
                 _, said = process.communicate(timeout=120)
                 if process.returncode:
-                    raise Stopped(f"{site} could not be registered: {said.decode(errors='replace')[-300:].strip()}")
+                    raise Stopped(
+                        f"{site} could not be registered: "
+                        f"{said.decode(errors='replace')[-300:].strip()}"
+                    )
         finally:  # on success they have ended already
             for process in started:
                 process.kill()
@@ -283,7 +354,9 @@ class Federation:
 
     def _start(self, name: str, command: list[Any]) -> None:
         """Start a process in a session of its own, with its output in a log file."""
-        log = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        log = os.open(
+            self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
         self.processes[name] = subprocess.Popen(
             [str(word) for word in command],
             env=self.environment,

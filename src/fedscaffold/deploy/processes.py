@@ -11,7 +11,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Kin", "descendants", "end_processes", "free_port", "has_ended", "is_alive", "signal_group"]
+__all__ = [
+    "Kin",
+    "descendants",
+    "end_processes",
+    "free_port",
+    "has_ended",
+    "is_alive",
+    "signal_group",
+]
 
 
 class Kin(NamedTuple):
@@ -29,7 +37,10 @@ def free_port() -> int:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a child has ended, without reaping it: its id stays reserved until its group is ended too."""
+    """Return whether a child has ended, without reaping it.
+
+    Its id stays reserved until its group is ended too.
+    """
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -86,8 +97,16 @@ def _is_running(one: Kin) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name: state, parent, ..., start time; empty if it is gone."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, ..., start time.
+
+    Empty if it is gone.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return []

@@ -1,4 +1,6 @@
-"""`deploy kit` makes a folder for the server and one per site; `deploy check` verifies a site's folder.
+"""`deploy kit` makes a folder for the server and one per site.
+
+`deploy check` verifies a site's folder.
 
 The kit is described by a file sites.toml:
 
@@ -9,8 +11,8 @@ The kit is described by a file sites.toml:
     [data]                           # optional: where a site's data lies, given to its app as FEDSCAFFOLD_DATA
     north = "/srv/records"
 
-Sites only make outgoing connections, to the server's port over TLS, authenticated by their keys. The authority's
-private key is written to a separate folder, to be kept offline.
+Sites only make outgoing connections, to the server's port over TLS, authenticated by their keys.
+The authority's private key is written to a separate folder, to be kept offline.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ SWITCHES = """\
 export FLWR_HOME="$here/engine" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
 """
-HEAD = '#!/bin/sh\nset -eu\numask 077\nhere="$(cd "$(dirname "$0")" && pwd)"\ncd "$here"\n' + SWITCHES
+HEAD = (
+    '#!/bin/sh\nset -eu\numask 077\nhere="$(cd "$(dirname "$0")" && pwd)"\ncd "$here"\n' + SWITCHES
+)
 UNIT = """\
 [Unit]
 Description=fedscaffold {what}
@@ -87,9 +91,14 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     table = toml(text_of(path), str(path))
     for key in table:
         checks.choice("key", key, ("server", "port", "app", "days", "data"))
-    server, port = str(table.get("server", "")), checks.whole("port", table.get("port", 8000), at_most=65535)
+    server, port = (
+        str(table.get("server", "")),
+        checks.whole("port", table.get("port", 8000), at_most=65535),
+    )
     if not server or any(c.isspace() or c in "\"'$" for c in server):
-        raise InputError(f"{path}: server must be the name or address that sites call, got {server!r}")
+        raise InputError(
+            f"{path}: server must be the name or address that sites call, got {server!r}"
+        )
     days = checks.whole("days", table.get("days", 365), at_most=36_500)
     app = path.parent / str(table.get("app", "app"))
     sites = load(app / TOML).deploy.sites
@@ -118,18 +127,29 @@ def check(folder: Path) -> list[Finding]:
     """Check a site's folder: versions, certificate, server, clock, model, settings, data and key."""
     facts = record(folder / "site.json", site=str, server=str, port=int)
     left = keys.days_left(folder / "ca.crt")
-    findings = [_versions(), Finding("certificate", left > 7, f"ca.crt is good for {left:.0f} more days")]
+    findings = [
+        _versions(),
+        Finding("certificate", left > 7, f"ca.crt is good for {left:.0f} more days"),
+    ]
     findings += _server(folder, facts["server"], facts["port"])
     try:
         settings, learner = open_app(folder / "app")
-        findings.append(Finding("model", True, f"d = {learner.schema.size}, digest {learner.schema.digest}"))
-        findings.append(Finding("settings", True, f"{settings.algorithm['name']}, digest {settings.digest}"))
+        findings.append(
+            Finding("model", True, f"d = {learner.schema.size}, digest {learner.schema.digest}")
+        )
+        findings.append(
+            Finding("settings", True, f"{settings.algorithm['name']}, digest {settings.digest}")
+        )
         records = learner.site(facts["site"]).records
         findings.append(Finding("data", True, f"{records} records at {facts['site']}"))
     except Exception as error:  # any error of the app is a finding
         findings.append(Finding("data", False, f"the app cannot read the data here: {error}"))
     secret = stat.S_IMODE((folder / "site.key").stat().st_mode)
-    findings.append(Finding("key", secret & 0o077 == 0, f"site.key has mode {secret:o}; only its owner may read it"))
+    findings.append(
+        Finding(
+            "key", secret & 0o077 == 0, f"site.key has mode {secret:o}; only its owner may read it"
+        )
+    )
     return findings
 
 
@@ -140,14 +160,20 @@ def _versions() -> Finding:
     except metadata.PackageNotFoundError:
         engine = "none"
     said = f"fedscaffold {metadata.version('fedscaffold')}, flwr {engine}, Python {platform.python_version()}"
-    return Finding("versions", engine == ENGINE, said if engine == ENGINE else f"{said}; flwr {ENGINE} is needed")
+    return Finding(
+        "versions",
+        engine == ENGINE,
+        said if engine == ENGINE else f"{said}; flwr {ENGINE} is needed",
+    )
 
 
 def _server(folder: Path, server: str, port: int) -> list[Finding]:
     """Check the TLS connection to the server and compare the clocks."""
     context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
     try:
-        with urllib.request.urlopen(f"https://{server}:{port}/health", context=context, timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"https://{server}:{port}/health", context=context, timeout=10
+        ) as answer:
             date = answer.headers.get("date")
     except OSError as error:
         return [Finding("server", False, f"{server}:{port} cannot be reached over TLS: {error}")]
@@ -159,7 +185,14 @@ def _server(folder: Path, server: str, port: int) -> list[Finding]:
 
 
 def _site_folder(
-    folder: Path, site: str, app: Path, server: str, port: int, authority: Path, hub: Path, data: str
+    folder: Path,
+    site: str,
+    app: Path,
+    server: str,
+    port: int,
+    authority: Path,
+    hub: Path,
+    data: str,
 ) -> None:
     """Write the folder of a site: certificate, key, app, start script, systemd unit."""
     _copy(authority / "ca.crt", folder / "ca.crt")
@@ -172,11 +205,14 @@ def _site_folder(
     start = (
         f"{HEAD}{given}mkdir -p state\n"
         f'exec flower-supernode --superlink "{server}:{port}" --root-certificates ca.crt \\\n'
-        f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port ${{FEDSCAFFOLD_PORT:-9094}} \\\n"
+        f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port "
+        f"${{FEDSCAFFOLD_PORT:-9094}} \\\n"
         f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\""\n'
     )
     _script(folder / "start.sh", start)
-    unit = UNIT.format(what=f"site {site}", folder=f"/opt/fedscaffold/{site}", script="start.sh", pause=70)
+    unit = UNIT.format(
+        what=f"site {site}", folder=f"/opt/fedscaffold/{site}", script="start.sh", pause=70
+    )
     write_private(folder / f"fedscaffold-{site}.service", unit)
 
 
@@ -184,11 +220,13 @@ def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) ->
     """Write the server's start scripts and systemd units."""
     link = (
         f"{HEAD}exec flower-superlink --host 0.0.0.0 --port {port} --database link.db \\\n"
-        "  --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key --enable-supernode-auth \\\n"
+        "  --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key "
+        "--enable-supernode-auth \\\n"
         "  --isolation process --superexec-auth-secret-file superexec.secret\n"
     )
     executor = (
-        f"{HEAD}exec flower-superexec --runtime-api-address localhost:{port} --root-certificates ca.crt \\\n"
+        f"{HEAD}exec flower-superexec --runtime-api-address localhost:{port} --root-certificates "
+        "ca.crt \\\n"
         "  --superexec-auth-secret-file superexec.secret\n"
     )
     config = (
@@ -196,7 +234,9 @@ def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) ->
         'printf \'[superlink]\\ndefault = "hub"\\n\\n[superlink.hub]\\naddress = "localhost:%s"\\n'
         f'root-certificates = "%s"\\n\' {port} "$here/ca.crt" > engine/config.toml\n'
     )
-    register = "".join(f"flwr supernode register keys/{site}.pub hub --name {site}\n" for site in sites)
+    register = "".join(
+        f"flwr supernode register keys/{site}.pub hub --name {site}\n" for site in sites
+    )
     run = (
         "# starts the run, or goes on with the one in run/ after a crash\n"
         'flwr run app hub --run-config "home=\\"$here/run\\"" --format json\n'
@@ -206,7 +246,9 @@ def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) ->
     _script(hub / "register-sites.sh", f"{HEAD}{config}{register}")
     _script(hub / "run.sh", f"{HEAD}{config}{run}")
     for name, what in (("link", "link"), ("executor", "executor")):
-        unit = UNIT.format(what=what, folder="/opt/fedscaffold/server", script=f"start-{name}.sh", pause=5)
+        unit = UNIT.format(
+            what=what, folder="/opt/fedscaffold/server", script=f"start-{name}.sh", pause=5
+        )
         write_private(hub / f"fedscaffold-{name}.service", unit)
 
 

@@ -1,7 +1,8 @@
 """Serialisation: a model is one flat vector with a schema of named arrays, a record a few vectors and numbers.
 
-Messages contain raw little-endian numbers only. The receiver knows their number, shape and dtype in advance, so no
-claim of the sender is trusted, parsed or allocated for; bytes of any other length are refused.
+Messages contain raw little-endian numbers only. The receiver knows their number, shape and dtype in
+advance, so no claim of the sender is trusted, parsed or allocated for; bytes of any other length
+are refused.
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ from fedscaffold.layers import Split, split
 from fedscaffold.state.safetensors_io import bfloat16
 
 __all__ = [
-    "Array", "Blob", "Fact", "Packet", "Ranges", "Record", "Schema", "blob", "cast", "digest_of", "fingerprint",
-    "flatten", "pack", "unpack",
-]  # fmt: skip
+    "Array",
+    "Blob",
+    "Fact",
+    "Packet",
+    "Ranges",
+    "Record",
+    "Schema",
+    "blob",
+    "cast",
+    "digest_of",
+    "fingerprint",
+    "flatten",
+    "pack",
+    "unpack",
+]
 
 Array: TypeAlias = NDArray[Any]
 Fact: TypeAlias = str | int | float | bool
@@ -60,9 +73,11 @@ class Schema(NamedTuple):
     buffers: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     """(name, shape, dtype) of arrays that change but are not trained: running means, counters."""
     frozen: tuple[tuple[str, tuple[int, ...], str, str], ...] = ()
-    """(name, shape, dtype, fingerprint) of arrays that never change and must be identical everywhere."""
+    """(name, shape, dtype, fingerprint) of arrays that never change and must be identical
+    everywhere."""
     stored: tuple[tuple[str, str, str], ...] = ()
-    """(name in the model's file, name of the array, dtype in the file); () to store all arrays unchanged."""
+    """(name in the model's file, name of the array, dtype in the file); () to store all arrays
+    unchanged."""
 
     @classmethod
     def of(
@@ -80,9 +95,17 @@ class Schema(NamedTuple):
         """
         if not arrays:
             raise InputError("the model has no trained arrays; at least one is needed")
-        kept = tuple((name, np.shape(a), np.asarray(a).dtype.name) for name, a in sorted((buffers or {}).items()))
-        fixed = tuple((name, a.shape, a.dtype.name, fingerprint(a)) for name, a in sorted((frozen or {}).items()))
-        return cls(tuple(arrays), tuple(np.shape(a) for a in arrays.values()), dtype, kept, fixed, stored)
+        kept = tuple(
+            (name, np.shape(a), np.asarray(a).dtype.name)
+            for name, a in sorted((buffers or {}).items())
+        )
+        fixed = tuple(
+            (name, a.shape, a.dtype.name, fingerprint(a))
+            for name, a in sorted((frozen or {}).items())
+        )
+        return cls(
+            tuple(arrays), tuple(np.shape(a) for a in arrays.values()), dtype, kept, fixed, stored
+        )
 
     @property
     def size(self) -> int:
@@ -113,7 +136,9 @@ class Schema(NamedTuple):
         return {name: vector[begin:end].reshape(shape) for name, (begin, end), shape in slices}
 
     def filed(self, vector: Array, kept: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the arrays of the model's file: trained and other arrays; tied ones under each of their names.
+        """Return the arrays of the model's file: trained and other arrays.
+
+        Tied ones under each of their names.
 
         >>> schema = Schema.of({"w": np.zeros(1)}, "float64", stored=(("in", "w", "float16"), ("out", "w", "float64")))
         >>> schema.filed(np.array([3.0]), {})
@@ -123,7 +148,9 @@ class Schema(NamedTuple):
         if not self.stored:
             return arrays
         return {
-            name: bfloat16(arrays[source]) if dtype == "bfloat16" else np.asarray(arrays[source], dtype)
+            name: bfloat16(arrays[source])
+            if dtype == "bfloat16"
+            else np.asarray(arrays[source], dtype)
             for name, source, dtype in self.stored
         }
 
@@ -135,7 +162,11 @@ def blob(array: Array) -> Blob:
     (2,)
     """
     array = np.asarray(array)
-    return Blob(array.dtype.name, array.shape, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    return Blob(
+        array.dtype.name,
+        array.shape,
+        array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes(),
+    )
 
 
 def cast(record: Record, dtype: Any) -> Record:
@@ -194,4 +225,6 @@ def digest_of(value: Any) -> str:
     >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
     True
     """
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()[:16]

@@ -5,14 +5,18 @@
     due      -> bool            all sites have replied or failed, or the deadline has passed
     close    -> outcome         quorum met: aggregate and commit; otherwise the state is unchanged, to be retried
 
-The server is independent of the transport (`server_loop.drive` passes it messages), and its deadlines use a monotonic
-clock. It can be killed at any time and resumes from the last commit. Each request tells the client whether its
-previous reply was applied (`told`, and the digest of the c_i it must hold).
+The server is independent of the transport (`server_loop.drive` passes it messages), and its
+deadlines use a monotonic clock. It can be killed at any time and resumes from the last commit. Each
+request tells the client whether its previous reply was applied (`told`, and the digest of the c_i
+it must hold).
 
-With `state = "client"`, a client may lose its c_i or return with an outdated one. Then c would contain a term that no
-client holds, so the next round is a resync: every client reports its c_i, c is recomputed from the reports, and clients
-that do not report restart from zeros. To bound the cost, a member that reports a loss more than `FREE` times is
-excluded from training for 8 rounds, then 16, 32, ...: at most 3 + log2(R / 4) resyncs of one member in R rounds.
+With `state = "client"`, a client may lose its c_i or return with an outdated one. Then c would
+contain a term that no
+client holds, so the next round is a resync: every client reports its c_i, c is recomputed from the
+reports, and clients that do not report restart from zeros. To bound the cost, a member that reports
+a loss more than `FREE` times is
+excluded from training for 8 rounds, then 16, 32, ...: at most 3 + log2(R / 4) resyncs of one member
+    in R rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +39,17 @@ from fedscaffold.deploy import aggregation, gate
 from fedscaffold.deploy.aggregation import Member, State, blank_memory
 from fedscaffold.deploy.audit import Audit
 from fedscaffold.deploy.gate import Asked, Refused, Update
-from fedscaffold.deploy.schema import Array, Fact, Packet, Record, Schema, blob, fingerprint, flatten, pack
+from fedscaffold.deploy.schema import (
+    Array,
+    Fact,
+    Packet,
+    Record,
+    Schema,
+    blob,
+    fingerprint,
+    flatten,
+    pack,
+)
 from fedscaffold.deploy.server_state import SavedState, load_state, save_state
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.metrics import complaint
@@ -46,7 +60,9 @@ FREE = 3  # losses of c_i that a member may report before it is excluded: disks 
 REST = 8  # rounds of the first exclusion; each later one is twice as long
 MOST_DOUBLINGS = 32
 DIGEST = re.compile(r"[0-9a-f]{32}")
-HEAVY = 0.5  # share of the total weight above which an unconfirmed number of records is warned about
+HEAVY = (
+    0.5  # share of the total weight above which an unconfirmed number of records is warned about
+)
 WARM_UP = 18  # steps after which the generator has mixed its three seed words, however similar
 AGAIN = 1 << 32  # stream of repeated draws of a round, which the simulator does not have
 
@@ -102,9 +118,11 @@ class Server:
 
     Attributes:
         state: The last committed state.
-        residual: |c - sum p_i c_i|; None where clients keep the c_i, which the server then does not know.
+        residual: |c - sum p_i c_i|; None where clients keep the c_i, which the server then does not
+            know.
         resync: Whether the next round recomputes c from the clients' c_i.
-        attempt: Rounds that missed their quorum since the last one that was committed, resyncs apart.
+        attempt: Rounds that missed their quorum since the last one that was committed, resyncs
+            apart.
         seen: When each site was last heard of, by `clock`.
         declined: Why sites that have greeted were not admitted.
     """
@@ -125,25 +143,34 @@ class Server:
         self.algorithm = fitted(make(**settings.algorithm), schema)
         self.server_keeps = settings.deploy.state == "server"
         self.clients_keep = not self.server_keeps and self.algorithm.remember is not None
-        self.token = secrets.token_hex(8) if token is None else token  # nonces differ between restarts
+        self.token = (
+            secrets.token_hex(8) if token is None else token
+        )  # nonces differ between restarts
         self.open_round: Open | None = None
         self.attempt = self.lives = 0
         self.seen: dict[str, float] = {}
         self.untrained = dict(buffers or {})
         if not {row[0] for row in (*schema.buffers, *schema.frozen)} <= self.untrained.keys():
-            raise InputError("the model keeps arrays that are not trained; give the server buffers=learner.buffers")
+            raise InputError(
+                "the model keeps arrays that are not trained; give the server "
+                "buffers=learner.buffers"
+            )
         kept = load_state(self.folder / "state", settings, schema)
         if kept is None:
             x = np.asarray(start, settings.precision)
             averaged = schema.buffers if settings.local.buffers == "average" else ()
-            state = aggregation.initial_state(self.algorithm, x, {name: self.untrained[name] for name, *_ in averaged})
+            state = aggregation.initial_state(
+                self.algorithm, x, {name: self.untrained[name] for name, *_ in averaged}
+            )
             kept = SavedState(state, secrets.token_hex(8) if token is None else token, 0, False, ())
         self.audit = Audit(self.folder / "audit.jsonl", kept.audit)
         self.declined: dict[str, str] = {}
         for warning in kept.warnings:
             self.audit.write("fallback", note=warning)
         self.state, self.run, self.generation = kept.state, kept.run, kept.generation
-        self.residual = aggregation.residual(self.algorithm, self.state) if self.server_keeps else None
+        self.residual = (
+            aggregation.residual(self.algorithm, self.state) if self.server_keeps else None
+        )
         self.resync = kept.resync and self.clients_keep
         self.behind = ""
         if self.audit.round > self.state.round + 1:  # a crash explains a difference of one
@@ -152,7 +179,9 @@ class Server:
                 lost = f"is that of round {self.state.round}: an older one was put back"
             self.behind = f"the log knows of {self.audit.round} rounds, and the state {lost}"
             self.audit.write("behind", round=self.state.round, note=self.behind)
-        self.audit.write("started", run=self.run, round=self.state.round, algorithm=self.algorithm.name)
+        self.audit.write(
+            "started", run=self.run, round=self.state.round, algorithm=self.algorithm.name
+        )
         if self.fault is not None:
             self.audit.write("unsound", round=self.state.round, note=self.fault)
         if self.audit.broken:
@@ -177,8 +206,16 @@ class Server:
             records = gate.check_greeting(packet, site, self.schema, self.settings, before)
         except Refused as refusal:
             if site in self.settings.deploy.sites:
-                cause = self.declined[site] = str(refusal).removeprefix("failed: ")  # the site's own report
-                self.audit.write("refused", site=site, code=refusal.code, reason=cause, round=self.state.round + 1)
+                cause = self.declined[site] = str(refusal).removeprefix(
+                    "failed: "
+                )  # the site's own report
+                self.audit.write(
+                    "refused",
+                    site=site,
+                    code=refusal.code,
+                    reason=cause,
+                    round=self.state.round + 1,
+                )
             else:
                 self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
             raise
@@ -191,7 +228,12 @@ class Server:
         # a new mass rescales a c_i that only the client holds, so c must be recomputed
         moved = self.clients_keep and old is not None and old.mass != mass and old.digest != ""
         state = aggregation.add_member(self.algorithm, self.state, site, member)
-        self.audit.write("joined" if old is None else "changed", site=site, records=records, members=len(state.roster))
+        self.audit.write(
+            "joined" if old is None else "changed",
+            site=site,
+            records=records,
+            members=len(state.roster),
+        )
         self._commit(state, self.resync or moved)
 
     def leave(self, site: str, memory: Record = None) -> None:
@@ -204,10 +246,15 @@ class Server:
         self._require_idle()
         member = self.state.roster.get(site)
         if member is None:
-            raise InputError(f"{site!r} is not in the roster; members: {', '.join(sorted(self.roster)) or 'none'}")
+            raise InputError(
+                f"{site!r} is not in the roster; members: "
+                f"{', '.join(sorted(self.roster)) or 'none'}"
+            )
         told = None if memory is None else flatten(memory)
         known = self.server_keeps or not member.digest or fingerprint(told) == member.digest
-        state = aggregation.remove_member(self.algorithm, self.state, site, memory if known else None)
+        state = aggregation.remove_member(
+            self.algorithm, self.state, site, memory if known else None
+        )
         self.audit.write("left", site=site, members=len(state.roster))
         self._commit(state, self.resync or not known)
 
@@ -232,12 +279,14 @@ class Server:
             out.append("deploy.clip is off: nothing bounds how far one site moves the model")
         if self.settings.weights == "records" and len(p) > 2:
             out += [
-                f"{site} has {share:.0%} of all weight by its own word: confirm its records under [deploy.records]"
+                f"{site} has {share:.0%} of all weight by its own word: confirm its records under "
+                "[deploy.records]"
                 for site, share in sorted(p.items())
                 if share > HEAVY and site not in deploy.records
             ]
         out += [
-            f"{site} has lost its c_i {member.lost} times and is not asked before round {member.rests + 1}"
+            f"{site} has lost its c_i {member.lost} times and is not asked before round "
+            f"{member.rests + 1}"
             for site, member in sorted(self.roster.items())
             if member.rests > self.state.round
         ]
@@ -247,9 +296,16 @@ class Server:
     @property
     def missed(self) -> dict[str, dict[str, object]]:
         """By site that missed a round: the last time, the cause, and a `sentence` for display."""
-        never = {site: not (site in self.roster and self.roster[site].applied) for site in self.settings.deploy.sites}
+        never = {
+            site: not (site in self.roster and self.roster[site].applied)
+            for site in self.settings.deploy.sites
+        }
         return {
-            site: {**missed._asdict(), "never_counted": never[site], "sentence": missed.sentence(site, never[site])}
+            site: {
+                **missed._asdict(),
+                "never_counted": never[site],
+                "sentence": missed.sentence(site, never[site]),
+            }
             for site, missed in sorted(self.audit.missed.items())
             if site in never
         }
@@ -270,7 +326,9 @@ class Server:
         deploy, roster, share = self.settings.deploy, self.roster, self.settings.cohort
         here = [site for site in deploy.sites if site in roster and site in present]
         absent = {
-            site: self.declined.get(site, "its node is not online" if site in roster else "it has not joined")
+            site: self.declined.get(
+                site, "its node is not online" if site in roster else "it has not joined"
+            )
             for site in deploy.sites
             if site not in here
         }
@@ -278,11 +336,17 @@ class Server:
         size = sum(site in roster for site in deploy.sites)
         if kind == "train":
             size = min(size, share) if isinstance(share, int) else max(1, round(share * size))
-        need = deploy.quorum if isinstance(deploy.quorum, int) else max(1, math.ceil(deploy.quorum * size - 1e-9))
+        need = (
+            deploy.quorum
+            if isinstance(deploy.quorum, int)
+            else max(1, math.ceil(deploy.quorum * size - 1e-9))
+        )
         need = 1 if evaluate else need
         if len(here) < max(need, 1):
             self.attempt += 1
-            self.audit.write("waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent)
+            self.audit.write(
+                "waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent
+            )
             return {}
         awake = [site for site in here if kind != "train" or roster[site].rests <= self.state.round]
         among = awake if len(awake) >= max(need, 1) else here
@@ -291,18 +355,25 @@ class Server:
         self.lives += 1
         expected = {site: reply for site, (_, reply) in asked.items()}
         self.open_round = Open(kind, expected, {}, {}, self.clock(), need, absent)
-        self.audit.write("opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt)
+        self.audit.write(
+            "opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt
+        )
         return {site: request for site, (request, _) in asked.items()}
 
     def receive(self, site: str, packet: Packet) -> Verdict:
-        """Validate a reply and add it to the open round; an invalid one is refused and logged, not raised."""
+        """Validate a reply and add it to the open round.
+
+        An invalid one is refused and logged, not raised.
+        """
         self.seen[site] = self.clock()
         current = self.open_round
         try:
             if site not in self.roster:
                 raise Refused("stranger", f"{site!r} is not in the roster")
             if current is None or site not in current.asked:
-                raise Refused("late", "no reply of it is awaited: the round is closed, or went to others")
+                raise Refused(
+                    "late", "no reply of it is awaited: the round is closed, or went to others"
+                )
             if gate.read_text(packet.facts, "kind", "") in ("lost", "lost own", "refusal"):
                 gate.check_fresh(packet, current.asked[site])
                 return self._handle_decline(site, packet, current)
@@ -327,10 +398,17 @@ class Server:
     def waiting(self) -> tuple[str, ...]:
         """Sites of the open round that have neither replied nor failed."""
         current = self.open_round
-        return () if current is None else tuple(s for s in current.asked if s not in current.updates | current.failed)
+        return (
+            ()
+            if current is None
+            else tuple(s for s in current.asked if s not in current.updates | current.failed)
+        )
 
     def due(self) -> bool:
-        """Whether the open round should be closed: no site is awaited, or the deadline has passed."""
+        """Whether the open round should be closed.
+
+        No site is awaited, or the deadline has passed.
+        """
         current = self.open_round
         late = current is not None and self.clock() - current.began >= self.settings.deploy.deadline
         return late or not self.waiting
@@ -348,20 +426,43 @@ class Server:
         done = "evaluated" if current.kind == "evaluate" else "committed"
         event = done if committed else "abandoned"
         gauge = {} if state is None else {"residual": residual}
-        facts = {"heard": list(heard), "failed": current.failed, "missing": list(missing), "absent": current.absent}
+        facts = {
+            "heard": list(heard),
+            "failed": current.failed,
+            "missing": list(missing),
+            "absent": current.absent,
+        }
         self.open_round = None
         if not committed:
             self.attempt += 1
-        elif current.kind != "resync":  # else a site that loses its c_i in every round would be asked for ever
+        elif (
+            current.kind != "resync"
+        ):  # else a site that loses its c_i in every round would be asked for ever
             self.attempt = 0
-        metrics, unmeasured = aggregation.mean_metrics(self.roster, current.updates) if committed else ({}, {})
-        # Logged before the commit, which stores the log's head: a crash in between leaves a log longer than its head,
-        # which is valid.
+        metrics, unmeasured = (
+            aggregation.mean_metrics(self.roster, current.updates) if committed else ({}, {})
+        )
+        # Logged before the commit, which stores the log's head: a crash in between leaves a log
+        # longer than its head, which is valid.
         facts |= {"unmeasured": unmeasured} if unmeasured else {}
         self.audit.write(event, round=number, kind=current.kind, **facts, **gauge)
-        self._commit(state or self.state, self.resync and not (committed and current.kind == "resync"), residual)
+        self._commit(
+            state or self.state,
+            self.resync and not (committed and current.kind == "resync"),
+            residual,
+        )
         failed = dict(current.failed)
-        return Outcome(committed, current.kind, number, heard, failed, missing, metrics, unmeasured, current.absent)
+        return Outcome(
+            committed,
+            current.kind,
+            number,
+            heard,
+            failed,
+            missing,
+            metrics,
+            unmeasured,
+            current.absent,
+        )
 
     # Internals
 
@@ -370,11 +471,19 @@ class Server:
             raise RuntimeError("a round is open; close it first")
 
     def _ask(self, site: str, kind: str) -> tuple[Packet, Asked]:
-        """Return a request and the reply expected to it; its nonce is unique to this attempt and server process.
+        """Return a request and the reply expected to it.
 
-        A training request holds x, and the shift or (where clients keep memories) the fields to compute it from.
+        Its nonce is unique to this attempt and server process.
+
+        A training request holds x, and the shift or (where clients keep memories) the fields to
+        compute it from.
         """
-        state, algorithm, local, member = self.state, self.algorithm, self.settings.local, self.roster[site]
+        state, algorithm, local, member = (
+            self.state,
+            self.algorithm,
+            self.settings.local,
+            self.roster[site],
+        )
         down: dict[str, Array] = {} if kind == "resync" else {"x": state.x}
         up: dict[str, Array] = {}  # arrays of the shapes that are expected
         if kind == "resync":
@@ -388,11 +497,17 @@ class Server:
                 memory = state.memory.get(site, blank_memory(algorithm, state.x))
                 shift = shift_of(algorithm, state.told, memory)
                 fields = shift._asdict() if hasattr(shift, "_asdict") else {}
-                down |= {f"shift.{name}": value for name, value in fields.items()} or {"shift": shift}
+                down |= {f"shift.{name}": value for name, value in fields.items()} or {
+                    "shift": shift
+                }
         steps = local.steps
-        if steps is None:  # without a batch size the app makes its own batches, of at least one record each
+        if (
+            steps is None
+        ):  # without a batch size the app makes its own batches, of at least one record each
             steps = (local.epochs or 1) * -(-member.records // (local.rows(member.records) or 1))
-        words = f"{self.run} {self.token} {self.attempt} {self.lives} {state.round + 1} {kind} {site}"
+        words = (
+            f"{self.run} {self.token} {self.attempt} {self.lives} {state.round + 1} {kind} {site}"
+        )
         facts: dict[str, Fact] = {
             "kind": kind,
             "run": self.run,
@@ -407,13 +522,19 @@ class Server:
             "evaluate": kind == "train" and state.round % self.settings.evaluate_every == 0,
         }
         blobs = {
-            name: blob(pack(np.asarray(array, self.schema.dtype), algorithm.private)) for name, array in down.items()
+            name: blob(pack(np.asarray(array, self.schema.dtype), algorithm.private))
+            for name, array in down.items()
         }
-        arrays = {name: (pack(like, algorithm.private).shape, self.schema.dtype) for name, like in up.items()}
+        arrays = {
+            name: (pack(like, algorithm.private).shape, self.schema.dtype)
+            for name, like in up.items()
+        }
         if kind != "resync":
             blobs |= {f"buffer.{name}": blob(value) for name, value in state.buffers.items()}
         if kind == "train" and local.buffers == "average":
-            arrays |= {f"buffer.{name}": (shape, dtype) for name, shape, dtype in self.schema.buffers}
+            arrays |= {
+                f"buffer.{name}": (shape, dtype) for name, shape, dtype in self.schema.buffers
+            }
         asked = Asked(
             site,
             state.round + 1,
@@ -447,11 +568,15 @@ class Server:
         reason = gate.read_printable(packet.facts, "reason")
         if packet.facts["kind"] == "lost own" and self.roster[site].own:
             self.audit.write("lost", site=site, round=self.state.round + 1, reason=reason)
-            self.roster[site] = self.roster[site]._replace(own="")  # private state restarts; no one else depends on it
+            self.roster[site] = self.roster[site]._replace(
+                own=""
+            )  # private state restarts; no one else depends on it
         counts = self.clients_keep and site not in current.updates and current.kind != "evaluate"
         if packet.facts["kind"] == "lost" and counts:
             if not self.roster[site].digest:
-                raise Refused("implausible", "it says that its c_i is lost where zeros are expected of it")
+                raise Refused(
+                    "implausible", "it says that its c_i is lost where zeros are expected of it"
+                )
             self.audit.write("lost", site=site, round=self.state.round + 1, reason=reason)
             if current.kind == "resync":  # a valid answer: the client restarts from zeros
                 current.updates[site] = Update({}, 0.0, {})
@@ -478,16 +603,25 @@ class Server:
             return update
         if self.clients_keep and not DIGEST.fullmatch(update.memory):
             raise Refused("schema", "it does not say which c_i it holds now")
-        if update.memory and not self.clients_keep:  # a later "lost" would trigger a needless resync
+        if (
+            update.memory and not self.clients_keep
+        ):  # a later "lost" would trigger a needless resync
             raise Refused("schema", "it names a c_i of its own where sites keep none")
         if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.own is not None):
-            raise Refused("schema", "it does not say what it keeps for itself now, or says so where nothing is kept")
+            raise Refused(
+                "schema",
+                "it does not say what it keeps for itself now, or says so where nothing is kept",
+            )
         clip, most = self.settings.deploy.clip, update.travel
         if exchange(self.algorithm).travel:  # scaled per step, by others' steps
-            most = self.settings.local.lr * max(asked.most_steps for asked in current.asked.values())
+            most = self.settings.local.lr * max(
+                asked.most_steps for asked in current.asked.values()
+            )
         measured = aggregation.measure(update, self.algorithm, self.state.told, most, clip)
         if measured.clipped:
-            self.audit.write("clipped", site=site, round=self.state.round + 1, norm=measured.clipped, cap=clip)
+            self.audit.write(
+                "clipped", site=site, round=self.state.round + 1, norm=measured.clipped, cap=clip
+            )
         return measured
 
     def _next_state(self, current: Open) -> tuple[State | None, float | None]:
@@ -499,20 +633,36 @@ class Server:
         if current.kind == "evaluate":
             return self.state if len(updates) >= current.need else None, self.residual
         lengths = {site: update.length for site, update in updates.items()}
-        usual = {"": self.state.x} | {name: b for name, b in self.state.buffers.items() if b.dtype.kind == "f"}
+        usual = {"": self.state.x} | {
+            name: b for name, b in self.state.buffers.items() if b.dtype.kind == "f"
+        }
         for name, array in usual.items():
-            came = {site: update.buffers[name] for site, update in updates.items() if name in update.buffers}
-            sizes = lengths if name == "" else {site: aggregation.norm(value) for site, value in came.items()}
+            came = {
+                site: update.buffers[name]
+                for site, update in updates.items()
+                if name in update.buffers
+            }
+            sizes = (
+                lengths
+                if name == ""
+                else {site: aggregation.norm(value) for site, value in came.items()}
+            )
             for site, refusal in aggregation.find_outsized(sizes, array).items():
                 self._refuse(site, refusal)
         while len(updates) >= current.need:
             with np.errstate(over="ignore", invalid="ignore"):
                 if current.kind == "resync":
                     kind = type(blank_memory(self.algorithm, self.state.x))
-                    reports = {site: kind(**update.vectors) for site, update in updates.items() if update.vectors}
+                    reports = {
+                        site: kind(**update.vectors)
+                        for site, update in updates.items()
+                        if update.vectors
+                    }
                     state = aggregation.resync_means(self.algorithm, self.state, reports)
                 else:
-                    state = aggregation.aggregate(self.algorithm, self.state, updates, self.server_keeps)
+                    state = aggregation.aggregate(
+                        self.algorithm, self.state, updates, self.server_keeps
+                    )
             what = aggregation.find_nonfinite(state)
             if what is None:
                 return self._recompute_means(state)
@@ -524,8 +674,8 @@ class Server:
     def _recompute_means(self, state: State) -> tuple[State, float | None]:
         """Recompute c from the c_i if it still carries rounding errors of larger c_i that have since been replaced.
 
-        Otherwise a site that once sent numbers of 1e15 would leave c off by 0.1 permanently. A residual that rounding
-        does not explain is a fault and is left for `residual` to show.
+        Otherwise a site that once sent numbers of 1e15 would leave c off by 0.1 permanently. A
+        residual that rounding does not explain is a fault and is left for `residual` to show.
 
         Returns:
             The state, and its residual where the server keeps the c_i.
@@ -544,14 +694,18 @@ class Server:
     def _commit(self, state: State, resync: bool, residual: float | None = None) -> None:
         """Commit a state durably; its residual is computed unless given."""
         resync = resync and self.clients_keep
-        kept = SavedState(state, self.run, self.generation, resync, (), self.audit.head, self.algorithm.means)
+        kept = SavedState(
+            state, self.run, self.generation, resync, (), self.audit.head, self.algorithm.means
+        )
         self.generation = save_state(self.folder / "state", kept, self.settings, self.schema)
         if residual is None and self.server_keeps:
             residual = aggregation.residual(self.algorithm, state)
         self.state, self.resync, self.residual = state, resync, residual
 
 
-def sample_sites(members: Sequence[str], size: int, seed: int, round: int, attempt: int = 0) -> list[str]:
+def sample_sites(
+    members: Sequence[str], size: int, seed: int, round: int, attempt: int = 0
+) -> list[str]:
     """Sample `size` members, keeping their order; each `attempt` of a round (from 0) draws anew.
 
     The generator is the simulator's: a seed gives the same cohorts as in simulation.
@@ -563,7 +717,12 @@ def sample_sites(members: Sequence[str], size: int, seed: int, round: int, attem
         return list(members)
     bits = np.random.SFC64(0)
     words = np.array([seed, round, AGAIN + attempt if attempt else 0, 1], np.uint64)
-    bits.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
+    bits.state = {
+        "bit_generator": "SFC64",
+        "state": {"state": words},
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
     bits.random_raw(WARM_UP, output=False)
     picked = np.random.Generator(bits).choice(len(members), size, replace=False, shuffle=False)
     return [members[i] for i in np.sort(picked)]

@@ -1,7 +1,8 @@
 """The main loop of a deployment, for any transport.
 
-A transport carries packets to sites and back, and may lose, delay, repeat or reorder them. All guarantees are the
-server's (`server.py`), so the same loop serves in-process sites, local processes and a real federation.
+A transport carries packets to sites and back, and may lose, delay, repeat or reorder them. All
+guarantees are the server's (`server.py`), so the same loop serves in-process sites, local processes
+and a real federation.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Transport(Protocol):
         """Send requests without waiting for replies."""
 
     def collect(self) -> list[tuple[str, Packet | str]]:
-        """Return what arrived since the last call: by site a reply, or the reason why there is none."""
+        """Return what arrived since the last call.
+
+        By site a reply, or the reason why there is none.
+        """
 
 
 class Summary(NamedTuple):
@@ -62,7 +66,8 @@ class Summary(NamedTuple):
     seconds: float
     model: Path
     missed: dict[str, dict[str, Any]] = {}  # noqa: RUF012 (never changed)
-    """By site that missed rounds: the last round, its kind, the cause, how often, and whether it never counted."""
+    """By site that missed rounds: the last round, its kind, the cause, how often, and whether it
+    never counted."""
     unmeasured: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
     """By metric: sites where it was not finite, which its mean leaves out."""
 
@@ -120,7 +125,8 @@ def drive(
         The summary, with metrics of the final model.
 
     Raises:
-        Stopped: If training diverged at every site, or the quorum was missed more than `deploy.retries` times in a row.
+        Stopped: If training diverged at every site, or the quorum was missed more than
+            `deploy.retries` times in a row.
     """
     began = time.monotonic()
     for site in sorted(set(server.roster) - set(server.settings.deploy.sites)):
@@ -150,16 +156,29 @@ def drive(
     if last is not None:
         metrics, unmeasured = last.metrics, last.unmeasured
         _append_metrics(server, last, server.state.round)
-    summary = Summary(server.state.round, gauge, metrics, time.monotonic() - began, model, server.missed, unmeasured)
+    summary = Summary(
+        server.state.round,
+        gauge,
+        metrics,
+        time.monotonic() - began,
+        model,
+        server.missed,
+        unmeasured,
+    )
     _write_status(server, "finished", unmeasured)
     return summary
 
 
 def _reason_to_stop(server: Server, outcome: Outcome | None) -> str | None:
-    """Return why the run cannot go on, with the cause of every site that did not count; None if it can."""
+    """Return why the run cannot go on, with the cause of every site that did not count.
+
+    None if it can.
+    """
     number = server.state.round + 1
     refused = {} if outcome is None or outcome.committed else outcome.refused
-    spoilt = {site for site, cause in refused.items() if cause.startswith(("not finite", "overflow"))}
+    spoilt = {
+        site for site, cause in refused.items() if cause.startswith(("not finite", "overflow"))
+    }
     if refused and spoilt >= {*refused, *server.roster}:
         why = f"round {number}: every site's update holds NaN or infinite numbers, so training diverged"
         why += "; take a smaller local.lr, and look for NaN in the data"
@@ -190,7 +209,9 @@ def _await_sites(server: Server, transport: Transport, sleep: Callable[[float], 
         _register_new_sites(server, transport)
         _write_status(server, "gathering")
         waited = server.clock() - began
-        if transport.present() & set(server.roster) | server.declined.keys() >= set(server.settings.deploy.sites):
+        if transport.present() & set(server.roster) | server.declined.keys() >= set(
+            server.settings.deploy.sites
+        ):
             return
         if waited >= server.settings.deploy.wait:
             return
@@ -206,7 +227,9 @@ def _register_new_sites(server: Server, transport: Transport) -> None:
             continue  # recorded in the audit log and the status
 
 
-def _run_round(server: Server, transport: Transport, sleep: Callable[[float], None], evaluate: bool) -> Outcome | None:
+def _run_round(
+    server: Server, transport: Transport, sleep: Callable[[float], None], evaluate: bool
+) -> Outcome | None:
     """Run one round; return its outcome, None if too few sites are present."""
     requests = server.open(transport.present(), evaluate)
     if not requests:
@@ -240,7 +263,9 @@ def _append_metrics(server: Server, outcome: Outcome, round: int) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _write_status(server: Server, phase: str, unmeasured: dict[str, list[str]] | None = None) -> None:
+def _write_status(
+    server: Server, phase: str, unmeasured: dict[str, list[str]] | None = None
+) -> None:
     """Write status.json, which `deploy status` displays; replaced atomically."""
     now, wall = server.clock(), time.time()
     p = shares(server.roster)

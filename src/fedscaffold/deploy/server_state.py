@@ -41,7 +41,11 @@ def save_state(folder: Path, kept: SavedState, settings: Settings, schema: Schem
     """Commit a state durably; return its generation."""
     state = kept.state
     arrays = dict(state.server._asdict())
-    memory = ((f"{name}.{site}", value) for site, one in state.memory.items() for name, value in one._asdict().items())
+    memory = (
+        (f"{name}.{site}", value)
+        for site, one in state.memory.items()
+        for name, value in one._asdict().items()
+    )
     arrays |= dict(memory)
     arrays |= {f"buffer.{name}": value for name, value in state.buffers.items()}
     facts = {
@@ -71,20 +75,31 @@ def load_state(folder: Path, settings: Settings, schema: Schema) -> SavedState |
     for what, mine in (("schema", schema.digest), ("settings", settings.digest)):
         if snapshot.facts[what] != mine:
             name = "model" if what == "schema" else "algorithm or local settings"
-            raise InputError(f"the state in {folder} belongs to another {name}; take another folder or put them back")
+            raise InputError(
+                f"the state in {folder} belongs to another {name}; take another folder or put them "
+                "back"
+            )
     return _decode_snapshot(snapshot, make(**settings.algorithm))
 
 
 def peek_state(folder: Path) -> SavedState | None:
-    """Load the latest valid state of `folder` for inspection, of any model and settings; None if there is none."""
+    """Load the latest valid state of `folder` for inspection, of any model and settings.
+
+    None if there is none.
+    """
     snapshot = latest(folder)
     return None if snapshot is None else _decode_snapshot(snapshot)
 
 
 def _decode_snapshot(snapshot: Snapshot, algorithm: Algorithm | None = None) -> SavedState:
-    """Build the state with the algorithm's record types; without an algorithm, with generic ones of the same fields."""
+    """Build the state with the algorithm's record types.
+
+    Without an algorithm, with generic ones of the same fields.
+    """
     facts = snapshot.facts
-    format_of(facts.get("format"), FORMAT, f"generation {snapshot.generation} of the server's state")
+    format_of(
+        facts.get("format"), FORMAT, f"generation {snapshot.generation} of the server's state"
+    )
     server: dict[str, Array] = {}
     memory: dict[str, dict[str, Array]] = defaultdict(dict)
     buffers: dict[str, Array] = {}
@@ -98,9 +113,15 @@ def _decode_snapshot(snapshot: Snapshot, algorithm: Algorithm | None = None) -> 
             memory[of][field] = value
     try:
         if algorithm is None:
-            kinds: Any = namedtuple("Server", server), namedtuple("Memory", next(iter(memory.values()), {}))
+            kinds: Any = (
+                namedtuple("Server", server),
+                namedtuple("Memory", next(iter(memory.values()), {})),
+            )
         else:
-            kinds = type(algorithm.init(0.0)), type(None if algorithm.memory is None else algorithm.memory(0.0))
+            kinds = (
+                type(algorithm.init(0.0)),
+                type(None if algorithm.memory is None else algorithm.memory(0.0)),
+            )
         state = State(
             checks.whole("round", facts["round"], at_least=0),
             kinds[0](**server),
@@ -111,7 +132,15 @@ def _decode_snapshot(snapshot: Snapshot, algorithm: Algorithm | None = None) -> 
         )
         means = tuple((field, of) for field, of in facts.get("means", BEFORE) if field in server)
         head = None if facts.get("audit") is None else Head(*facts["audit"])
-        return SavedState(state, facts["run"], snapshot.generation, facts["resync"], snapshot.warnings, head, means)
+        return SavedState(
+            state,
+            facts["run"],
+            snapshot.generation,
+            facts["resync"],
+            snapshot.warnings,
+            head,
+            means,
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         said = f"generation {snapshot.generation} is not the state of a server: {type(error).__name__}: {error}"
         raise StateError(said) from None

@@ -15,7 +15,8 @@
     [deploy]
     sites = ["north", "south"]
 
-`format` is the version of the file format, 1 by default. Unknown keys are refused with a suggestion.
+`format` is the version of the file format, 1 by default. Unknown keys are refused with a
+suggestion.
 """
 
 from __future__ import annotations
@@ -36,9 +37,27 @@ from fedscaffold.run_config import KEYS
 __all__ = ["Deploy", "Local", "Settings", "load", "parse"]
 
 DEPLOYABLE = {
-    "name", "direction", "message", "update", "init", "memory", "shift", "remember", "means", "renew", "references",
-    "work", "needs", "form", "own", "start", "keep", "personal", "fit", "private",
-}  # fmt: skip
+    "name",
+    "direction",
+    "message",
+    "update",
+    "init",
+    "memory",
+    "shift",
+    "remember",
+    "means",
+    "renew",
+    "references",
+    "work",
+    "needs",
+    "form",
+    "own",
+    "start",
+    "keep",
+    "personal",
+    "fit",
+    "private",
+}
 FORMAT = 1
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 REASONS = {
@@ -50,10 +69,29 @@ REASONS = {
 PLAIN = ("sgd", "plain sgd")  # conditions of an algorithm that local.optimizer = "sgd" meets
 OPTIMIZERS = ("sgd", "momentum", "adam", "own")
 RESERVED = {
-    "app", "authority", "ca", "engine", "executor", "hub", "keys", "link", "logs", "run", "secrets", "server", "site",
-    "sites", "state", "superexec",  # folders and files of a federation
-    "aux", "con", "nul", "prn", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),  # devices of Windows
-}  # fmt: skip
+    "app",
+    "authority",
+    "ca",
+    "engine",
+    "executor",
+    "hub",
+    "keys",
+    "link",
+    "logs",
+    "run",
+    "secrets",
+    "server",
+    "site",
+    "sites",
+    "state",
+    "superexec",  # folders and files of a federation
+    # devices of Windows
+    "aux",
+    "con",
+    "nul",
+    "prn",
+    *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
+}
 
 
 class Local(NamedTuple):
@@ -100,7 +138,8 @@ class Deploy(NamedTuple):
     max_records: int = 10**9
     """Largest number of records that a site may register."""
     records: dict[str, int] = {}  # noqa: RUF012 (never changed)
-    """Numbers of records confirmed by the operator; other sites are held to the first number they register."""
+    """Numbers of records confirmed by the operator; other sites are held to the first number they
+    register."""
 
 
 class Settings(NamedTuple):
@@ -118,8 +157,13 @@ class Settings(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Digest of the settings that server and clients must share: those that affect a client's computation."""
-        return digest_of([self.seed, self.precision, self.algorithm, list(self.local), self.deploy.state])
+        """Digest of the settings that server and clients must share.
+
+        Those that affect a client's computation.
+        """
+        return digest_of(
+            [self.seed, self.precision, self.algorithm, list(self.local), self.deploy.state]
+        )
 
 
 def load(path: Path | str) -> Settings:
@@ -128,7 +172,9 @@ def load(path: Path | str) -> Settings:
     try:
         return parse(text_of(path), str(path))
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} not found; `fedscaffold deploy new DIR` writes one") from None
+        raise FileNotFoundError(
+            f"{path} not found; `fedscaffold deploy new DIR` writes one"
+        ) from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 
@@ -140,7 +186,8 @@ def parse(text: str, source: str = "settings") -> Settings:
     0.2
     >>> parse("[deploy]\nquorm = 2")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: settings: unknown key 'deploy.quorm' (did you mean 'deploy.quorum'?); known: ...
+    fedscaffold.checks.InputError: settings: unknown key 'deploy.quorm' (did you mean
+        'deploy.quorum'?); known: ...
     """
     table = toml(text, source)
     format_of(table.pop("format", None), FORMAT, source)
@@ -152,9 +199,14 @@ def parse(text: str, source: str = "settings") -> Settings:
 
 def _why_not_deployed(algorithm: Algorithm) -> str | None:
     """Return why an algorithm cannot be deployed; None if it can."""
-    for condition, _ in algorithm.needs:  # sites may be absent or skip steps; messages are not compressed
+    for (
+        condition,
+        _,
+    ) in algorithm.needs:  # sites may be absent or skip steps; messages are not compressed
         if condition not in (*PLAIN, "exact messages", "plain server step"):
-            return REASONS.get(condition, f"it needs {condition!r}, which no deployment can promise")
+            return REASONS.get(
+                condition, f"it needs {condition!r}, which no deployment can promise"
+            )
     for field, value in algorithm._asdict().items():
         if field not in DEPLOYABLE and value != algorithm._field_defaults.get(field):
             return REASONS.get(field, f"it uses {field!r}, which deployment does not support")
@@ -173,7 +225,10 @@ def _build_settings(table: dict[str, Any]) -> Settings:
     cohort = _table(table, "cohort", ("size",))
     algorithm = {"name": "scaffold", **_table(table, "algorithm", None)}
     settings = Settings(
-        **{name: _read(table, name) for name in ("seed", "rounds", "weights", "precision", "evaluate_every")},
+        **{
+            name: _read(table, name)
+            for name in ("seed", "rounds", "weights", "precision", "evaluate_every")
+        },
         algorithm=algorithm,
         local=_local(local),
         cohort=_read(cohort, "cohort.size"),
@@ -186,7 +241,9 @@ def _build_settings(table: dict[str, Any]) -> Settings:
         if condition in PLAIN and settings.local.optimizer != "sgd":
             raise InputError(f"{method.name} needs local.optimizer = 'sgd': it {why}")
     if settings.deploy.clip is not None and settings.deploy.state == "client":
-        raise InputError('deploy.clip needs deploy.state = "server": a client that was clipped must know it')
+        raise InputError(
+            'deploy.clip needs deploy.state = "server": a client that was clipped must know it'
+        )
     return settings
 
 
@@ -205,31 +262,47 @@ def _local(table: dict[str, Any]) -> Local:
     if given["steps"] is None and given["epochs"] is None:
         given["epochs"] = 1
     if isinstance(given["steps"], list):
-        raise InputError("a deployment does not take local.steps by client; give one number, or local.epochs")
+        raise InputError(
+            "a deployment does not take local.steps by client; give one number, or local.epochs"
+        )
     if isinstance(given["lr"], str):
-        raise InputError(f"a deployment does not take local.lr = {given['lr']!r}; give a number above 0")
+        raise InputError(
+            f"a deployment does not take local.lr = {given['lr']!r}; give a number above 0"
+        )
     optimizer = table.get("optimizer", KEYS["local.optimizer"].default)
     return Local(
         **given,
         optimizer=checks.choice("local.optimizer", optimizer, OPTIMIZERS),
-        buffers=checks.choice("local.buffers", table.get("buffers", "average"), ("average", "local")),
+        buffers=checks.choice(
+            "local.buffers", table.get("buffers", "average"), ("average", "local")
+        ),
     )
 
 
 def _deploy(table: dict[str, Any]) -> Deploy:
     """Read the table `[deploy]`."""
     sites = table.get("sites", [])
-    if not isinstance(sites, list) or not all(isinstance(s, str) and NAME.fullmatch(s) for s in sites):
+    if not isinstance(sites, list) or not all(
+        isinstance(s, str) and NAME.fullmatch(s) for s in sites
+    ):
         allowed = "names of at most 64 letters (a to z), digits, - and _, which begin with a letter or digit"
         raise InputError(f"deploy.sites must be a list of {allowed}, got {checks.shown(sites)}")
     plain = [site.lower() for site in sites]  # for case-insensitive file systems
     if len(set(plain)) != len(sites):
-        raise InputError(f"deploy.sites must name each site once, and not by capitals alone, got {checks.shown(sites)}")
+        raise InputError(
+            f"deploy.sites must name each site once, and not by capitals alone, got "
+            f"{checks.shown(sites)}"
+        )
     if taken := [site for site in sites if site.lower() in RESERVED]:
-        raise InputError(f"deploy.sites: {taken[0]!r} is a name of the kit or the system; call the site otherwise")
+        raise InputError(
+            f"deploy.sites: {taken[0]!r} is a name of the kit or the system; call the site "
+            "otherwise"
+        )
     clip, records = table.get("clip"), table.get("records", {})
     if not isinstance(records, dict):
-        raise InputError(f"deploy.records must be a table, written [deploy.records], got {checks.shown(records)}")
+        raise InputError(
+            f"deploy.records must be a table, written [deploy.records], got {checks.shown(records)}"
+        )
     for site in records:
         checks.choice("site in [deploy.records]", site, sites)
     return Deploy(
@@ -259,5 +332,7 @@ def _check_keys(table: dict[str, Any], known: tuple[str, ...], prefix: str) -> N
     """Raise `InputError` at an unknown key, or one that only simulations take."""
     for key in table:
         if prefix + key in KEYS and key not in known:
-            raise InputError(f"a deployment does not take {prefix + key}: it is for simulations; leave it out")
+            raise InputError(
+                f"a deployment does not take {prefix + key}: it is for simulations; leave it out"
+            )
         checks.choice("key", prefix + key, [prefix + name for name in known])

@@ -57,7 +57,10 @@ def records(site, test=False):
 '''
 
 TORCH = '''\
-"""One file for the whole federation: the model, the loss, the data of a site. The same file runs everywhere."""
+"""One file for the whole federation: the model, the loss, the data of a site.
+
+The same file runs everywhere.
+"""
 
 from functools import cache
 
@@ -101,7 +104,10 @@ def learner(settings):
 
 
 def problem():
-    """The same model, loss and data in the simulator: fs.simulate(fs.scaffold(), problem(), ...)."""
+    """The same model, loss and data in the simulator.
+
+    Fs.simulate(fs.scaffold(), problem(), ...).
+    """
     import fedscaffold as fs
 
     sites = [tensors(site) for site in SITES]
@@ -109,7 +115,10 @@ def problem():
 '''
 
 JAX = '''\
-"""One file for the whole federation: the model, the loss, the data of a site. The same file runs everywhere."""
+"""One file for the whole federation: the model, the loss, the data of a site.
+
+The same file runs everywhere.
+"""
 
 from functools import cache
 

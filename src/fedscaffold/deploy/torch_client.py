@@ -3,17 +3,19 @@
     def learner(settings):
         return TorchLearner(model, loss, data, precision=settings.precision)
 
-`model()` creates the module. `loss(module, batch)` returns the mean loss over a batch, or None to skip it. `data(site)`
-returns the site's records: a tuple of tensors or a `Dataset`, batched by the settings, or a `DataLoader`, used as is.
+`model()` creates the module. `loss(module, batch)` returns the mean loss over a batch, or None to
+skip it. `data(site)`
+returns the site's records: a tuple of tensors or a `Dataset`, batched by the settings, or a
+    `DataLoader`, used as is.
 
-The local model is one flat vector y; each step adds the flat shift to the flat gradient, for all layers at once. After
-every backward pass the gradients are copied from the parameters, and after every step the parameters are copied to y,
-so nothing depends on what a loss does to `.grad` or on the tensors' storage. A loss that changes the parameters is
-refused.
+The local model is one flat vector y; each step adds the flat shift to the flat gradient, for all
+layers at once. After every backward pass the gradients are copied from the parameters, and after
+every step the parameters are copied to y, so nothing depends on what a loss does to `.grad` or on
+the tensors' storage. A loss that changes the parameters is refused.
 
-Parameters with `requires_grad=False` keep their values and must be identical at every site. Buffers (running means of
-BatchNorm) get no correction and are sent separately, by name. Only steps that the optimiser performed count: one that a
-`GradScaler` skipped is left out of the mean direction.
+Parameters with `requires_grad=False` keep their values and must be identical at every site. Buffers
+(running means of BatchNorm) get no correction and are sent separately, by name. Only steps that the
+optimiser performed count: one that a `GradScaler` skipped is left out of the mean direction.
 """
 
 from __future__ import annotations
@@ -64,12 +66,15 @@ class TorchLearner:
         """Create a learner.
 
         Args:
-            model: creates the module; called with torch's random seed set to `seed`, so that all sites agree.
+            model: creates the module; called with torch's random seed set to `seed`, so that all
+                sites agree.
             loss: (module, batch) -> mean loss over the batch, or None to skip it.
             data: site -> the site's records.
-            metrics: (module, batch) -> further metrics, as means over the batch; called in eval mode.
+            metrics: (module, batch) -> further metrics, as means over the batch; called in eval
+                mode.
             test: site -> the records to evaluate on; `data` by default.
-            optimizer: module -> a torch optimiser, created anew every round; used with `local.optimizer = "own"`.
+            optimizer: module -> a torch optimiser, created anew every round; used with
+                `local.optimizer = "own"`.
             scaler: creates a `torch.amp.GradScaler` for mixed precision (use autocast in `loss`).
             precision: float32 or float64.
             device: cpu, cuda, cuda:1 ... or auto.
@@ -84,7 +89,9 @@ class TorchLearner:
             torch.manual_seed(seed)
             module = model()
         _check_module(module)
-        kinds = {name: t.dtype for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
+        kinds = {
+            name: t.dtype for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)
+        }
         self.module = module.to(device=self.device, dtype=self.dtype)
         self.parameters = dict(self.module.named_parameters(remove_duplicate=False))
         self.trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -123,7 +130,11 @@ class TorchLearner:
 
     def _frozen_parameters(self) -> dict[str, Array]:
         """Return the parameters that are not trained; views of them on CPU."""
-        return {name: p.detach().cpu().numpy() for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {
+            name: p.detach().cpu().numpy()
+            for name, p in self.module.named_parameters()
+            if not p.requires_grad
+        }
 
     def _check_frozen(self) -> None:
         """Raise if training changed a frozen parameter: the change would stay at this site."""
@@ -131,7 +142,8 @@ class TorchLearner:
         for name, _, _, print_ in self.schema.frozen:
             if fingerprint(now[name]) != print_:
                 raise InputError(
-                    f"the frozen parameter {name!r} was changed in training; requires_grad_(True) trains it"
+                    f"the frozen parameter {name!r} was changed in training; requires_grad_(True) "
+                    "trains it"
                 )
 
     def _load(self, x: Array, buffers: dict[str, Array]) -> None:
@@ -149,7 +161,8 @@ class TorchLearner:
         """Run the local steps of a round."""
         if isinstance(work.start, tuple):
             raise InputError(
-                f"{work.algorithm.name} trains several models at once, and a torch module is one: deploy it with "
+                f"{work.algorithm.name} trains several models at once, and a torch module is one: "
+                "deploy it with "
                 "ArraysLearner or JaxLearner"
             )
         cuda = [self.device] if self.device.type == "cuda" else []
@@ -165,12 +178,20 @@ class TorchLearner:
             total, steps = self._descend(work, records)
         self._check_frozen()
         mean = (total / max(steps, 1)).cpu().numpy() if work.collect else None
-        return Trained(make_walk(work, self.y.cpu().numpy().copy(), steps, mean, at_x), steps, self._read_buffers())
+        return Trained(
+            make_walk(work, self.y.cpu().numpy().copy(), steps, mean, at_x),
+            steps,
+            self._read_buffers(),
+        )
 
     def _descend(self, work: Work, records: Any) -> tuple[Tensor, int]:
         """Perform the local steps; return the sum of the directions (if collected) and the number of steps."""
         x = torch.from_numpy(work.x.copy()).to(self.device)
-        shift = None if work.shift is None else each(lambda part: torch.tensor(part, device=self.device), work.shift)
+        shift = (
+            None
+            if work.shift is None
+            else each(lambda part: torch.tensor(part, device=self.device), work.shift)
+        )
         optimizer = self._make_optimizer(work.local)
         scaler = None if self.scaler is None else self.scaler()
         total, d, steps = torch.zeros_like(self.y), self.g, 0
@@ -206,7 +227,10 @@ class TorchLearner:
     def _batch_gradient(self, z: Tensor) -> Tensor:
         """Return the gradient of the current batch at z, which must be y."""
         if z is not self.y:
-            raise InputError("a torch model has its batch's gradient at y alone; deploy such an algorithm with arrays")
+            raise InputError(
+                "a torch model has its batch's gradient at y alone; deploy such an algorithm with "
+                "arrays"
+            )
         return self.g
 
     def _set_gradients(self, d: Tensor) -> dict[str, Tensor]:
@@ -222,7 +246,8 @@ class TorchLearner:
             now = self.trained[name].grad
             if now is not None and now is not grad:
                 raise InputError(
-                    f"the optimiser replaced the gradient of {name!r} by one of its own, without the correction; "
+                    f"the optimiser replaced the gradient of {name!r} by one of its own, without "
+                    "the correction; "
                     "take one that steps along .grad as it finds it"
                 )
 
@@ -233,13 +258,17 @@ class TorchLearner:
             return None
         if not isinstance(value, torch.Tensor):
             raise InputError(
-                f"loss(module, batch) must return a tensor, or None to skip a batch, got {type(value).__name__}"
+                f"loss(module, batch) must return a tensor, or None to skip a batch, got "
+                f"{type(value).__name__}"
             )
         one_number("loss(module, batch)", value.shape)
         return value
 
     def _gradient(self, batch: Batch, scaler: Any = None) -> bool:
-        """Compute the gradient of a batch into `self.g`, scaled by `scaler`; return False if the loss skips it."""
+        """Compute the gradient of a batch into `self.g`, scaled by `scaler`.
+
+        Return False if the loss skips it.
+        """
         value = self._loss(_to_device(batch, self.device))
         if value is None:
             return False
@@ -251,12 +280,15 @@ class TorchLearner:
         grads = {name: parameter.grad for name, parameter in self.trained.items()}
         if all(grad is None for grad in grads.values()):
             raise InputError(
-                "loss(module, batch) has no gradient in any trained parameter: it was detached, or made of "
+                "loss(module, batch) has no gradient in any trained parameter: it was detached, or "
+                "made of "
                 "something else than the module; return None to skip a batch"
             )
         for name, part in self.schema.unflatten(self.g).items():
             grad = grads[name]
-            part.zero_() if grad is None else part.copy_(grad.to_dense() if grad.is_sparse else grad)
+            part.zero_() if grad is None else part.copy_(
+                grad.to_dense() if grad.is_sparse else grad
+            )
         return True
 
     def _check_untouched(self) -> None:
@@ -291,7 +323,9 @@ class TorchLearner:
         """Create the optimiser of a round: SGD, momentum, Adam, or the app's own."""
         if local.optimizer == "own":
             if self.optimizer is None:
-                raise InputError('local.optimizer = "own" needs TorchLearner(..., optimizer=module -> optimiser)')
+                raise InputError(
+                    'local.optimizer = "own" needs TorchLearner(..., optimizer=module -> optimiser)'
+                )
             own = self.optimizer(self.module)
             _check_optimizer(own, self.trained, self.parameters)
             return own
@@ -324,12 +358,18 @@ def _check_module(module: Module) -> None:
     places: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
-            raise InputError(f"parameter {name!r} has no shape yet; let model() send a batch through the module first")
+            raise InputError(
+                f"parameter {name!r} has no shape yet; let model() send a batch through the module "
+                "first"
+            )
         if parameter.is_complex() and parameter.requires_grad:
             raise InputError(f"parameter {name!r} is complex; train its real and imaginary parts")
         other = places.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
         if other != name:
-            raise InputError(f"{name!r} shares the memory of {other!r}; tie them by assigning the Parameter itself")
+            raise InputError(
+                f"{name!r} shares the memory of {other!r}; tie them by assigning the Parameter "
+                "itself"
+            )
 
 
 def _state_dict_rows(module: Module, kinds: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
@@ -339,7 +379,8 @@ def _state_dict_rows(module: Module, kinds: dict[str, Any]) -> tuple[tuple[str, 
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in known or tensor.is_complex():
             raise InputError(
-                f"model() saves {name!r}, which is no parameter or buffer of real numbers; it cannot be kept"
+                f"model() saves {name!r}, which is no parameter or buffer of real numbers; it "
+                "cannot be kept"
             )
         narrow = kinds[name] in (torch.float16, torch.bfloat16)
         dtype = kinds[name] if narrow else tensor.dtype
@@ -350,13 +391,21 @@ def _state_dict_rows(module: Module, kinds: dict[str, Any]) -> tuple[tuple[str, 
 def _check_optimizer(optimizer: Any, trained: dict[str, Any], parameters: dict[str, Any]) -> None:
     """Raise if the optimiser's parameters are not those that the federation trains."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer(module) must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise InputError(
+            f"optimizer(module) must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
     moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in trained.items() if id(p) not in moved]
     if left:
-        raise InputError(f"the optimiser leaves out {left[0]!r}, which is trained; requires_grad_(False) freezes it")
+        raise InputError(
+            f"the optimiser leaves out {left[0]!r}, which is trained; requires_grad_(False) "
+            "freezes it"
+        )
     if moved - {id(p) for p in parameters.values()}:
-        raise InputError("the optimiser moves parameters that are none of the module's; make them part of the module")
+        raise InputError(
+            "the optimiser moves parameters that are none of the module's; make them part of the "
+            "module"
+        )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -376,7 +425,9 @@ def _batches(records: Any, work: Work) -> Iterator[Batch]:
             yield None
     else:
         if local.batch_size is not None and isinstance(records, torch.utils.data.DataLoader):
-            raise InputError("local.batch_size and a DataLoader's own batch size are both given; leave one out")
+            raise InputError(
+                "local.batch_size and a DataLoader's own batch size are both given; leave one out"
+            )
         loader = _loader(records, local.rows(len(records)) or len(records), shuffle=True)
         asked = local.steps if local.steps is not None else (local.epochs or 1) * len(loader)
         left = work_of(algorithm, asked, local.batch_size).steps

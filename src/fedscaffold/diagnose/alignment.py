@@ -3,14 +3,15 @@
 With g_i = grad f_i(x), g = sum p_i g_i, and rms over clients weighted by p_i:
 
     left       rms |(c_i - c) - (g_i - g)| / rms |g_i - g|    what the corrections leave of the clients' difference:
-                                                             0 is ideal, 1 as without them, above 1 they do harm
+                                                             0 is ideal, 1 as without them, above 1
+                                                             they do harm
     noise      rms of sqrt(tr C_i / K_i) / rms |g_i - g|      the part of it that batches explain: c_i is a mean of K_i
                                                              of them, each of covariance C_i
     cosines    <c_i, g_i> / (|c_i| |g_i|)
     pull       sum over clients heard no more of p_i (g_i - c_i)
 
-The pull is where training ends: the c_i of the clients that are heard become their g_i, and the model rests where
-c = 0, that is grad f(x) = pull, however long it trains.
+The pull is where training ends: the c_i of the clients that are heard become their g_i, and the
+model rests where c = 0, that is grad f(x) = pull, however long it trains.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Alignment(NamedTuple):
 
 
 def alignment(p: Floats, c: Floats, c_i: Floats, gradients: Floats, noise: Floats) -> Alignment:
-    """Compare control variates with gradients; `noise` holds tr C_i / K_i. Clients of weight 0 do not count.
+    """Compare control variates with gradients; `noise` holds tr C_i / K_i.
+
+    Clients of weight 0 do not count.
 
     >>> g, half = np.array([[1.0, 0.0], [-1.0, 0.0]]), np.array([0.5, 0.5])
     >>> one = alignment(half, np.zeros(2), 0.9 * g, g, np.zeros(2))
@@ -52,7 +55,9 @@ def alignment(p: Floats, c: Floats, c_i: Floats, gradients: Floats, noise: Float
 
 
 def cosines(one: Floats, two: Floats) -> Floats:
-    """Return the cosines between the rows of `one` and `two` (rows, or one vector); 0 for zero vectors.
+    """Return the cosines between the rows of `one` and `two` (rows, or one vector).
+
+    0 for zero vectors.
 
     >>> cosines(np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([2.0, 0.0])).round(6)
     array([0.707107, 0.      ])
@@ -65,7 +70,9 @@ def cosines(one: Floats, two: Floats) -> Floats:
 
 
 def pull(p: Floats, c_i: Floats, gradients: Floats, away: NDArray[np.bool_]) -> float:
-    """Return |sum p_i (g_i - c_i)| over the clients no longer heard: the gradient norm at which training ends.
+    """Return |sum p_i (g_i - c_i)| over the clients no longer heard.
+
+    The gradient norm at which training ends.
 
     >>> pull(np.array([0.5, 0.5]), np.zeros((2, 1)), np.array([[3.0], [1.0]]), np.array([True, False]))
     1.5

@@ -1,7 +1,7 @@
 """Findings about the control variates of a federation, each one sentence with a number and a recommended action.
 
-Shared by simulated runs and deployed servers; needs NumPy only. The severity of a finding is "ok", "watch" (worth a
-look, may be intended) or "wrong" (results are not what they seem).
+Shared by simulated runs and deployed servers; needs NumPy only. The severity of a finding is "ok",
+"watch" (worth a look, may be intended) or "wrong" (results are not what they seem).
 """
 
 from __future__ import annotations
@@ -47,11 +47,15 @@ NUMBERS = {
 }
 SEVERITIES = ("ok", "watch", "wrong")
 CHANCE = 1e-3  # sampling explains an absence that is at least this probable
-OUTLIER, SIGMAS = 10.0, 6.0  # multiples of the median norm, and of the robust deviation of its logarithm
+OUTLIER, SIGMAS = (
+    10.0,
+    6.0,
+)  # multiples of the median norm, and of the robust deviation of its logarithm
 NAMED, MOST = 5, 1000  # most clients named in a sentence, and in a finding
 UNKNOWN = "a c_i or c was lost, replayed or overwritten"
 STARTS_AGAIN = (
-    "the mismatch never heals: go back to a checkpoint or copy from before it, or start again; then find what "
+    "the mismatch never heals: go back to a checkpoint or copy from before it, or start again; "
+    "then find what "
     "changed the state between rounds"
 )
 
@@ -137,7 +141,11 @@ def check_finite(memory: Memory | None, x: NDArray[Any], c: NDArray[Any] | None)
         found.append(f"the control variate of {join_names(spoilt)} is NaN or infinite")
     do = "the run diverged or its state was damaged: take a smaller step size, or go back to a checkpoint from before"
     said = "; ".join(found)
-    return [Finding("finite", "wrong", f"{said[0].upper()}{said[1:]}.", do, None, spoilt)] if found else []
+    return (
+        [Finding("finite", "wrong", f"{said[0].upper()}{said[1:]}.", do, None, spoilt)]
+        if found
+        else []
+    )
 
 
 def check_recorded_residual(residual: float, level: float, since: int | None = None) -> Finding:
@@ -147,12 +155,17 @@ def check_recorded_residual(residual: float, level: float, since: int | None = N
     ('ok', 'wrong')
     """
     return (
-        _residual_ok(residual, level) if residual <= level else _residual_wrong(residual, level, None, since, UNKNOWN)
+        _residual_ok(residual, level)
+        if residual <= level
+        else _residual_wrong(residual, level, None, since, UNKNOWN)
     )
 
 
 def check_residual(
-    memory: Memory, since: int | None = None, suspects: Sequence[str] = (), zeros_meant: bool = False
+    memory: Memory,
+    since: int | None = None,
+    suspects: Sequence[str] = (),
+    zeros_meant: bool = False,
 ) -> list[Finding]:
     """Check c = sum p_i c_i; if violated, say which side was changed, since when, and which clients are suspected.
 
@@ -185,23 +198,35 @@ def _residual_ok(residual: float, level: float) -> Finding:
 
 
 def _residual_wrong(
-    residual: float, level: float, scale: float | None, since: int | None, why: str, who: tuple[str, ...] = ()
+    residual: float,
+    level: float,
+    scale: float | None,
+    since: int | None,
+    why: str,
+    who: tuple[str, ...] = (),
 ) -> Finding:
     size = f" ({residual / scale:.2g} of their size)" if scale else ""
-    times = f"{residual / level:.2g} times what rounding explains" if level > 0 else "where nothing is explained"
+    times = (
+        f"{residual / level:.2g} times what rounding explains"
+        if level > 0
+        else "where nothing is explained"
+    )
     said = f"c differs from the mean of the c_i by {residual:.3g}{size}, {times}"
     said += f", since round {since}" if since is not None else ""
     return Finding("residual", "wrong", f"{said}: {why}.", STARTS_AGAIN, residual, who)
 
 
-def _explain_mismatch(memory: Memory, kept: float, level: float, lost: Sequence[str], suspects: Sequence[str]) -> str:
+def _explain_mismatch(
+    memory: Memory, kept: float, level: float, lost: Sequence[str], suspects: Sequence[str]
+) -> str:
     if not np.any(memory.c) and np.any(memory.mean):
         return "c is exactly zero, so it was lost"
     if lost:
         return f"the control variate of {join_names(lost)} is exactly zero although heard, so it was lost"
     if suspects:
         return (
-            f"the control variate of {join_names(suspects)} alone would explain it, so it was overwritten or replayed"
+            f"the control variate of {join_names(suspects)} alone would explain it, "
+            "so it was overwritten or replayed"
         )
     if memory.kept is not None and kept > level:
         apart = float(np.linalg.norm(memory.c - memory.kept))
@@ -218,13 +243,14 @@ def check_ages(
 ) -> Finding:
     """Check for clients not heard for longer than sampling explains, and estimate the effect on the model.
 
-    With S of N clients drawn uniformly in a round, N (1 - S/N)^a bounds the probability that any client is absent
-    for a rounds.
+    With S of N clients drawn uniformly in a round, N (1 - S/N)^a bounds the probability that any
+    client is absent for a rounds.
 
     Args:
         memory: The control variates.
         tended: Name of the policy for stale control variates, if any.
-        pull: |sum p_i (g_i - c_i)| over the overdue clients, the gradient norm at which training would end.
+        pull: |sum p_i (g_i - c_i)| over the overdue clients, the gradient norm at which training
+            would end.
         slope: |grad f(x)| now.
     """
     age = memory.round - memory.heard_at
@@ -234,9 +260,13 @@ def check_ages(
     usual = f"the mean age is {age.mean():.3g} rounds, the oldest {age.max()}; sampling explains {longest:.3g}"
     if not never and not stale:
         rest = f"; {silent.sum()} of {len(age)} clients are not heard yet" if silent.any() else ""
-        return Finding("ages", "ok", f"Nobody is away for long: {usual}{rest}.", number=float(age.max()))
+        return Finding(
+            "ages", "ok", f"Nobody is away for long: {usual}{rest}.", number=float(age.max())
+        )
     parts = [f"{join_names(never)} never heard in {memory.round} rounds"] if never else []
-    parts += [f"{join_names(stale)} not heard for {age[late & ~silent].max()} rounds"] if stale else []
+    parts += (
+        [f"{join_names(stale)} not heard for {age[late & ~silent].max()} rounds"] if stale else []
+    )
     said = f"{' and '.join(parts)}: {usual}"
     ends = pull is not None and slope is not None and pull > 0.5 * slope
     if pull is not None and slope is not None:
@@ -244,7 +274,9 @@ def check_ages(
     grave = bool(never) or ends
     severity = "wrong" if grave and tended is None else "watch"
     do = "find out why they are not reached; or leave them out, or let old memory go: stale = 'drop:20'"
-    return Finding("ages", severity, f"{said[0].upper()}{said[1:]}.", do, float(age.max()), (*never, *stale))
+    return Finding(
+        "ages", severity, f"{said[0].upper()}{said[1:]}.", do, float(age.max()), (*never, *stale)
+    )
 
 
 def longest_absence(num_clients: int, share: float) -> float:
@@ -260,7 +292,9 @@ def longest_absence(num_clients: int, share: float) -> float:
 
 def overdue(memory: Memory) -> NDArray[np.bool_]:
     """Return (N,) which clients were not heard for longer than sampling explains."""
-    late: NDArray[np.bool_] = memory.round - memory.heard_at > longest_absence(len(memory.p), memory.share)
+    late: NDArray[np.bool_] = memory.round - memory.heard_at > longest_absence(
+        len(memory.p), memory.share
+    )
     return late
 
 
@@ -269,7 +303,8 @@ def check_norms(memory: Memory, gradients: NDArray[Any] | None = None) -> Findin
 
     Args:
         memory: The control variates.
-        gradients: (N,) |g_i(x)|, NaN where unknown; a norm that its gradient explains is no outlier.
+        gradients: (N,) |g_i(x)|, NaN where unknown; a norm that its gradient explains is no
+            outlier.
     """
     heard = (memory.heard_at > 0) & (memory.norms > 0)
     norms = memory.norms[heard]
@@ -285,12 +320,19 @@ def check_norms(memory: Memory, gradients: NDArray[Any] | None = None) -> Findin
     if gradients is not None:
         out &= ~(memory.norms <= 3 * gradients)  # NaN compares false and explains nothing
     who = _client_names(memory, out)
-    said = f"The control variates measure {norms.min():.2g} to {top:.2g}, {middle:.2g} in the middle"
+    said = (
+        f"The control variates measure {norms.min():.2g} to {top:.2g}, {middle:.2g} in the middle"
+    )
     if not who:
         return Finding("norms", "ok", f"{said}.", number=top)
     do = "look at this client's data and replies: scaling, labels, or a site that sends what it likes (deploy.clip)"
     return Finding(
-        "norms", "watch", f"{said}: {join_names(who)} stands out, {top / middle:.2g} times that.", do, top, who
+        "norms",
+        "watch",
+        f"{said}: {join_names(who)} stands out, {top / middle:.2g} times that.",
+        do,
+        top,
+        who,
     )
 
 

@@ -1,9 +1,10 @@
 """`diagnose RUN`: find what is wrong with a run, finished or in progress, from its folder.
 
-The checkpoint is read as `resume` reads it, the problem is rebuilt from config.toml, and the state is checked
-against it: whether c is the mean of the c_i, whether clients are no longer heard, whether the c_i match the
-gradients at x, whether the next round would drift, whether the step size is stable, and whether the run makes
-progress.
+The checkpoint is read as `resume` reads it, the problem is rebuilt from config.toml, and the state
+is checked
+against it: whether c is the mean of the c_i, whether clients are no longer heard, whether the c_i
+match the gradients at x, whether the next round would drift, whether the step size is stable, and
+whether the run makes progress.
 """
 
 from __future__ import annotations
@@ -70,17 +71,30 @@ def _diagnose_checkpoint(
 
 
 def _diagnose_metrics(folder: Path, config: Config, built: Built) -> Diagnosis:
-    """Diagnose from metrics alone: comparisons and runs with a tuned step size keep no checkpoint."""
+    """Diagnose from metrics alone.
+
+    Comparisons and runs with a tuned step size keep no checkpoint.
+    """
     try:
         study = read(folder)
     except FileNotFoundError:
-        raise InputError(f"{folder} holds a run that has not begun: no checkpoint, no metrics; run it first") from None
-    found = [one for run in study.runs for one in _examine_record(config, built.problem, run, len(study.runs) > 1)]
+        raise InputError(
+            f"{folder} holds a run that has not begun: no checkpoint, no metrics; run it first"
+        ) from None
+    found = [
+        one
+        for run in study.runs
+        for one in _examine_record(config, built.problem, run, len(study.runs) > 1)
+    ]
     title = f"{built.sentence}: {len(study.runs)} runs without checkpoints, so metrics only"
-    return Diagnosis(title, max((len(run.columns["round"]) for run in study.runs), default=0), found)
+    return Diagnosis(
+        title, max((len(run.columns["round"]) for run in study.runs), default=0), found
+    )
 
 
-def _examine_record(config: Config, problem: Problem, run: RunRecord, several: bool) -> list[Finding]:
+def _examine_record(
+    config: Config, problem: Problem, run: RunRecord, several: bool
+) -> list[Finding]:
     config = parse(run.config) if several else config
     dtype = config.precision
     whose = f"{run.algorithm}, seed {run.seed}: " if several else ""
@@ -96,6 +110,14 @@ def _examine_record(config: Config, problem: Problem, run: RunRecord, several: b
     found += [] if gets_on is None else [gets_on]
     if run.lr is not None and isinstance(config.local.steps, int) and problem.functions.has_loss:
         steps = work_of(algorithm, config.local.steps).steps
-        limit = stable_step(problem, lr=run.lr, local_steps=steps, algorithm=algorithm, exact=config.weights == "equal")
-        found.append(progress_checks.check_step_size(run.lr, steps, limit, run.diverged_at is not None))
+        limit = stable_step(
+            problem,
+            lr=run.lr,
+            local_steps=steps,
+            algorithm=algorithm,
+            exact=config.weights == "equal",
+        )
+        found.append(
+            progress_checks.check_step_size(run.lr, steps, limit, run.diverged_at is not None)
+        )
     return [one._replace(sentence=f"{whose}{one.sentence}") for one in found]

@@ -1,4 +1,6 @@
-"""Findings about the course of a run: step size, drift, alignment of the control variates, and progress.
+"""Findings about the course of a run.
+
+Step size, drift, alignment of the control variates, and progress.
 
 The measurements come from `state_checks.py` and `diagnose_run.py`.
 """
@@ -16,7 +18,14 @@ from fedscaffold.diagnose.alignment import Alignment
 from fedscaffold.diagnose.control_checks import Finding, join_names
 from fedscaffold.theory.stable_step import StableStep
 
-__all__ = ["Slope", "check_alignment", "check_drift", "check_progress", "check_step_size", "first_excess_round"]
+__all__ = [
+    "Slope",
+    "check_alignment",
+    "check_drift",
+    "check_progress",
+    "check_step_size",
+    "first_excess_round",
+]
 
 FALLING = ("gap", "distance", "grad_norm", "loss")  # most informative first
 NEAR = 0.95  # of the largest stable step
@@ -33,7 +42,8 @@ class Slope(NamedTuple):
     start: float
     """The same at the start."""
     descent: float
-    """Decrease of the loss by a round of descent: |grad f|^2 times min(K lr, half the largest stable step)."""
+    """Decrease of the loss by a round of descent: |grad f|^2 times min(K lr, half the largest
+    stable step)."""
 
 
 def first_excess_round(columns: Mapping[str, NDArray[Any]], level: float) -> int | None:
@@ -49,7 +59,8 @@ def first_excess_round(columns: Mapping[str, NDArray[Any]], level: float) -> int
 def check_step_size(lr: float, steps: int, found: StableStep, ailing: bool) -> Finding:
     """Compare the step size with the largest stable one.
 
-    A bound from the curvature at x holds near x only, so a step above it is "watch" if the run shows no trouble.
+    A bound from the curvature at x holds near x only, so a step above it is "watch" if the run
+    shows no trouble.
 
     Args:
         lr: The step size.
@@ -58,17 +69,29 @@ def check_step_size(lr: float, steps: int, found: StableStep, ailing: bool) -> F
         ailing: Whether the run shows signs of instability.
     """
     share, limit = lr / found.lr, f"{found.lr:.3g} ({found.source})"
-    tall = f", radius {found.radius:.4g} a round" if found.radius is not None and math.isfinite(found.radius) else ""
+    tall = (
+        f", radius {found.radius:.4g} a round"
+        if found.radius is not None and math.isfinite(found.radius)
+        else ""
+    )
     if share < NEAR or (found.unstable is False and found.source == "2/L"):
         said = f"lr {lr:g} with {steps} local steps is {share:.2g} of the largest stable step, {limit}{tall}."
         return Finding("step size", "ok", said, number=share)
     if share < 1 and not found.unstable:
         said = f"lr {lr:g} with {steps} local steps is just below the largest stable step, {limit}{tall}."
-        return Finding("step size", "watch", said, f"noise or sampling may tip it over: try {found.lr / 2:.2g}", share)
+        return Finding(
+            "step size",
+            "watch",
+            said,
+            f"noise or sampling may tip it over: try {found.lr / 2:.2g}",
+            share,
+        )
     sure = bool(found.unstable) or ailing
     said = f"lr {lr:g} with {steps} local steps is {share:.3g} times the largest stable step, {limit}{tall}."
     if sure:
-        return Finding("step size", "wrong", said, f"take a smaller step: local.lr = {found.lr / 2:.2g}", share)
+        return Finding(
+            "step size", "wrong", said, f"take a smaller step: local.lr = {found.lr / 2:.2g}", share
+        )
     do = f"the run does well all the same; should it jump or diverge, local.lr = {found.lr / 2:.2g}"
     return Finding("step size", "watch", said, do, share)
 
@@ -87,17 +110,29 @@ def check_drift(
         recorded: The last recorded drift, used if `lengths` is None.
         name: (i) -> display name of client i.
         clients: Client indices.
-        reach: Distance of K steps along each client's gradient at x; a client that goes much further is driven by
-            its correction.
+        reach: Distance of K steps along each client's gradient at x; a client that goes much
+            further is driven by its correction.
     """
     if lengths is None:
         if recorded is None:
             return None
-        return Finding("drift", "ok", f"Local models ended {recorded:.2g} apart in the last round.", number=recorded)
+        return Finding(
+            "drift",
+            "ok",
+            f"Local models ended {recorded:.2g} apart in the last round.",
+            number=recorded,
+        )
     lost = [name(int(i)) for i in clients[~np.isfinite(lengths)]]
     if lost:
         said = f"The local steps of {join_names(lost)} diverge within one round from the present model."
-        return Finding("drift", "wrong", said, "take a smaller local.lr or fewer local steps", math.inf, tuple(lost))
+        return Finding(
+            "drift",
+            "wrong",
+            said,
+            "take a smaller local.lr or fewer local steps",
+            math.inf,
+            tuple(lost),
+        )
     middle, top = float(np.median(lengths)), float(lengths.max())
     far = [name(int(i)) for i in clients[(lengths > OUTLIER * middle) & (lengths > 3 * reach)]]
     last = name(int(clients[lengths.argmax()]))
@@ -106,16 +141,21 @@ def check_drift(
     if not far:
         return Finding("drift", "ok", f"{said}.", number=top)
     do = "its correction c - c_i drives it, not its gradient: see the residual and the ages"
-    return Finding("drift", "watch", f"{said}: {top / middle:.2g} times the middle.", do, top, tuple(far))
+    return Finding(
+        "drift", "watch", f"{said}: {top / middle:.2g} times the middle.", do, top, tuple(far)
+    )
 
 
 def check_alignment(
     found: Alignment, with_c: NDArray[Any], age: NDArray[Any], name: Callable[[int], str], of: str
 ) -> Finding:
-    """Check whether the control variates still match the gradients: the share of drift they leave, and cosines.
+    """Check whether the control variates still match the gradients.
+
+    The share of drift they leave, and cosines.
 
     Args:
-        found: Alignment of the clients that were heard and examined; the other arrays are of the same clients.
+        found: Alignment of the clients that were heard and examined; the other arrays are of the
+            same clients.
         with_c: Cosines with c.
         age: Rounds since each was heard.
         name: (index into these arrays) -> display name.
@@ -129,11 +169,15 @@ def check_alignment(
         return Finding("alignment", "ok", f"{said}.", number=found.left)
     if found.left <= 2 * found.noise:
         return Finding(
-            "alignment", "ok", f"{said}: no more than the noise of batches, {found.noise:.2g}.", number=found.left
+            "alignment",
+            "ok",
+            f"{said}: no more than the noise of batches, {found.noise:.2g}.",
+            number=found.left,
         )
     said += f": they add more drift than they remove, worst {name(worst)}, {int(age[worst])} rounds old."
     do = (
-        "they are stale or the model moves too far in a round: smaller local.lr, larger cohorts, or stale = 'refresh:5'"
+        "they are stale or the model moves too far in a round: "
+        "smaller local.lr, larger cohorts, or stale = 'refresh:5'"
     )
     return Finding("alignment", "watch", said, do, found.left, (name(worst),))
 
@@ -146,7 +190,10 @@ def check_progress(
     noisy: bool,
     remembers: bool,
 ) -> Finding | None:
-    """Check whether the run diverged, gets worse or stalls; None if no decreasing metric was recorded."""
+    """Check whether the run diverged, gets worse or stalls.
+
+    None if no decreasing metric was recorded.
+    """
     if diverged_at is not None:
         said = f"The run diverged at round {diverged_at}."
         return Finding("progress", "wrong", said, "take a smaller step size", float(diverged_at))
@@ -161,10 +208,15 @@ def check_progress(
     if (lost := _lost_share(values)) > 0.5:
         severity = "wrong" if lost > 1 else "watch"
         said = f"The run gets worse: {where}, {min(values):.4g} at best."
-        return Finding("progress", severity, said, "take a smaller local.lr or fewer local steps", last)
+        return Finding(
+            "progress", severity, said, "take a smaller local.lr or fewer local steps", last
+        )
     if slope is not None and slope.now <= math.sqrt(float(np.finfo(dtype).eps)) * slope.start:
         return Finding(
-            "progress", "ok", f"The run has arrived, at a gradient of {slope.now:.2g}: {where}.", number=last
+            "progress",
+            "ok",
+            f"The run has arrived, at a gradient of {slope.now:.2g}: {where}.",
+            number=last,
         )
     if slope is None or not _has_stalled(columns, slope, dtype):
         return Finding("progress", "ok", f"The run gets on: {where}.", number=last)
@@ -196,7 +248,9 @@ def _has_stalled(columns: Mapping[str, NDArray[Any]], slope: Slope, dtype: Any) 
     rounds, values = _finite(columns, metric)
     quarter = len(values) // 4
     parts = (slice(-2 * quarter, -quarter), slice(-quarter, None))
-    (before, after), (early, late) = ([float(np.median(a[part])) for part in parts] for a in (values, rounds))
+    (before, after), (early, late) = (
+        [float(np.median(a[part])) for part in parts] for a in (values, rounds)
+    )
     due = slope.descent * (late - early)
     seen = due > 10 * float(np.finfo(dtype).eps) * abs(after)  # otherwise hidden by rounding
     return seen and before - after < FLAT * due

@@ -1,7 +1,7 @@
 """Load the state of a run, finished or in progress, without running it or changing its folder.
 
-The last complete checkpoint is read as `resume` reads it: every byte is covered by a checksum, and nothing is
-unpickled. Rows of out-of-core clients are read in chunks.
+The last complete checkpoint is read as `resume` reads it: every byte is covered by a checksum, and
+nothing is unpickled. Rows of out-of-core clients are read in chunks.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ class CheckpointedRun:
     state: State
     """Without the rows of out-of-core clients."""
     lr: NDArray[Any]
-    """Step size, or one for each local step, of the next round; of the last round once the run has ended."""
+    """Step size, or one for each local step, of the next round; of the last round once the run has
+    ended."""
     weights: NDArray[Any]
     """(N,) the p_i."""
     heard_at: NDArray[np.int64]
-    """(N,) the round in which each client was last heard, 0 for never; as stored, or as drawn from the seed."""
+    """(N,) the round in which each client was last heard, 0 for never; as stored, or as drawn from
+    the seed."""
     columns: dict[str, NDArray[Any]]
     """Metrics by round, `round` included."""
     ended: bool
@@ -79,9 +81,13 @@ def open_checkpoint(folder: Path, config: RunConfig) -> Iterator[CheckpointedRun
         ready = prepare(config)
         store = _open_store(config, ready, folder)
         try:
-            snapshot = latest(folder, accept=partial(_load_rows, folder, config.problem.num_clients, store))
+            snapshot = latest(
+                folder, accept=partial(_load_rows, folder, config.problem.num_clients, store)
+            )
             if snapshot is None:
-                raise InputError(f"{folder} holds no checkpoint: the run has not begun, or kept no state")
+                raise InputError(
+                    f"{folder} holds no checkpoint: the run has not begun, or kept no state"
+                )
             yield _restore(config, ready, snapshot, store)
         finally:
             if store is not None:
@@ -89,38 +95,63 @@ def open_checkpoint(folder: Path, config: RunConfig) -> Iterator[CheckpointedRun
 
 
 def is_current(folder: Path, run: CheckpointedRun) -> bool:
-    """Return whether the commit that was read still exists; otherwise rows in files may be newer."""
+    """Return whether the commit that was read still exists.
+
+    Otherwise rows in files may be newer.
+    """
     return any(number == run.generation for number, _ in generations(folder))
 
 
 def _open_store(config: RunConfig, ready: PreparedRun, folder: Path) -> Store | None:
-    """Open the store of the rows, if they are not in the state; read-only, because the run may be in progress."""
+    """Open the store of the rows, if they are not in the state.
+
+    Read-only, because the run may be in progress.
+    """
     if config.client_state == "array":
         return None
     shape = (config.problem.num_clients, row_width(ready.spec), config.precision)
-    return SparseStore(*shape) if config.client_state == "sparse" else FileStore(folder, *shape, read_only=True)
+    return (
+        SparseStore(*shape)
+        if config.client_state == "sparse"
+        else FileStore(folder, *shape, read_only=True)
+    )
 
 
 def _load_rows(folder: Path, num_clients: int, store: Store | None, snapshot: Snapshot) -> None:
-    """Load the rows into the store, or those of several processes into the snapshot; raise StateError if damaged."""
+    """Load the rows into the store, or those of several processes into the snapshot.
+
+    Raise StateError if damaged.
+    """
     if store is not None:
         kept = snapshot.arrays.items()
-        store.restore({name.removeprefix("rows."): array for name, array in kept if name.startswith("rows.")})
+        store.restore(
+            {name.removeprefix("rows."): array for name, array in kept if name.startswith("rows.")}
+        )
     elif listed := sharded_checkpoint.names(snapshot.facts):
         snapshot.arrays.update(sharded_checkpoint.read(folder, listed, slice(0, num_clients)))
 
 
-def _restore(config: RunConfig, ready: PreparedRun, snapshot: Snapshot, store: Store | None) -> CheckpointedRun:
-    like = ready.start if store is None else ready.start._replace(memory=None, own=None, heard_at=None)
+def _restore(
+    config: RunConfig, ready: PreparedRun, snapshot: Snapshot, store: Store | None
+) -> CheckpointedRun:
+    like = (
+        ready.start if store is None else ready.start._replace(memory=None, own=None, heard_at=None)
+    )
     progress = load_progress(snapshot, like)
     state = progress.state
     if store is not None:
         state = state._replace(heard_at=snapshot.arrays.get("heard_at"))
-    table = np.concatenate(progress.table)[: int(state.round)] if progress.table else np.zeros((0, 0))
+    table = (
+        np.concatenate(progress.table)[: int(state.round)] if progress.table else np.zeros((0, 0))
+    )
     columns: dict[str, NDArray[Any]] = {"round": np.arange(1, len(table) + 1)}
     columns |= {name: table[:, j] for j, name in enumerate(ready.spec.metrics) if table.size}
     stop = ready.spec.stop
-    reached = stop is not None and bool(table.size) and bool(stop.met(columns[stop.metric][-1], ready.target))
+    reached = (
+        stop is not None
+        and bool(table.size)
+        and bool(stop.met(columns[stop.metric][-1], ready.target))
+    )
     lr = ready.lr
     if ready.drawer.lr is not None:  # a schedule over rounds, of which ready.lr is the first
         lr = ready.drawer.lr(min(int(state.round) + 1, config.rounds))
@@ -182,17 +213,31 @@ def local_moves(
         c_i: Their control variates.
 
     Returns:
-        The distances, or None if a round is more than local steps (Mime's exchange) or defined for all clients
+        The distances, or None if a round is more than local steps (Mime's exchange) or defined for
+        all clients
             together only.
     """
     algorithm, seed = config.algorithm, config.seed
-    together = needs(algorithm, "everyone") is not None and len(clients) < config.problem.num_clients
+    together = (
+        needs(algorithm, "everyone") is not None and len(clients) < config.problem.num_clients
+    )
     if algorithm.prepare is not None or algorithm.own is not None or together:
         return None
     asked = replace(
-        config, rounds=1, cohorts=[clients.tolist()], availability=None, stop_at=None, metrics=("drift",), stale="keep",
-        compression=None, client_state="sparse", checkpoint=None, every=None, block=None, sampling="uniform",
-    )  # fmt: skip
+        config,
+        rounds=1,
+        cohorts=[clients.tolist()],
+        availability=None,
+        stop_at=None,
+        metrics=("drift",),
+        stale="keep",
+        compression=None,
+        client_state="sparse",
+        checkpoint=None,
+        every=None,
+        block=None,
+        sampling="uniform",
+    )
     with jax.enable_x64(config.precision == "float64"):
         ready = prepare(asked)
         away, spec = open_clients(asked, ready), ready.spec
@@ -202,16 +247,25 @@ def local_moves(
         draws = away.draws(ready.drawer.draw(seed, 0, 1, 1), slots)
         if ready.drawer.lr is not None:
             draws = draws._replace(lr=run.lr[None])
-        state = away.with_rows(run.state._replace(memory=ready.start.memory, heard_at=None, errors=None), clients)
+        state = away.with_rows(
+            run.state._replace(memory=ready.start.memory, heard_at=None, errors=None), clients
+        )
         settings = Settings(ready.lr, noise_key(seed), np.array(np.nan, config.precision))
-        lengths = np.asarray(_displacements(spec, federation, settings, state, jax.tree.map(lambda a: a[0], draws)))
+        lengths = np.asarray(
+            _displacements(spec, federation, settings, state, jax.tree.map(lambda a: a[0], draws))
+        )
     return lengths[: len(clients)]
 
 
 @partial(jax.jit, static_argnums=0)
-def _displacements(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Any:
+def _displacements(
+    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws
+) -> Any:
     """Return |x - y_i| for all clients of a cohort."""
-    spec, settings = spec._replace(block=len(draw.cohort)), with_round_lr(settings, draw)  # all of them at once
+    spec, settings = (
+        spec._replace(block=len(draw.cohort)),
+        with_round_lr(settings, draw),
+    )  # all of them at once
     work = select_cohort(spec, federation, settings, state, draw).work
     most = loop_length(spec, draw, work)
 

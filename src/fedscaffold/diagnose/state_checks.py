@@ -1,7 +1,9 @@
-"""Check the state of a run's last checkpoint against its problem: control variates, drift, step size and progress.
+"""Check the state of a run's last checkpoint against its problem.
 
-With many clients, gradients are computed for a random sample, for those not heard for longest, and for those with
-the largest c_i.
+Control variates, drift, step size and progress.
+
+With many clients, gradients are computed for a random sample, for those not heard for longest, and
+for those with the largest c_i.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def examine_run(request: RunConfig, run: CheckpointedRun) -> list[Finding]:
         spoilt = check_finite(memory, np.asarray(state.x), None if memory is None else memory.c)
         found = [*_checkpoint_findings(run), *spoilt]
         if spoilt or run.diverged_at is not None:
-            ended = progress_checks.check_progress(run.columns, run.diverged_at, None, state.x.dtype, False, spec.keeps)
+            ended = progress_checks.check_progress(
+                run.columns, run.diverged_at, None, state.x.dtype, False, spec.keeps
+            )
             rest = [ended, _step_size_finding(_largest_stable_step(request, run, None), run, True)]
         else:
             view = _select_clients(request, run, memory)
@@ -85,7 +89,9 @@ def _examine_progress(
     lengths = local_moves(request, run, view.clients, view.c_i)
     seen = float(recorded[-1]) if len(recorded) else None
     noisy = spec.compressor is not None or not spec.full_batch or request.problem.noise is not None
-    gets_on = progress_checks.check_progress(run.columns, run.diverged_at, slope, state.x.dtype, noisy, spec.keeps)
+    gets_on = progress_checks.check_progress(
+        run.columns, run.diverged_at, slope, state.x.dtype, noisy, spec.keeps
+    )
     ailing = gets_on is not None and gets_on.severity == "wrong"
     return [
         progress_checks.check_drift(lengths, seen, client_name, view.clients, _reach(run, view)),
@@ -95,7 +101,10 @@ def _examine_progress(
 
 
 def _reach(run: CheckpointedRun, view: View) -> NDArray[Any]:
-    """K lr |g_i|: the distance of K plain steps along the gradient at x; 0 if the optimizer has its own step size."""
+    """K lr |g_i|: the distance of K plain steps along the gradient at x.
+
+    0 if the optimizer has its own step size.
+    """
     steps = run.ready.drawer.steps[view.clients]
     reach: NDArray[Any] = float(np.max(run.lr)) * steps * np.linalg.norm(view.gradients, axis=1)
     return reach
@@ -104,13 +113,18 @@ def _reach(run: CheckpointedRun, view: View) -> NDArray[Any]:
 def _checkpoint_findings(run: CheckpointedRun) -> list[Finding]:
     found = [
         Finding(
-            "checkpoint", "watch", f"{one[0].upper()}{one[1:]}.", "look at the disk; the run goes on from the older"
+            "checkpoint",
+            "watch",
+            f"{one[0].upper()}{one[1:]}.",
+            "look at the disk; the run goes on from the older",
         )
         for one in run.warnings
     ]
     if run.changed is not None:
         said = f"config.toml is not the configuration that ran: {run.changed}."
-        found.append(Finding("config", "wrong", said, "put it back: resume refuses to go on with another"))
+        found.append(
+            Finding("config", "wrong", said, "put it back: resume refuses to go on with another")
+        )
     return found
 
 
@@ -138,7 +152,10 @@ def _load_memory(run: CheckpointedRun) -> Memory:
 
 
 def _select_clients(request: RunConfig, run: CheckpointedRun, memory: Memory | None) -> View:
-    """Select the clients to examine: all of a small problem, else a sample and the oldest and largest."""
+    """Select the clients to examine.
+
+    All of a small problem, else a sample and the oldest and largest.
+    """
     problem, p = request.problem, run.weights
     n, work = problem.num_clients, int(problem.offsets[-1]) * problem.dim
     x = np.asarray(run.state.x, np.float64)
@@ -146,7 +163,9 @@ def _select_clients(request: RunConfig, run: CheckpointedRun, memory: Memory | N
     if work > WORK or n > LOOKED_AT * 4:
         some = np.random.default_rng(0).permutation(np.flatnonzero(p))[:LOOKED_AT]
         orders = [run.heard_at, *([] if memory is None else [-memory.norms])]
-        clients = np.unique(np.concatenate([some, *(np.argsort(order)[:EXTREME] for order in orders)]))
+        clients = np.unique(
+            np.concatenate([some, *(np.argsort(order)[:EXTREME] for order in orders)])
+        )
         q = np.where(np.isin(clients, some), p[clients], 0.0)
         q = q / q.sum()
     rows = np.zeros((len(clients), problem.dim))
@@ -160,14 +179,20 @@ def _select_clients(request: RunConfig, run: CheckpointedRun, memory: Memory | N
 
 def _subproblem(problem: Problem, clients: NDArray[np.int64]) -> Problem:
     ends = [slice(problem.offsets[i], problem.offsets[i + 1]) for i in clients]
-    held = [jax.tree.map(lambda a, some=some: np.asarray(a[some]), problem.records) for some in ends]
+    held = [
+        jax.tree.map(lambda a, some=some: np.asarray(a[some]), problem.records) for some in ends
+    ]
     return problem.with_clients(held)
 
 
-def _slope(request: RunConfig, run: CheckpointedRun, view: View, stable: StableStep | None) -> Slope:
+def _slope(
+    request: RunConfig, run: CheckpointedRun, view: View, stable: StableStep | None
+) -> Slope:
     """Return the gradient norm now and at the start, and the decrease that a round of descent would bring."""
     now = float(np.linalg.norm(view.q @ view.gradients))
-    begun = view.q @ client_gradients(view.part, request.problem.layout.flatten(request.problem.params))
+    begun = view.q @ client_gradients(
+        view.part, request.problem.layout.flatten(request.problem.params)
+    )
     travel = float(np.max(run.lr)) * float(run.ready.drawer.steps.mean())
     reach = travel if stable is None else min(travel, stable.lr / 2)
     return Slope(now, float(np.linalg.norm(begun)), reach * now**2)
@@ -178,7 +203,9 @@ def _examine_memory(
 ) -> list[Finding]:
     """Check residual, ages, norms and alignment of the control variates."""
     policy = run.ready.spec.policy
-    gradients = request.algorithm.renew is not None  # a c_i that is renewed by a gradient estimates one
+    gradients = (
+        request.algorithm.renew is not None
+    )  # a c_i that is renewed by a gradient estimates one
     since = progress_checks.first_excess_round(run.columns, memory.explained)
     suspects = _find_suspects(memory, view) if gradients else []
     late = overdue(memory)[view.clients]
@@ -186,13 +213,22 @@ def _examine_memory(
     tended = None if policy.name == "keep" else policy.name
     known = np.full(len(memory.p), np.nan)
     known[view.clients] = np.linalg.norm(view.gradients, axis=1)
-    found = check_residual(memory, since, suspects, zeros_meant=policy.drop_after is not None or policy.rate == 0)
-    found += [check_ages(memory, tended, ends, slope.now), check_norms(memory, known if gradients else None)]
+    found = check_residual(
+        memory, since, suspects, zeros_meant=policy.drop_after is not None or policy.rate == 0
+    )
+    found += [
+        check_ages(memory, tended, ends, slope.now),
+        check_norms(memory, known if gradients else None),
+    ]
     heard = memory.heard_at[view.clients] > 0
     if not gradients or not (view.q[heard] > 0).any():
         return found
     q = np.where(heard, view.q, 0.0) / view.q[heard].sum()
-    noise = noise_level(view.part, np.asarray(run.state.x, np.float64), request.batch_size) if _has_loss(request) else 0
+    noise = (
+        noise_level(view.part, np.asarray(run.state.x, np.float64), request.batch_size)
+        if _has_loss(request)
+        else 0
+    )
     steps = run.ready.drawer.steps[view.clients]
     one = alignment(q, memory.c, view.c_i, view.gradients, np.broadcast_to(noise / steps, q.shape))
     one = one._replace(cosines=one.cosines[heard], errors=one.errors[heard])
@@ -212,23 +248,28 @@ def _has_loss(request: RunConfig) -> bool:
 
 
 def _find_suspects(memory: Memory, view: View) -> list[str]:
-    """Return the client whose row alone explains the mismatch e: c_i + e / p_i is close to its gradient."""
+    """Return the client whose row alone explains the mismatch e.
+
+    c_i + e / p_i is close to its gradient.
+    """
     p, off = memory.p[view.clients], memory.c - memory.mean
     if np.linalg.norm(off) <= memory.explained:
         return []
     mended = view.c_i + off / np.maximum(p, 1e-300)[:, None]
-    gain = np.linalg.norm(mended - view.gradients, axis=1) / np.linalg.norm(view.c_i - view.gradients, axis=1).clip(
-        1e-300
-    )
+    gain = np.linalg.norm(mended - view.gradients, axis=1) / np.linalg.norm(
+        view.c_i - view.gradients, axis=1
+    ).clip(1e-300)
     best = int(gain.argmin())
     return [client_name(int(view.clients[best]))] if gain[best] < 0.5 else []
 
 
-def _largest_stable_step(request: RunConfig, run: CheckpointedRun, x: NDArray[Any] | None) -> StableStep | None:
+def _largest_stable_step(
+    request: RunConfig, run: CheckpointedRun, x: NDArray[Any] | None
+) -> StableStep | None:
     """Return the largest stable step of plain SGD.
 
-    None for a local optimizer with its own step size, and for oracles without a loss. `x` is None where the model is
-    not finite, so that its curvature is unknown.
+    None for a local optimizer with its own step size, and for oracles without a loss. `x` is None
+    where the model is not finite, so that its curvature is unknown.
     """
     problem, steps = request.problem, run.ready.drawer.steps
     if request.local_optimizer is not None or not problem.functions.has_loss:
@@ -241,14 +282,20 @@ def _largest_stable_step(request: RunConfig, run: CheckpointedRun, x: NDArray[An
         local_steps=int(steps.max()),
         algorithm=request.algorithm,
         at=x,
-        exact=bool((steps == steps[0]).all()) and isinstance(request.weights, str) and request.weights == "equal",
+        exact=bool((steps == steps[0]).all())
+        and isinstance(request.weights, str)
+        and request.weights == "equal",
     )
 
 
-def _step_size_finding(stable: StableStep | None, run: CheckpointedRun, ailing: bool) -> Finding | None:
+def _step_size_finding(
+    stable: StableStep | None, run: CheckpointedRun, ailing: bool
+) -> Finding | None:
     if stable is None:
         return None
-    return progress_checks.check_step_size(_largest_lr(run), int(run.ready.drawer.steps.max()), stable, ailing)
+    return progress_checks.check_step_size(
+        _largest_lr(run), int(run.ready.drawer.steps.max()), stable, ailing
+    )
 
 
 def _largest_lr(run: CheckpointedRun) -> float:

@@ -31,10 +31,22 @@ from fedscaffold.run_config import ARGUMENTS, RunConfig
 __all__ = ["Federated"]
 
 DEFAULTS = {"local_epochs": 5, "lr": "auto", "weights": "records", "rounds": 100}
-RUN_PARAMETERS = ("rounds", "local_epochs", "local_steps", "batch_size", "lr", "cohort", "weights", "precision")
+RUN_PARAMETERS = (
+    "rounds",
+    "local_epochs",
+    "local_steps",
+    "batch_size",
+    "lr",
+    "cohort",
+    "weights",
+    "precision",
+)
 """Arguments of `simulate` that are parameters of the estimators."""
 OWN_PARAMETERS: dict[str, tuple[Any, str]] = {
-    "algorithm_params": (None, 'the named algorithm\'s own parameters, such as {"mu": 0.1} of "fedprox"'),
+    "algorithm_params": (
+        None,
+        'the named algorithm\'s own parameters, such as {"mu": 0.1} of "fedprox"',
+    ),
     "l2": (0.0, "the penalty l2/2 |params|^2, intercepts included"),
     "random_state": (0, "seed of cohorts, batches and the network's start"),
 }
@@ -90,7 +102,9 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
         else:
             run = train_one_round(config, before, who.labels)
             new = {name: column[before.rounds :] for name, column in run.history.items()}
-            self.history_ = {name: np.concatenate([column, new[name]]) for name, column in self.history_.items()}
+            self.history_ = {
+                name: np.concatenate([column, new[name]]) for name, column in self.history_.items()
+            }
         self.seed_ = seed
         self.params_ = run.x
         self.residual_ = run.residual
@@ -110,7 +124,11 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
         if isinstance(self.lr, str) and self.lr != "auto":
             raise InputError(f"lr must be a number above 0 or 'auto', got {self.lr!r}")
         given = {name: getattr(self, name) for name in RUN_PARAMETERS}
-        given |= {"lr": automatic if isinstance(self.lr, str) else self.lr, "metrics": METRICS, "seed": seed}
+        given |= {
+            "lr": automatic if isinstance(self.lr, str) else self.lr,
+            "metrics": METRICS,
+            "seed": seed,
+        }
         given |= {} if self.local_steps is None else {"local_epochs": None}
         return RunConfig(self._algorithm(), problem, progress=False, **given)
 
@@ -119,7 +137,10 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
         if isinstance(self.algorithm, str):
             return algorithms.make(self.algorithm, **given)
         if given:
-            raise InputError("algorithm_params go with an algorithm's name; fs.fedprox(mu=0.1) has its own already")
+            raise InputError(
+                "algorithm_params go with an algorithm's name; fs.fedprox(mu=0.1) has its own "
+                "already"
+            )
         return self.algorithm
 
 
@@ -137,8 +158,15 @@ def _add_parameters(estimator: type[Federated]) -> None:
         for name, (default, _) in stated.items():
             setattr(self, name, given.get(name, default))
 
-    own = [one for one in inspect.signature(init).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=at) for name, (at, _) in stated.items()]
+    own = [
+        one
+        for one in inspect.signature(init).parameters.values()
+        if one.kind is not one.VAR_KEYWORD
+    ]
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=at)
+        for name, (at, _) in stated.items()
+    ]
     init.__signature__ = inspect.Signature([*own, *named])  # type: ignore[attr-defined]
     init.__name__ = "__init__"
     estimator.__init__ = init  # type: ignore[method-assign, assignment]

@@ -23,14 +23,17 @@ __all__ = ["FederatedClassifier"]
 
 
 class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # scikit-learn has no types
-    """Federated classifier with scikit-learn's interface; `fit(X, y, clients=...)` takes the owner of each row.
+    """Federated classifier with scikit-learn's interface.
+
+    `fit(X, y, clients=...)` takes the owner of each row.
 
     Args:
-        algorithm: a name such as "scaffold" or "fedavg", or an algorithm such as `fs.fedprox(mu=0.1)`.
-        PARAMETERS
+        algorithm: a name such as "scaffold" or "fedavg", or an algorithm such as
+        `fs.fedprox(mu=0.1)`. PARAMETERS
 
-    After `fit`: `classes_`, `clients_`, `params_` (the model's arrays), `history_` (columns by round), `residual_`
-    (|c - sum p_i c_i|: more than rounding is a bias), `n_iter_` (rounds), `seed_`.
+    After `fit`: `classes_`, `clients_`, `params_` (the model's arrays), `history_` (columns by
+    round), `residual_` (|c - sum p_i c_i|: more than rounding is a bias), `n_iter_` (rounds),
+    `seed_`.
 
     >>> import fedscaffold as fs
     >>> X, y = np.array([[-2.0], [-1.0], [1.0], [2.0]]), np.array(["no", "no", "yes", "yes"])
@@ -42,7 +45,10 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
     classes_: NDArray[Any]
 
     PARAMETERS: ClassVar[dict[str, tuple[Any, str]]] = {
-        "model": ("softmax", '"softmax", "mlp:WIDTH" (a hidden layer with ReLU), or "logistic" (two classes)'),
+        "model": (
+            "softmax",
+            '"softmax", "mlp:WIDTH" (a hidden layer with ReLU), or "logistic" (two classes)',
+        ),
     }
 
     def fit(self, X: Any, y: Any, clients: ArrayLike | None = None) -> FederatedClassifier:
@@ -61,7 +67,8 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
     ) -> FederatedClassifier:
         """Train one more round, or the first one.
 
-        A client seen before keeps its control variate, whichever rows it holds now; a new client starts at 0.
+        A client seen before keeps its control variate, whichever rows it holds now; a new client
+        starts at 0.
 
         Args:
             X: (rows, features).
@@ -103,18 +110,31 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
     ) -> FederatedClassifier:
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
-        known = self.classes_ if before is not None else np.unique(y if classes is None else np.asarray(classes))
+        known = (
+            self.classes_
+            if before is not None
+            else np.unique(y if classes is None else np.asarray(classes))
+        )
         strange = np.setdiff1d(y, known)
         if strange.size:
             raise InputError(
-                f"y has labels that are not among the classes {known.tolist()}: {strange.tolist()}; "
+                f"y has labels that are not among the classes {known.tolist()}: "
+                f"{strange.tolist()}; "
                 "name all in classes at the first partial_fit"
             )
-        if before is not None and classes is not None and not np.array_equal(np.unique(classes), known):
+        if (
+            before is not None
+            and classes is not None
+            and not np.array_equal(np.unique(classes), known)
+        ):
             raise InputError(f"classes must stay those of the first partial_fit, {known.tolist()}")
         if len(known) < 2:
-            raise InputError(f"a classifier needs rows of at least two classes, got one class: {known.tolist()}")
-        self._learn(partial(self._model, len(known)), x, np.searchsorted(known, y), clients, before, once)
+            raise InputError(
+                f"a classifier needs rows of at least two classes, got one class: {known.tolist()}"
+            )
+        self._learn(
+            partial(self._model, len(known)), x, np.searchsorted(known, y), clients, before, once
+        )
         self.classes_ = known
         return self
 
@@ -127,7 +147,9 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
             hidden = checks.whole("the width in model 'mlp:WIDTH'", checks.written(width or "300"))
             return problems.mlp(clients, hidden, classes=classes, l2=self.l2, seed=seed)
         if classes != 2:
-            raise InputError(f"model 'logistic' is for two classes, got {classes}; use model='softmax'")
+            raise InputError(
+                f"model 'logistic' is for two classes, got {classes}; use model='softmax'"
+            )
         return problems.logistic(with_intercept(clients), l2=self.l2)
 
 

@@ -22,10 +22,11 @@ class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # sci
     """Federated linear regression: half the mean squared error plus l2/2 |params|^2.
 
     Args:
-        algorithm: a name such as "scaffold" or "fedavg", or an algorithm such as `fs.fedprox(mu=0.1)`.
-        PARAMETERS
+        algorithm: a name such as "scaffold" or "fedavg", or an algorithm such as
+        `fs.fedprox(mu=0.1)`. PARAMETERS
 
-    After `fit`: the attributes of `FederatedClassifier` but for `classes_`, beside `coef_` and `intercept_`.
+    After `fit`: the attributes of `FederatedClassifier` but for `classes_`, beside `coef_` and
+        `intercept_`.
 
     >>> import fedscaffold as fs
     >>> X = np.array([[-1.0], [0.0], [1.0], [2.0]])

@@ -14,10 +14,19 @@ from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import Run, Simulator
 from fedscaffold.simulation.spec import State
 
-__all__ = ["Owners", "TrainingState", "group_by_owner", "train", "train_one_round", "training_state"]
+__all__ = [
+    "Owners",
+    "TrainingState",
+    "group_by_owner",
+    "train",
+    "train_one_round",
+    "training_state",
+]
 
 Client = tuple[NDArray[Any], NDArray[Any]]
-METRICS = ("loss",)  # the training loss; held-out scores are computed by the user, as usual in scikit-learn
+METRICS = (
+    "loss",
+)  # the training loss; held-out scores are computed by the user, as usual in scikit-learn
 
 
 class Owners(NamedTuple):
@@ -62,7 +71,11 @@ def group_by_owner(clients: ArrayLike | None, rows: int) -> Owners:
             f"clients must say of each of the {rows} rows who holds it, got shape {labels.shape}; "
             "in a pipeline it is passed as STEP__clients"
         )
-    missing = sum(map(_is_missing, labels.tolist())) if labels.dtype == object else int((labels != labels).sum())
+    missing = (
+        sum(map(_is_missing, labels.tolist()))
+        if labels.dtype == object
+        else int((labels != labels).sum())
+    )
     if missing:
         raise InputError(
             f"clients must say of every row who holds it, got {missing} without (NaN or None); "
@@ -72,7 +85,9 @@ def group_by_owner(clients: ArrayLike | None, rows: int) -> Owners:
         known, index = np.unique(labels, return_inverse=True)
     except TypeError:
         kinds = ", ".join(sorted({type(label).__name__ for label in labels.tolist()}))
-        raise InputError(f"clients must be names or numbers, all of one kind, got {kinds}; make them str") from None
+        raise InputError(
+            f"clients must be names or numbers, all of one kind, got {kinds}; make them str"
+        ) from None
     order = np.argsort(index, kind="stable")
     return Owners(known, np.split(order, np.cumsum(np.bincount(index))[:-1]))
 
@@ -91,7 +106,10 @@ def train(config: RunConfig) -> Run:
 
 
 def train_one_round(config: RunConfig, before: TrainingState, labels: NDArray[Any]) -> Run:
-    """Run the round after those of `before`; its draws follow from the seed and the round's number."""
+    """Run the round after those of `before`.
+
+    Its draws follow from the seed and the round's number.
+    """
     simulator = Simulator.of(replace(config, rounds=before.rounds + 1))
     state, rows = simulator.step(_resume_state(simulator.ready.start, before, config, labels))
     return refuse_divergence(simulator.result(state, rows))
@@ -100,7 +118,9 @@ def train_one_round(config: RunConfig, before: TrainingState, labels: NDArray[An
 def training_state(run: Run, config: RunConfig, labels: NDArray[Any]) -> TrainingState:
     """Return the state from which the next round starts."""
     weights = weights_of(config.problem, config.weights)
-    return TrainingState(run.server, run.clients.memory, run.clients.own, labels, weights, run.rounds, run.scale)
+    return TrainingState(
+        run.server, run.clients.memory, run.clients.own, labels, weights, run.rounds, run.scale
+    )
 
 
 def refuse_divergence(run: Run) -> Run:
@@ -110,9 +130,16 @@ def refuse_divergence(run: Run) -> Run:
     return run
 
 
-def _resume_state(fresh: State, before: TrainingState, config: RunConfig, labels: NDArray[Any]) -> State:
-    """Return the state to continue from; c is recomputed as the mean of the c_i if clients or weights changed."""
-    server = type(fresh.server)(*(np.asarray(a, b.dtype) for a, b in zip(before.server, fresh.server, strict=True)))
+def _resume_state(
+    fresh: State, before: TrainingState, config: RunConfig, labels: NDArray[Any]
+) -> State:
+    """Return the state to continue from.
+
+    c is recomputed as the mean of the c_i if clients or weights changed.
+    """
+    server = type(fresh.server)(
+        *(np.asarray(a, b.dtype) for a, b in zip(before.server, fresh.server, strict=True))
+    )
     memory, own = (
         _carry_rows(held, new, before.labels, labels)
         for held, new in ((before.memory, fresh.memory), (before.own, fresh.own))
@@ -120,7 +147,9 @@ def _resume_state(fresh: State, before: TrainingState, config: RunConfig, labels
     p, means = weights_of(config.problem, config.weights), config.algorithm.means
     mean = tuple(p @ getattr(memory, of) for _, of in means)
     if not (np.array_equal(labels, before.labels) and np.array_equal(p, before.weights)):
-        server = server._replace(**{field: total for (field, _), total in zip(means, mean, strict=True)})
+        server = server._replace(
+            **{field: total for (field, _), total in zip(means, mean, strict=True)}
+        )
     return fresh._replace(
         server=server,
         memory=memory,
@@ -132,7 +161,10 @@ def _resume_state(fresh: State, before: TrainingState, config: RunConfig, labels
 
 
 def _carry_rows(held: Any, fresh: Any, labels_then: NDArray[Any], labels: NDArray[Any]) -> Any:
-    """Return the tables of the present clients: known clients keep their rows, new ones have initial rows."""
+    """Return the tables of the present clients.
+
+    Known clients keep their rows, new ones have initial rows.
+    """
     if held is None:
         return None
     where = {label: row for row, label in enumerate(labels_then.tolist())}

@@ -15,12 +15,24 @@ from fedscaffold.checks import InputError
 from fedscaffold.experiments.config_file import Config, ProblemConfig, Section
 from fedscaffold.problems import Problem
 
-__all__ = ["MODELS", "SYNTHETIC", "Built", "build", "configure_jax", "refuse_unused_keys", "step_flops", "unused_keys"]
+__all__ = [
+    "MODELS",
+    "SYNTHETIC",
+    "Built",
+    "build",
+    "configure_jax",
+    "refuse_unused_keys",
+    "step_flops",
+    "unused_keys",
+]
 
 MODELS = ("linear", "logistic", "mlp", "softmax")
 SYNTHETIC = ("quadratic", "synthetic-linear", "synthetic-logistic")
-SMALL = 1e9  # floating-point operations in a local step below which a second thread costs more than it brings: at 3e8
-# (an MLP 784-300-62 on batches of 200) two threads save a quarter of the wall time for a third more CPU time
+# floating-point operations in a local step below which a second thread costs more than it brings:
+# at 3e8
+SMALL = 1e9
+# (an MLP 784-300-62 on batches of 200) two threads save a quarter of the wall time for a third more
+# CPU time
 MADE = {"dataset", "clients", "seed", "data", "dim"}  # keys used by all synthetic problems
 
 
@@ -41,7 +53,9 @@ def build(config: ProblemConfig) -> Built:
     checks.choice("dataset", config.dataset, (*data.DATASETS, *SYNTHETIC))
     if config.dataset in SYNTHETIC:
         problem = _build_synthetic(config)
-        return Built(problem, f"{config.dataset}: {problem.num_clients} clients, d = {problem.dim}", None)
+        return Built(
+            problem, f"{config.dataset}: {problem.num_clients} clients, d = {problem.dim}", None
+        )
     dataset = data.load(config.dataset, None if config.data is None else Path(config.data))
     clients = config.clients
     if clients is None and not config.split.startswith("natural"):
@@ -70,7 +84,8 @@ def unused_keys(config: ProblemConfig) -> list[str]:
 def refuse_unused_keys(config: Config, sets: Sequence[str] = ()) -> None:
     """Refuse keys that a run would not use, if typed or different from their default.
 
-    A resolved configuration names all keys, so keys at their default pass unless they are among `sets`.
+    A resolved configuration names all keys, so keys at their default pass unless they are among
+    `sets`.
 
     >>> refuse_unused_keys(Config(problem={"dataset": "quadratic", "l2": 0.1}))
     Traceback (most recent call last):
@@ -81,10 +96,30 @@ def refuse_unused_keys(config: Config, sets: Sequence[str] = ()) -> None:
     local, server = config.local.optimizer, config.server.optimizer
     momentum = {"momentum"}
     unused: list[tuple[str, Section, Iterable[str], str]] = [
-        ("problem", config.problem, unused_keys(config.problem), f"dataset {config.problem.dataset!r}"),
-        ("local", config.local, momentum if local != "momentum" else (), f"local.optimizer {local!r}"),
-        ("server", config.server, {"lr"} if server == "none" else (), f"server.optimizer {server!r}"),
-        ("server", config.server, momentum if server in ("none", "adagrad") else (), f"server.optimizer {server!r}"),
+        (
+            "problem",
+            config.problem,
+            unused_keys(config.problem),
+            f"dataset {config.problem.dataset!r}",
+        ),
+        (
+            "local",
+            config.local,
+            momentum if local != "momentum" else (),
+            f"local.optimizer {local!r}",
+        ),
+        (
+            "server",
+            config.server,
+            {"lr"} if server == "none" else (),
+            f"server.optimizer {server!r}",
+        ),
+        (
+            "server",
+            config.server,
+            momentum if server in ("none", "adagrad") else (),
+            f"server.optimizer {server!r}",
+        ),
     ]
     for name, section, keys, who in unused:
         for key in keys:
@@ -112,7 +147,8 @@ def step_flops(problem: Problem, batch_size: int | float | None) -> float:
 def configure_jax(step_flops: float) -> None:
     """Choose JAX's threads for local steps of this size, and cache compiled programs in the user's cache folder.
 
-    Must be called before JAX runs anything. PJRT_NPROC and JAX_COMPILATION_CACHE_DIR take precedence if set.
+    Must be called before JAX runs anything. PJRT_NPROC and JAX_COMPILATION_CACHE_DIR take
+    precedence if set.
     """
     if step_flops < SMALL:
         os.environ.setdefault("PJRT_NPROC", "1")
@@ -130,10 +166,17 @@ def _build_synthetic(config: ProblemConfig) -> Problem:
     if config.dataset == "quadratic":
         noise = None if config.noise == 0 else config.noise
         return problems.quadratic(
-            clients, config.dim, mu=config.mu, smoothness=config.smoothness, noise=noise, seed=config.seed
+            clients,
+            config.dim,
+            mu=config.mu,
+            smoothness=config.smoothness,
+            noise=noise,
+            seed=config.seed,
         )
     kind = config.dataset.removeprefix("synthetic-")
-    return problems.two_datasets(kind, clients, dim=config.dim, l2=config.l2 or 0.01, seed=config.seed)
+    return problems.two_datasets(
+        kind, clients, dim=config.dim, l2=config.l2 or 0.01, seed=config.seed
+    )
 
 
 def _build_model(config: ProblemConfig, federated: data.FederatedData) -> Problem:
@@ -141,19 +184,33 @@ def _build_model(config: ProblemConfig, federated: data.FederatedData) -> Proble
     checks.choice("model", name, MODELS)
     if name in ("softmax", "mlp"):
         if federated.classes == 0:
-            raise InputError(f"{name} needs labels, and {federated.name} has none; use model 'linear'")
+            raise InputError(
+                f"{name} needs labels, and {federated.name} has none; use model 'linear'"
+            )
         if name == "softmax":
-            return problems.softmax(federated.clients, classes=federated.classes, l2=config.l2, test=federated.test)
+            return problems.softmax(
+                federated.clients, classes=federated.classes, l2=config.l2, test=federated.test
+            )
         hidden = checks.whole("the width in model 'mlp:WIDTH'", checks.written(width or "300"))
         return problems.mlp(
-            federated.clients, hidden, classes=federated.classes, l2=config.l2, test=federated.test, seed=config.seed
+            federated.clients,
+            hidden,
+            classes=federated.classes,
+            l2=config.l2,
+            test=federated.test,
+            seed=config.seed,
         )
     if name == "logistic" and federated.classes != 2:
         raise InputError(
-            f"logistic needs two classes, and {federated.name} has {federated.classes}; use model 'softmax'"
+            f"logistic needs two classes, and {federated.name} has {federated.classes}; use model "
+            "'softmax'"
         )
     kind = problems.logistic if name == "logistic" else problems.linear
-    return kind([_with_intercept(c) for c in federated.clients], l2=config.l2, test=_with_intercept(federated.test))
+    return kind(
+        [_with_intercept(c) for c in federated.clients],
+        l2=config.l2,
+        test=_with_intercept(federated.test),
+    )
 
 
 def _with_intercept(client: tuple[NDArray[Any], NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:

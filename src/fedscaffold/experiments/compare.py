@@ -1,8 +1,9 @@
 """Run a configuration, or compare algorithms on it over seeds, with given or tuned step sizes.
 
-Tuning uses the training loss only: from a grid of step sizes, it selects the one with the lowest loss averaged over
-rounds and seeds; a diverged run counts as infinite. The step sizes of an algorithm and a seed share one compiled
-program. Finished runs can be kept in a folder, each as an atomic commit, so that interrupted work continues.
+Tuning uses the training loss only: from a grid of step sizes, it selects the one with the lowest
+loss averaged over rounds and seeds; a diverged run counts as infinite. The step sizes of an
+algorithm and a seed share one compiled program. Finished runs can be kept in a folder, each as an
+atomic commit, so that interrupted work continues.
 """
 
 from __future__ import annotations
@@ -92,16 +93,27 @@ def run(
     algorithm = _algorithm(config, config.algorithm.name)
     target = None if config.stop_at is None else target_of(config.stop_at)
     if config.local.lr == "tuned":
-        [record], seconds = _best_runs(config, built, algorithm, [config.seed], target, kept, progress)
+        [record], seconds = _best_runs(
+            config, built, algorithm, [config.seed], target, kept, progress
+        )
     else:
         given = run_arguments(config, without=() if checkpoint is not None else ("every",))
-        given |= {"checkpoint": checkpoint, "devices": devices, "progress": progress, "callbacks": callbacks}
+        given |= {
+            "checkpoint": checkpoint,
+            "devices": devices,
+            "progress": progress,
+            "callbacks": callbacks,
+        }
         done = simulate(algorithm, built.problem, **given)
         if done.outcome == "stopped" and checkpoint is not None:
             raise Interrupted(signal.SIGINT, done.rounds, checkpoint)
-        record = _record(config, algorithm.name, config.local.lr, config.seed, _fields(done), target)
+        record = _record(
+            config, algorithm.name, config.local.lr, config.seed, _fields(done), target
+        )
         seconds = done.seconds
-    record = replace(record, config=to_toml(config))  # with "tuned" as requested, not the step size found
+    record = replace(
+        record, config=to_toml(config)
+    )  # with "tuned" as requested, not the step size found
     return _study(config, built, [record], command, seconds._asdict(), target)
 
 
@@ -115,7 +127,9 @@ def compare(
     tell: Callable[[str], None] = lambda line: None,
     kept: Path | None = None,
 ) -> Study:
-    r"""Run several algorithms on one problem over several seeds; report rounds and bytes to the target, with spread.
+    r"""Run several algorithms on one problem over several seeds.
+
+    Report rounds and bytes to the target, with spread.
 
     Args:
         config: The configuration shared by all runs.
@@ -184,14 +198,16 @@ def validate_run(config: Config, built: Built, devices: int | None = None) -> Co
     r"""Raise InputError if a configuration cannot be run, before anything is run or removed.
 
     Returns:
-        The configuration with client_state "auto" resolved, so that resumed runs keep the same store.
+        The configuration with client_state "auto" resolved, so that resumed runs keep the same
+        store.
 
     >>> from fedscaffold.experiments.config_file import parse
     >>> from fedscaffold.experiments.build_problem import build
     >>> config = parse("cohort.size = 30\nlocal.steps = 2\nproblem.dataset = 'quadratic'")
     >>> validate_run(config, build(config.problem))
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: cohort must be a whole number of at least 1 and at most 10, got 30
+    fedscaffold.checks.InputError: cohort must be a whole number of at least 1 and at most 10, got
+        30
     """
     checks.whole("seed", config.seed, at_least=0)
     checks.whole("evaluate_every", config.evaluate_every)
@@ -201,7 +217,9 @@ def validate_run(config: Config, built: Built, devices: int | None = None) -> Co
     return config.model_copy(update={"client_state": kind})
 
 
-def validate_comparison(config: Config, built: Built, names: Sequence[str], seeds: int, target: str | None) -> None:
+def validate_comparison(
+    config: Config, built: Built, names: Sequence[str], seeds: int, target: str | None
+) -> None:
     r"""Raise InputError if a comparison cannot be run, before anything is run or removed.
 
     >>> from fedscaffold.experiments.config_file import parse
@@ -221,7 +239,9 @@ def validate_comparison(config: Config, built: Built, names: Sequence[str], seed
 
 def _algorithm(config: Config, name: str) -> Algorithm:
     """Make an algorithm; configured parameters apply only to the algorithm named with them."""
-    return algorithms.make(name, **(config.algorithm.parameters if name == config.algorithm.name else {}))
+    return algorithms.make(
+        name, **(config.algorithm.parameters if name == config.algorithm.name else {})
+    )
 
 
 def _with_metrics(config: Config, built: Built, target: Target | None) -> Config:
@@ -233,7 +253,9 @@ def _with_metrics(config: Config, built: Built, target: Target | None) -> Config
     return config.model_copy(update={"metrics": sorted(wanted)})
 
 
-def _validate(config: Config, built: Built, algorithm: Algorithm, devices: int | None = None) -> RunConfig:
+def _validate(
+    config: Config, built: Built, algorithm: Algorithm, devices: int | None = None
+) -> RunConfig:
     given = run_arguments(config, without=("every",))
     if config.local.lr == "tuned":
         given["lr"] = GRID[0]
@@ -244,11 +266,16 @@ def _validate(config: Config, built: Built, algorithm: Algorithm, devices: int |
 
 
 def _refuse_out_of_core(config: Config) -> None:
-    """Refuse out-of-core clients: a sweep runs all step sizes together, with all clients in memory."""
+    """Refuse out-of-core clients.
+
+    A sweep runs all step sizes together, with all clients in memory.
+    """
     if config.client_state != "array":
         raise InputError(
-            f"client_state = {config.client_state!r} is for one run at a time: `fedscaffold run` with a number for "
-            "local.lr; comparisons and lr = 'tuned' keep all clients in memory, client_state = 'array'"
+            f"client_state = {config.client_state!r} is for one run at a time: `fedscaffold run` "
+            "with a number for "
+            "local.lr; comparisons and lr = 'tuned' keep all clients in memory, client_state = "
+            "'array'"
         )
 
 
@@ -307,34 +334,56 @@ def _best_runs(
     progress: bool | None,
     finished: Callable[[str, list[float]], None] = lambda name, seconds: None,
 ) -> tuple[list[RunRecord], Seconds]:
-    """Run all step sizes and seeds of one algorithm; return the runs of the best step size, and the time of all.
+    """Run all step sizes and seeds of one algorithm.
 
-    The step sizes of a seed run together: they share its draws and one compiled program, which serves all seeds.
+    Return the runs of the best step size, and the time of all.
+
+    The step sizes of a seed run together: they share its draws and one compiled program, which
+        serves all seeds.
     """
     grid = GRID if config.local.lr == "tuned" else (config.local.lr,)
     shared = run_arguments(config, without=OF_ONE_RUN)
     if config.metrics is not None and config.local.lr == "tuned":
         shared["metrics"] = sorted({*config.metrics, "loss"})
-    depends = [to_toml(config), shared["availability"], problem_facts(built.problem), versions(), algorithm.name]
+    depends = [
+        to_toml(config),
+        shared["availability"],
+        problem_facts(built.problem),
+        versions(),
+        algorithm.name,
+    ]
     about = hashlib.sha256(json.dumps(to_json(depends)).encode()).hexdigest()[:20]
 
     def runs_of(seed: int) -> list[Run]:
         if config.local.optimizer == "sgd":
-            found = sweep(algorithm, built.problem, lr=grid, seeds=[seed], progress=progress, **shared)
+            found = sweep(
+                algorithm, built.problem, lr=grid, seeds=[seed], progress=progress, **shared
+            )
             return [runs[0] for runs in found.runs]
-        return [simulate(algorithm, built.problem, progress=progress, **arguments_of(lr, seed)) for lr in grid]
+        return [
+            simulate(algorithm, built.problem, progress=progress, **arguments_of(lr, seed))
+            for lr in grid
+        ]
 
     def arguments_of(lr: float, seed: int) -> dict[str, Any]:
-        tried = config.model_copy(update={"seed": seed, "local": config.local.model_copy(update={"lr": lr})})
-        return run_arguments(tried, without=("every", "client_state")) | {"metrics": shared["metrics"]}
+        tried = config.model_copy(
+            update={"seed": seed, "local": config.local.model_copy(update={"lr": lr})}
+        )
+        return run_arguments(tried, without=("every", "client_state")) | {
+            "metrics": shared["metrics"]
+        }
 
     rows: list[list[RunRecord]] = [[] for _ in grid]
     spent = np.zeros(3)
     for seed in seeds:
-        runs = cache(lambda seed=seed: runs_of(seed))  # called only if a result is not kept, and then once
+        runs = cache(
+            lambda seed=seed: runs_of(seed)
+        )  # called only if a result is not kept, and then once
         each = []
         for j, lr in enumerate(grid):
-            place = None if kept is None else kept / f"{algorithm.name}-{about}-seed-{seed}-lr-{lr:g}"
+            place = (
+                None if kept is None else kept / f"{algorithm.name}-{about}-seed-{seed}-lr-{lr:g}"
+            )
             fields = _load(place) or _save(place, _fields(runs()[j], len(grid)))
             rows[j].append(_record(config, algorithm.name, lr, seed, fields, target))
             spent += fields["spent"]
@@ -361,9 +410,13 @@ def _save(place: Path | None, fields: dict[str, Any]) -> dict[str, Any]:
     """Keep the fields of a run as one atomic commit, and return them."""
     if place is not None:
         arrays = {f"columns.{name}": column for name, column in fields["columns"].items()}
-        arrays |= {name: np.array(fields[name], np.float64) for name in ("residual", "explained", "spent")}
+        arrays |= {
+            name: np.array(fields[name], np.float64) for name in ("residual", "explained", "spent")
+        }
         facts = {name: fields[name] for name in ("diverged_at", "advice", "digest")}
-        commit(place, arrays, facts | {"columns": list(fields["columns"])})  # their order is not that of the arrays
+        commit(
+            place, arrays, facts | {"columns": list(fields["columns"])}
+        )  # their order is not that of the arrays
     return fields
 
 
@@ -384,8 +437,14 @@ def _record(
     config: Config, name: str, lr: float, seed: int, fields: dict[str, Any], target: Target | None
 ) -> RunRecord:
     """Return the record of a run, with a configuration that gives the same bits if run alone."""
-    algorithm = config.algorithm if name == config.algorithm.name else type(config.algorithm)(name=name)
-    alone = {"seed": seed, "algorithm": algorithm, "local": config.local.model_copy(update={"lr": lr})}
+    algorithm = (
+        config.algorithm if name == config.algorithm.name else type(config.algorithm)(name=name)
+    )
+    alone = {
+        "seed": seed,
+        "algorithm": algorithm,
+        "local": config.local.model_copy(update={"lr": lr}),
+    }
     return RunRecord(
         algorithm=name,
         seed=seed,
@@ -418,12 +477,21 @@ def _study(
     )
 
 
-def _limit(config: Config, problem: Problem, algorithm: Algorithm, runs: list[RunRecord]) -> dict[str, Any]:
-    """Return where the runs end and where theory predicts it, as |x - x*| and in words; {} if x* is unknown."""
-    if not is_quadratic(problem) or any("distance" not in run.columns or run.diverged_at for run in runs):
+def _limit(
+    config: Config, problem: Problem, algorithm: Algorithm, runs: list[RunRecord]
+) -> dict[str, Any]:
+    """Return where the runs end and where theory predicts it, as |x - x*| and in words.
+
+    {} if x* is unknown.
+    """
+    if not is_quadratic(problem) or any(
+        "distance" not in run.columns or run.diverged_at for run in runs
+    ):
         return {}
     ends = float(np.mean([run.columns["distance"][-1] for run in runs]))
-    begun = float(np.linalg.norm(problem.layout.flatten(problem.params) - problem.optimum(config.weights)))
+    begun = float(
+        np.linalg.norm(problem.layout.flatten(problem.params) - problem.optimum(config.weights))
+    )
     known = _predicted_bias(config, problem, algorithm, runs[0].lr or 0.0)
     return {"ends_at": ends, "bias": known, "ends": describe_limit(ends, known, begun)}
 
@@ -442,15 +510,22 @@ def describe_limit(ends: float, bias: float | None, begun: float) -> str:
         return f"off by {ends:.3g}"
     if bias <= EXACT * begun:
         return "on the way (no bias)"
-    return f"at its bias, {bias:.3g}" if abs(ends - bias) <= SETTLED * bias else f"on the way (bias {bias:.3g})"
+    return (
+        f"at its bias, {bias:.3g}"
+        if abs(ends - bias) <= SETTLED * bias
+        else f"on the way (bias {bias:.3g})"
+    )
 
 
-def _predicted_bias(config: Config, problem: Problem, algorithm: Algorithm, lr: float) -> float | None:
+def _predicted_bias(
+    config: Config, problem: Problem, algorithm: Algorithm, lr: float
+) -> float | None:
     """Return the |bias| of the algorithm's noiseless round map, or None if theory does not cover the run."""
     local = config.local
     covered = (
         config.cohort.availability is None
-        and cohort_size(RunConfig(algorithm, problem, cohort=config.cohort.size)) == problem.num_clients
+        and cohort_size(RunConfig(algorithm, problem, cohort=config.cohort.size))
+        == problem.num_clients
         and config.weights == "equal"
         and config.compression == "none"
         and local.optimizer == "sgd"
@@ -461,6 +536,8 @@ def _predicted_bias(config: Config, problem: Problem, algorithm: Algorithm, lr: 
     if not covered:
         return None
     try:
-        return float(np.linalg.norm(bias(problem, lr=lr, local_steps=local.steps, algorithm=algorithm)))
+        return float(
+            np.linalg.norm(bias(problem, lr=lr, local_steps=local.steps, algorithm=algorithm))
+        )
     except InputError:  # a round of it has no matrix, as it counts its rounds
         return None

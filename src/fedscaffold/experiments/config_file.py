@@ -50,13 +50,20 @@ class Algorithm(BaseModel):
 
 
 def _fields(section: str) -> dict[str, Any]:
-    """Return the pydantic fields of a table of the file, from the arguments of a run; "" is the top level."""
+    """Return the pydantic fields of a table of the file, from the arguments of a run.
+
+    "" is the top level.
+    """
 
     def field(stated: Argument) -> Any:
         reads = Annotated[Any, PlainValidator(lambda value: stated.read(KEY, value))]
         return reads, Field(stated.default, description=stated.sentence)
 
-    keys = {key.rpartition(".")[2]: stated for key, stated in KEYS.items() if key.rpartition(".")[0] == section}
+    keys = {
+        key.rpartition(".")[2]: stated
+        for key, stated in KEYS.items()
+        if key.rpartition(".")[0] == section
+    }
     return {name: field(stated) for name, stated in keys.items()}
 
 
@@ -91,9 +98,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} not found; give the path of a TOML configuration") from None
+        raise FileNotFoundError(
+            f"{path} not found; give the path of a TOML configuration"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}; give the path of a TOML configuration, in UTF-8") from None
+        raise InputError(
+            f"{path} cannot be read: {error}; give the path of a TOML configuration, in UTF-8"
+        ) from None
     return parse(text, overrides, source=str(path))
 
 
@@ -104,10 +115,12 @@ def parse(text: str, overrides: Sequence[str] = (), source: str = "config") -> C
     0.2
     >>> parse("[locl]")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: config: unknown key 'locl' (did you mean 'local'?); known: algorithm, block, ...
+    fedscaffold.checks.InputError: config: unknown key 'locl' (did you mean 'local'?); known:
+        algorithm, block, ...
     >>> parse("seed = 1e9")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: config: seed must be a whole number of at least 0, got 1000000000.0: write 1000000000
+    fedscaffold.checks.InputError: config: seed must be a whole number of at least 0, got
+        1000000000.0: write 1000000000
     """
     table = toml(text, source)
     for override in overrides:
@@ -137,7 +150,11 @@ def given_keys(config: Config) -> list[str]:
     keys = []
     for key in config.model_fields_set:
         value = getattr(config, key)
-        keys += [f"{key}.{one}" for one in value.model_fields_set] if isinstance(value, BaseModel) else [key]
+        keys += (
+            [f"{key}.{one}" for one in value.model_fields_set]
+            if isinstance(value, BaseModel)
+            else [key]
+        )
     return sorted(keys)
 
 
@@ -167,7 +184,10 @@ def run_arguments(config: Config, *, without: Iterable[str] = ()) -> dict[str, A
 
 
 def _local_optimizer(section: Local) -> Any:
-    """Return the local optimizer with its step size; None for SGD, or while the step size is being tuned."""
+    """Return the local optimizer with its step size.
+
+    None for SGD, or while the step size is being tuned.
+    """
     if section.optimizer == "sgd" or section.lr == "tuned":
         return None
     import optax
@@ -178,7 +198,10 @@ def _local_optimizer(section: Local) -> Any:
 
 
 def _server_optimizer(section: Server) -> Any:
-    """Return the server's optimizer, with the second-moment decay and floor of Reddi et al. 2021."""
+    """Return the server's optimizer, with the second-moment decay and floor of Reddi et al.
+
+    2021.
+    """
     if section.optimizer == "none":
         return None
     import optax
@@ -198,7 +221,9 @@ def _load_availability(path: str | None) -> NDArray[Any] | None:
     try:
         return np.loadtxt(Path(path), delimiter=",", ndmin=2)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} not found; cohort.availability is a CSV file of zeros and ones") from None
+        raise FileNotFoundError(
+            f"{path} not found; cohort.availability is a CSV file of zeros and ones"
+        ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a CSV file of zeros and ones: {error}") from None
 
@@ -207,7 +232,9 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
     path, sign, value = override.partition("=")
     keys = path.strip().split(".")
     if not sign or not all(keys):
-        raise InputError(f"--set takes key=value such as local.lr=0.2, got {checks.shown(override)}")
+        raise InputError(
+            f"--set takes key=value such as local.lr=0.2, got {checks.shown(override)}"
+        )
     if len(value.splitlines()) > 1:
         raise InputError(f"--set takes one line of text, got {checks.shown(override)}")
     try:
@@ -234,12 +261,19 @@ def _describe_error(error: ValidationError) -> str:
     key = ".".join(_config_keys(place))
     if first["type"] == "value_error":
         return str(first["ctx"]["error"]).replace(KEY, key)
-    expected = "a table" if first["type"] == "model_type" else first["msg"].removeprefix("Input should be ")
+    expected = (
+        "a table"
+        if first["type"] == "model_type"
+        else first["msg"].removeprefix("Input should be ")
+    )
     return f"{key} must be {expected}, got {checks.shown(first['input'])}"
 
 
 def _config_keys(place: list[str]) -> list[str]:
-    """Return the leading parts of an error's location that are keys; a union adds the member type after them."""
+    """Return the leading parts of an error's location that are keys.
+
+    A union adds the member type after them.
+    """
     model: Any = Config
     for depth, part in enumerate(place):
         fields = getattr(model, "model_fields", {})

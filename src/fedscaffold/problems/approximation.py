@@ -4,13 +4,15 @@ linear_system         given matrices, symmetric or not
 policy_evaluation     TD(0): values of given processes with linear features, from records of their transitions
 temporal_difference   the same on random Garnets with a given heterogeneity
 
-On these problems FedAvg is FedLSA, and SCAFFOLD is SCAFFLSA. The solution solves A x = b for the weighted means
-A = sum p_i A_i and b = sum p_i b_i, and x <- x - lr (A x - b) contracts to it for small lr exactly if all eigenvalues
-of A have positive real parts (-A is Hurwitz). That is asked of the mean alone: a client's own A_i may be singular.
+On these problems FedAvg is FedLSA, and SCAFFOLD is SCAFFLSA. The solution solves A x = b for the
+weighted means A = sum p_i A_i and b = sum p_i b_i, and x <- x - lr (A x - b) contracts to it for
+small lr exactly if all eigenvalues of A have positive real parts (-A is Hurwitz). That is asked of
+the mean alone: a client's own A_i may be singular.
 
-TD(0) with features phi(s) and discount g follows phi(s) ((phi(s) - g phi(s'))'theta - r). For a chain P with rewards r
-and stationary distribution D its mean is A theta - b with A = Phi'D(I - g P)Phi, b = Phi'D r. A is not symmetric, -A is
-Hurwitz, and the solution solves the projected Bellman equation Phi theta = Proj_D (r + g P Phi theta).
+TD(0) with features phi(s) and discount g follows phi(s) ((phi(s) - g phi(s'))'theta - r). For a
+chain P with rewards r and stationary distribution D its mean is A theta - b with A = Phi'D(I - g
+P)Phi, b = Phi'D r. A is not symmetric, -A is Hurwitz, and the solution solves the projected Bellman
+equation Phi theta = Proj_D (r + g P Phi theta).
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ __all__ = ["expected_system", "linear_system", "policy_evaluation", "temporal_di
 
 
 def linear_system(
-    matrices: ArrayLike, right: ArrayLike, *, noise: ArrayLike | None = None, x0: ArrayLike | None = None
+    matrices: ArrayLike,
+    right: ArrayLike,
+    *,
+    noise: ArrayLike | None = None,
+    x0: ArrayLike | None = None,
 ) -> Problem:
     """Clients with oracles A_i x - b_i, from `matrices` A (N, d, d), symmetric or not, and `right` sides b (N, d).
 
-    `noise` adds Gaussian noise to every oracle call: a variance, one (d, d) covariance, or one per client.
+    `noise` adds Gaussian noise to every oracle call: a variance, one (d, d) covariance, or one per
+        client.
 
     >>> problem = linear_system([[[1.0, 2.0], [-2.0, 1.0]], [[3.0, 0.0], [0.0, 1.0]]], [[1.0, 0.0], [1.0, 2.0]])
     >>> problem.optimum()
@@ -44,7 +51,9 @@ def linear_system(
     """
     a, b = np.asarray(matrices, np.float64), np.asarray(right, np.float64)
     if a.ndim != 3 or a.shape[1] != a.shape[2] or b.shape != a.shape[:2]:
-        raise InputError(f"matrices must have shape (N, d, d) and right (N, d), got {a.shape} and {b.shape}")
+        raise InputError(
+            f"matrices must have shape (N, d, d) and right (N, d), got {a.shape} and {b.shape}"
+        )
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise InputError("matrices and right must be finite, got NaN or infinite values")
     start = np.zeros(b.shape[1]) if x0 is None else np.asarray(x0, np.float64)
@@ -55,8 +64,12 @@ def linear_system(
     return Problem(None, start, clients, gradient=affine, **about, name="linear system")
 
 
-def expected_system(world: DecisionProcess, features: ArrayLike, discount: float) -> tuple[Floats, Floats]:
-    """Return A = Phi'D(I - g P)Phi (d, d) and b = Phi'D r (d,): the mean of TD(0)'s oracle on a process.
+def expected_system(
+    world: DecisionProcess, features: ArrayLike, discount: float
+) -> tuple[Floats, Floats]:
+    """Return A = Phi'D(I - g P)Phi (d, d) and b = Phi'D r (d,).
+
+    The mean of TD(0)'s oracle on a process.
 
     >>> a, b = expected_system(garnet(5, seed=1), np.eye(5), discount=0.9)
     >>> bool(np.linalg.eigvals(a).real.min() > 0)
@@ -91,9 +104,10 @@ def policy_evaluation(
 ) -> Problem:
     """TD(0) for one process a client: `features` (S, d) of the states, `records` transitions each.
 
-    A client's records are (phi(s), phi(s'), r), drawn independently with s from the stationary distribution. The
-    optimum is that of the records, exactly; `problem.facts.population` is the system that they were drawn from, and
-    `linear_system(*problem.facts.population)` the problem without sampling.
+    A client's records are (phi(s), phi(s'), r), drawn independently with s from the stationary
+    distribution. The optimum is that of the records, exactly; `problem.facts.population` is the
+    system that they were drawn from, and `linear_system(*problem.facts.population)` the problem
+    without sampling.
 
     >>> worlds = [garnet(6, seed=1), garnet(6, seed=2)]
     >>> policy_evaluation(worlds, np.eye(6)[:, :3], discount=0.9, records=50)
@@ -101,7 +115,9 @@ def policy_evaluation(
     """
     phi = np.asarray(features, np.float64)
     if phi.ndim != 2 or phi.size == 0 or not np.isfinite(phi).all():
-        raise InputError(f"features must be a finite matrix with one row per state, got shape {phi.shape}")
+        raise InputError(
+            f"features must be a finite matrix with one row per state, got shape {phi.shape}"
+        )
     worlds = [checked(f"world {i}", world, len(phi)) for i, world in enumerate(worlds)]
     if not worlds:
         raise InputError("worlds must hold one process for each client, got none")
@@ -111,14 +127,19 @@ def policy_evaluation(
     count = checks.whole("records", records)
     seed = checks.whole("seed", seed, at_least=0)
     systems = [expected_system(world, phi, g) for world in worlds]
-    clients = [transitions(world, phi, count, np.random.default_rng([seed, i])) for i, world in enumerate(worlds)]
+    clients = [
+        transitions(world, phi, count, np.random.default_rng([seed, i]))
+        for i, world in enumerate(worlds)
+    ]
     a = np.stack([now.T @ (now - g * later) / count for now, later, _ in clients])
     b = np.stack([now.T @ reward / count for now, _, reward in clients])
     population = np.stack([a for a, _ in systems]), np.stack([b for _, b in systems])
     start = np.zeros(phi.shape[1])
     facts = _facts(a, b, population)
     about: dict[str, Any] = {"facts": facts, "coupled": False}
-    return Problem(None, start, clients, gradient=TemporalDifference(g), **about, name="temporal difference")
+    return Problem(
+        None, start, clients, gradient=TemporalDifference(g), **about, name="temporal difference"
+    )
 
 
 def temporal_difference(
@@ -133,10 +154,12 @@ def temporal_difference(
     records: int = 1000,
     seed: int = 0,
 ) -> Problem:
-    """Federated TD(0) on Garnets: the clients' processes are relatives of one Garnet, see `perturbed`.
+    """Federated TD(0) on Garnets.
 
-    Features are random directions of length 1, the same for all clients; `policy_evaluation` says what the records are.
-    More clients or records leave the processes of the others as they were.
+    The clients' processes are relatives of one Garnet, see `perturbed`.
+
+    Features are random directions of length 1, the same for all clients; `policy_evaluation` says
+    what the records are. More clients or records leave the processes of the others as they were.
 
     >>> problem = temporal_difference(3, records=200, heterogeneity=1.0)
     >>> problem.dim, bool(np.abs(problem.facts.client_gradients(problem.optimum()).mean(axis=0)).max() < 1e-14)
@@ -160,7 +183,8 @@ def _facts(a: Floats, b: Floats, population: tuple[Floats, Floats]) -> Facts:
         slowest = float(np.linalg.eigvals(mean).real.min())
         if slowest <= 1e-14 * np.abs(mean).max():
             raise InputError(
-                "no step size leads x - lr (A x - b) to a solution: every eigenvalue of A, the weighted mean of the "
+                "no step size leads x - lr (A x - b) to a solution: every eigenvalue of A, the "
+                "weighted mean of the "
                 f"clients' matrices, must have a real part above 0, got {slowest:.3g}"
             )
         solution: Floats = np.linalg.solve(mean, p @ b)

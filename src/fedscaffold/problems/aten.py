@@ -1,11 +1,13 @@
 """Core ATen operators in JAX.
 
-`OPERATORS` maps the name of an operator, without its overload, to a function with the operator's arguments in the order
-of its schema, on JAX arrays and Python numbers. Derivatives where an operator is not differentiable are those of torch:
-0 for relu at 0, the first maximum of a window, 1 for clamp at its bounds.
+`OPERATORS` maps the name of an operator, without its overload, to a function with the operator's
+arguments in the order of its schema, on JAX arrays and Python numbers. Derivatives where an
+operator is not differentiable are those of torch: 0 for relu at 0, the first maximum of a window, 1
+for clamp at its bounds.
 
-Indices out of range, which torch refuses, give NaN in floating-point results, so that a run with a wrong label
-diverges instead of learning from another one. Random operators take their key as the keyword `key`.
+Indices out of range, which torch refuses, give NaN in floating-point results, so that a run with a
+wrong label diverges instead of learning from another one. Random operators take their key as the
+keyword `key`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Unsupported(Exception):
     """A case of an operator that has no rule; the text says which."""
 
 
-def operator(*names: str, random: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(
+    *names: str, random: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function under the names of operators."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,9 +51,9 @@ def operator(*names: str, random: bool = False) -> Callable[[Callable[..., Any]]
 # Elementwise.
 
 SAME_NAME = """
-abs exp exp2 expm1 log log10 log1p log2 sqrt square sign ceil floor trunc sin cos tan sinh cosh tanh isnan isinf
-isfinite maximum minimum fmod remainder logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
-bitwise_xor where
+abs exp exp2 expm1 log log10 log1p log2 sqrt square sign ceil floor trunc sin cos tan sinh cosh tanh
+isnan isinf isfinite maximum minimum fmod remainder logical_and logical_or logical_xor logical_not
+bitwise_and bitwise_or bitwise_xor where
 """
 OTHER_NAME = {
     "acos": jnp.arccos,
@@ -92,7 +96,16 @@ def _elu(x: Array, alpha: float = 1, scale: float = 1, inner: float = 1) -> Arra
     return scale * jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0.0, x) * inner))
 
 
-@operator("alias", "clone", "contiguous", "lift_fresh_copy", "_to_copy", "_local_scalar_dense", "to", "item")
+@operator(
+    "alias",
+    "clone",
+    "contiguous",
+    "lift_fresh_copy",
+    "_to_copy",
+    "_local_scalar_dense",
+    "to",
+    "item",
+)
 def _same(x: Array, *_: Any, **__: Any) -> Array:
     return x  # the interpreter converts to the result's dtype
 
@@ -117,7 +130,11 @@ def _div(a: Array, b: Array, *, rounding_mode: str | None = None) -> Array:
         return jnp.floor_divide(a, b)
     if rounding_mode == "trunc":
         whole = jnp.result_type(a, b).kind in "iu"
-        return jnp.sign(a) * jnp.sign(b) * (abs(a) // abs(b)) if whole else jnp.trunc(jnp.true_divide(a, b))
+        return (
+            jnp.sign(a) * jnp.sign(b) * (abs(a) // abs(b))
+            if whole
+            else jnp.trunc(jnp.true_divide(a, b))
+        )
     return jnp.true_divide(a, b)
 
 
@@ -205,7 +222,9 @@ def _copy(x: Array, source: Array, *_: Any) -> Array:
 
 
 @operator("native_dropout", random=True)
-def _dropout(x: Array, p: float, train: bool | None = True, *, key: Array = None) -> tuple[Array, Array]:
+def _dropout(
+    x: Array, p: float, train: bool | None = True, *, key: Array = None
+) -> tuple[Array, Array]:
     if not train or p == 0:
         return x, jnp.ones(x.shape, bool)
     keep = jax.random.bernoulli(key, 1 - p, x.shape)
@@ -264,15 +283,22 @@ def _axes(x: Array, dim: Any) -> tuple[int, ...]:
     """Return the axes of a reduction; all of them for None and []."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return tuple(range(jnp.ndim(x)))
-    return tuple(one % max(jnp.ndim(x), 1) for one in ([dim] if isinstance(dim, int) else dim) if jnp.ndim(x))
+    return tuple(
+        one % max(jnp.ndim(x), 1) for one in ([dim] if isinstance(dim, int) else dim) if jnp.ndim(x)
+    )
 
 
-def _reduction(function: Callable[..., Array], x: Array, dim: Any = None, keepdim: bool = False, **_: Any) -> Array:
+def _reduction(
+    function: Callable[..., Array], x: Array, dim: Any = None, keepdim: bool = False, **_: Any
+) -> Array:
     return function(x, axis=_axes(x, dim), keepdims=keepdim)
 
 
 OPERATORS.update(
-    {name: partial(_reduction, getattr(jnp, name)) for name in ("sum", "mean", "prod", "any", "all")}
+    {
+        name: partial(_reduction, getattr(jnp, name))
+        for name in ("sum", "mean", "prod", "any", "all")
+    }
     | {"amax": partial(_reduction, jnp.max), "amin": partial(_reduction, jnp.min)}
 )
 
@@ -285,15 +311,21 @@ def _variance(x: Array, dim: Any = None, *, correction: Any = None, keepdim: boo
 
 
 @operator("var")
-def _var(x: Array, dim: Any = None, *given: Any, correction: Any = None, keepdim: bool = False) -> Array:
+def _var(
+    x: Array, dim: Any = None, *given: Any, correction: Any = None, keepdim: bool = False
+) -> Array:
     if given:  # var.dim(self, dim, unbiased, keepdim)
         correction, keepdim = int(given[0]), bool(given[1:] and given[1])
     return _variance(x, dim, correction=correction, keepdim=keepdim)
 
 
 @operator("var_mean")
-def _var_mean(x: Array, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Array, Array]:
-    return _variance(x, dim, correction=correction, keepdim=keepdim), x.mean(_axes(x, dim), keepdims=keepdim)
+def _var_mean(
+    x: Array, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Array, Array]:
+    return _variance(x, dim, correction=correction, keepdim=keepdim), x.mean(
+        _axes(x, dim), keepdims=keepdim
+    )
 
 
 @operator("linalg_vector_norm")
@@ -305,13 +337,17 @@ def _norm(x: Array, order: Any = 2, dim: Any = None, keepdim: bool = False, **_:
         return (x != 0).sum(axes, keepdims=keepdim)
     if order == 1:
         return size.sum(axes, keepdims=keepdim)
-    total = (jnp.square(x) if order == 2 else jnp.where(size > 0, size, 1) ** order * (size > 0)).sum(
-        axes, keepdims=keepdim
-    )
-    return jnp.where(total > 0, jnp.where(total > 0, total, 1) ** (1 / order), 0)  # derivative 0 at 0
+    total = (
+        jnp.square(x) if order == 2 else jnp.where(size > 0, size, 1) ** order * (size > 0)
+    ).sum(axes, keepdims=keepdim)
+    return jnp.where(
+        total > 0, jnp.where(total > 0, total, 1) ** (1 / order), 0
+    )  # derivative 0 at 0
 
 
-def _extreme(arg: Callable[..., Array], x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+def _extreme(
+    arg: Callable[..., Array], x: Array, dim: int, keepdim: bool = False
+) -> tuple[Array, Array]:
     if not jnp.ndim(x):
         return x, jnp.zeros((), int)
     place = arg(x, axis=dim, keepdims=True)
@@ -319,7 +355,9 @@ def _extreme(arg: Callable[..., Array], x: Array, dim: int, keepdim: bool = Fals
     return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
 
 
-def _arg(function: Callable[..., Array], x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+def _arg(
+    function: Callable[..., Array], x: Array, dim: int | None = None, keepdim: bool = False
+) -> Array:
     return function(x, axis=dim, keepdims=keepdim) if jnp.ndim(x) else jnp.zeros((), int)
 
 
@@ -338,13 +376,17 @@ def _cumprod(x: Array, dim: int, **_: Any) -> Array:
 
 
 @operator("sort")
-def _sort(x: Array, dim: int = -1, descending: bool = False, *, stable: Any = None) -> tuple[Array, Array]:
+def _sort(
+    x: Array, dim: int = -1, descending: bool = False, *, stable: Any = None
+) -> tuple[Array, Array]:
     order = jnp.argsort(x, axis=dim, descending=descending)
     return jnp.take_along_axis(x, order, dim), order
 
 
 @operator("topk")
-def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
+def _topk(
+    x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Array, Array]:
     last = jnp.moveaxis(x, dim, -1)
     order = jnp.moveaxis(lax.top_k(last if largest else -last, k)[1], -1, dim)
     return jnp.take_along_axis(x, order, dim), order
@@ -392,7 +434,9 @@ def _t(x: Array) -> Array:
 @operator("expand")
 def _expand(x: Array, size: Sequence[int], **_: Any) -> Array:
     own = (1,) * (len(size) - jnp.ndim(x)) + jnp.shape(x)
-    return jnp.broadcast_to(x, tuple(have if want == -1 else want for have, want in zip(own, size, strict=True)))
+    return jnp.broadcast_to(
+        x, tuple(have if want == -1 else want for have, want in zip(own, size, strict=True))
+    )
 
 
 @operator("squeeze")
@@ -469,7 +513,9 @@ def _slice(x: Array, dim: int = 0, start: Any = None, end: Any = None, step: int
 
 
 @operator("slice_scatter")
-def _slice_scatter(x: Array, source: Array, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Array:
+def _slice_scatter(
+    x: Array, source: Array, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Array:
     return x.at[_window(x, dim, start, end, step)].set(source)
 
 
@@ -493,7 +539,9 @@ def _pad(x: Array, pad: Sequence[int], value: Any = 0) -> Array:
 
 
 def _pad_edges(mode: str, x: Array, pad: Sequence[int]) -> Array:
-    widths = [(0, 0)] * (x.ndim - len(pad) // 2) + [(pad[i], pad[i + 1]) for i in range(len(pad) - 2, -1, -2)]
+    widths = [(0, 0)] * (x.ndim - len(pad) // 2) + [
+        (pad[i], pad[i + 1]) for i in range(len(pad) - 2, -1, -2)
+    ]
     return jnp.pad(x, widths, mode=mode)
 
 
@@ -514,7 +562,9 @@ def _gather(x: Array, dim: int, index: Array, **_: Any) -> Array:
     if not jnp.ndim(x):
         return x
     dim %= x.ndim
-    part = x[tuple(slice(None) if axis == dim else slice(index.shape[axis]) for axis in range(x.ndim))]
+    part = x[
+        tuple(slice(None) if axis == dim else slice(index.shape[axis]) for axis in range(x.ndim))
+    ]
     return jnp.take_along_axis(part, _outside(index, x.shape[dim]), dim, mode="fill")
 
 
@@ -530,7 +580,11 @@ def _embedding(
     if by_frequency:
         raise Unsupported("with scale_grad_by_freq=True")
     rows = jnp.take(weight, _outside(index, weight.shape[0]), 0, mode="fill")
-    return rows if padding < 0 else jnp.where((index == padding)[..., None], lax.stop_gradient(rows), rows)
+    return (
+        rows
+        if padding < 0
+        else jnp.where((index == padding)[..., None], lax.stop_gradient(rows), rows)
+    )
 
 
 def _places(indices: Sequence[Array | None]) -> tuple[Any, ...]:
@@ -545,8 +599,15 @@ def _index(x: Array, indices: Sequence[Array | None]) -> Array:
 
 
 @operator("index_put", "_unsafe_index_put")
-def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
-    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == bool and not jnp.ndim(values):
+def _index_put(
+    x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False
+) -> Array:
+    if (
+        len(indices) == 1
+        and indices[0] is not None
+        and indices[0].dtype == bool
+        and not jnp.ndim(values)
+    ):
         mask = indices[0].reshape(indices[0].shape + (1,) * (x.ndim - indices[0].ndim))
         return jnp.where(mask, x + values if accumulate else values, x)
     place = x.at[_places(indices)]
@@ -605,11 +666,15 @@ def _attention(
     scale: float | None = None,
     key: Array = None,
 ) -> tuple[Array, None]:
-    scores = query @ jnp.swapaxes(keys, -1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (
+        query @ jnp.swapaxes(keys, -1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    )
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
     if attn_mask is not None:
-        scores = scores + (jnp.where(attn_mask, 0, -jnp.inf) if attn_mask.dtype == bool else attn_mask)
+        scores = scores + (
+            jnp.where(attn_mask, 0, -jnp.inf) if attn_mask.dtype == bool else attn_mask
+        )
     weights, _ = _dropout(_safe_softmax(scores, -1), dropout, True, key=key)
     return weights @ value, None
 

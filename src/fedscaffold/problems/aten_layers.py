@@ -1,4 +1,7 @@
-"""ATen operators that are whole layers: convolution, pooling, normalisation, resizing and recurrent networks."""
+"""ATen operators that are whole layers.
+
+Convolution, pooling, normalisation, resizing and recurrent networks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ def _convolution(
     groups: int,
 ) -> Array:
     n = x.ndim - 2
-    stride, padding, dilation, more = (_each(one, n) for one in (stride, padding, dilation, output_padding))
+    stride, padding, dilation, more = (
+        _each(one, n) for one in (stride, padding, dilation, output_padding)
+    )
     spread = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     widths, moves, holes = [(p, p) for p in padding], stride, [1] * n
     if transposed:
@@ -46,7 +51,9 @@ def _convolution(
         moves, holes = [1] * n, stride
         inputs, outputs, *kernel = weight.shape
         grouped = weight.reshape(groups, inputs // groups, outputs, *kernel).swapaxes(1, 2)
-        weight = jnp.flip(grouped.reshape(groups * outputs, inputs // groups, *kernel), tuple(range(2, n + 2)))
+        weight = jnp.flip(
+            grouped.reshape(groups * outputs, inputs // groups, *kernel), tuple(range(2, n + 2))
+        )
     axes = "XYZ"[:n]
     result = lax.conv_general_dilated(
         x,
@@ -71,7 +78,9 @@ def _pool_size(size: int, kernel: int, stride: int, padding: int, dilation: int,
 class _Windows:
     """The windows of a pooling over the last axes of an array."""
 
-    def __init__(self, x: Array, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, n: int) -> None:
+    def __init__(
+        self, x: Array, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, n: int
+    ) -> None:
         self.kernel = _each(kernel, n)
         self.stride = _each(stride, n) if stride else self.kernel
         self.padding, self.dilation = _each(padding, n), _each(dilation, n)
@@ -85,14 +94,18 @@ class _Windows:
         """Padding before and after each axis, so that all windows fit."""
         found = []
         for i, size in enumerate(self.sizes):
-            last = (self.numbers[i] - 1) * self.stride[i] + self.dilation[i] * (self.kernel[i] - 1) + 1
+            last = (
+                (self.numbers[i] - 1) * self.stride[i] + self.dilation[i] * (self.kernel[i] - 1) + 1
+            )
             found.append((self.padding[i], max(self.padding[i], last - size - self.padding[i])))
         return found
 
     def reduce(self, x: Array, start: Any, function: Callable[..., Any]) -> Array:
         """Reduce every window."""
         padding = [(0, 0)] * len(self.lead) + self.widths
-        return lax.reduce_window(x, start, function, (*self.lead, *self.kernel), (*self.lead, *self.stride), padding)
+        return lax.reduce_window(
+            x, start, function, (*self.lead, *self.kernel), (*self.lead, *self.stride), padding
+        )
 
     def counts(self, with_padding: bool) -> NDArray[Any]:
         """Return how many entries each window has."""
@@ -108,13 +121,19 @@ class _Windows:
 
     def entries(self, x: Array, fill: Any) -> Array:
         """Return the entries of every window along a new last axis."""
-        x = lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0)] * len(self.lead) + [(*w, 0) for w in self.widths])
+        x = lax.pad(
+            x,
+            jnp.asarray(fill, x.dtype),
+            [(0, 0, 0)] * len(self.lead) + [(*w, 0) for w in self.widths],
+        )
         found = []
         for place in np.ndindex(*self.kernel):
             index: list[Any] = [slice(None)] * len(self.lead)
             for i, k in enumerate(place):
                 first = k * self.dilation[i]
-                index.append(slice(first, first + (self.numbers[i] - 1) * self.stride[i] + 1, self.stride[i]))
+                index.append(
+                    slice(first, first + (self.numbers[i] - 1) * self.stride[i] + 1, self.stride[i])
+                )
             found.append(x[tuple(index)])
         return jnp.stack(found, -1)
 
@@ -124,7 +143,14 @@ def _first_maximum(entries: Array) -> Array:
 
 
 def _max_pool(n: int) -> Callable[..., Any]:
-    def pool(x: Array, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False) -> Any:
+    def pool(
+        x: Array,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil: bool = False,
+    ) -> Any:
         windows = _Windows(x, kernel, stride, padding, dilation, ceil, n)
         if any(d != 1 for d in windows.dilation):  # XLA has no derivative of these
             return _first_maximum(windows.entries(x, -jnp.inf)), None
@@ -207,7 +233,9 @@ def _moments(x: Array, axes: Sequence[int]) -> tuple[Array, Array]:
 
 
 @operator("native_layer_norm")
-def _layer_norm(x: Array, shape: Sequence[int], weight: Array | None, bias: Array | None, eps: float) -> Any:
+def _layer_norm(
+    x: Array, shape: Sequence[int], weight: Array | None, bias: Array | None, eps: float
+) -> Any:
     mean, variance = _moments(x, tuple(range(x.ndim - len(shape), x.ndim)))
     normal, rstd = _normalise(x, mean, variance, eps)
     return _affine(normal, weight, bias, tuple(shape)), mean, rstd
@@ -215,7 +243,14 @@ def _layer_norm(x: Array, shape: Sequence[int], weight: Array | None, bias: Arra
 
 @operator("native_group_norm")
 def _group_norm(
-    x: Array, weight: Array | None, bias: Array | None, rows: int, channels: int, size: int, groups: int, eps: float
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    rows: int,
+    channels: int,
+    size: int,
+    groups: int,
+    eps: float,
 ) -> Any:
     parted = x.reshape(x.shape[0], groups, -1)
     mean, variance = _moments(parted, (2,))
@@ -224,7 +259,9 @@ def _group_norm(
     return _affine(normal.reshape(x.shape), weight, bias, shape), mean[..., 0], rstd[..., 0]
 
 
-def _batch_norm(x: Array, weight: Array | None, bias: Array | None, statistics: Any, eps: float) -> Any:
+def _batch_norm(
+    x: Array, weight: Array | None, bias: Array | None, statistics: Any, eps: float
+) -> Any:
     """Normalise by given statistics, or by the batch's own if they are None."""
     shape = (1, -1, *[1] * (x.ndim - 2))
     if statistics is None:
@@ -232,7 +269,12 @@ def _batch_norm(x: Array, weight: Array | None, bias: Array | None, statistics: 
     else:
         mean, variance = (one.reshape(shape) for one in statistics)
     normal, rstd = _normalise(x, mean, variance, eps)
-    return _affine(normal, weight, bias, shape), mean.reshape(-1), rstd.reshape(-1), variance.reshape(-1)
+    return (
+        _affine(normal, weight, bias, shape),
+        mean.reshape(-1),
+        rstd.reshape(-1),
+        variance.reshape(-1),
+    )
 
 
 @operator("_native_batch_norm_legit_no_training")
@@ -243,13 +285,22 @@ def _batch_norm_eval(
 
 
 @operator("_native_batch_norm_legit")
-def _batch_norm_alone(x: Array, weight: Array, bias: Array, training: bool, momentum: float, eps: float) -> Any:
+def _batch_norm_alone(
+    x: Array, weight: Array, bias: Array, training: bool, momentum: float, eps: float
+) -> Any:
     return _batch_norm(x, weight, bias, None, eps)[:3]
 
 
 @operator("_native_batch_norm_legit_functional")
 def _batch_norm_train(
-    x: Array, weight: Array, bias: Array, mean: Array, variance: Array, training: bool, momentum: float, eps: float
+    x: Array,
+    weight: Array,
+    bias: Array,
+    mean: Array,
+    variance: Array,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> Any:
     if not training:
         return *_batch_norm(x, weight, bias, (mean, variance), eps)[:3], mean, variance
@@ -270,8 +321,16 @@ def _scales(x: Array, size: Any, factors: Any) -> list[tuple[int, int, float]]:
     """Return (old size, new size, step) of each of the last axes."""
     n = len(size if size is not None else factors)
     old = x.shape[-n:]
-    new = list(size) if size is not None else [math.floor(a * f) for a, f in zip(old, factors, strict=True)]
-    steps = [1 / f for f in factors] if factors is not None else [a / b for a, b in zip(old, new, strict=True)]
+    new = (
+        list(size)
+        if size is not None
+        else [math.floor(a * f) for a, f in zip(old, factors, strict=True)]
+    )
+    steps = (
+        [1 / f for f in factors]
+        if factors is not None
+        else [a / b for a, b in zip(old, new, strict=True)]
+    )
     return list(zip(old, new, steps, strict=True))
 
 
@@ -303,7 +362,9 @@ def _bilinear(x: Array, size: Any, align_corners: bool, factors: Any = None) -> 
 # Recurrent networks, as scans over time.
 
 
-def _lstm_cell(state: tuple[Array, Array], gates: Array, weight: Array, bias: Any) -> tuple[Any, Array]:
+def _lstm_cell(
+    state: tuple[Array, Array], gates: Array, weight: Array, bias: Any
+) -> tuple[Any, Array]:
     h, c = state
     i, f, g, o = jnp.split(gates + h @ weight.T + bias, 4, -1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -329,7 +390,10 @@ def _plain_cell(activation: Callable[[Array], Array]) -> Callable[..., Any]:
 
 
 def _recurrent(cell: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator of a stack of recurrent layers; the state is a tuple of (layers, batch, hidden)."""
+    """Return the operator of a stack of recurrent layers.
+
+    The state is a tuple of (layers, batch, hidden).
+    """
 
     def network(
         x: Array,
@@ -352,7 +416,9 @@ def _recurrent(cell: Callable[..., Any]) -> Callable[..., Any]:
         ends: list[Any] = []
         for layer in range(layers):
             if layer and dropout and train:
-                x, _ = OPERATORS["native_dropout"](x, dropout, True, key=jax.random.fold_in(key, layer))
+                x, _ = OPERATORS["native_dropout"](
+                    x, dropout, True, key=jax.random.fold_in(key, layer)
+                )
             found = []
             for way in range(ways):
                 place = layer * ways + way

@@ -4,15 +4,16 @@ mean       Its value on a batch is the mean of its values on the single records.
            grouping, so a batch may be padded with records of weight zero.
 weighted   It takes `weights` by name: one number for each record, summing to 1, zero for padding.
 coupled    Anything else: Cox, contrastive losses, batch normalisation, AUC. It is only ever called with real
-           batches of real records, so every batch size that occurs has a branch of its own in the program.
+           batches of real records, so every batch size that occurs has a branch of its own in the
+           program.
 
 A function may also take by name
 
 key        A random key in training, None where the function is measured. What it draws with a key depends on the
            batch's shape, so its gradient has a kind of its own, found with the key held fixed.
 state      Arrays that are not trained by gradients, such as running statistics. A loss (or gradient) that takes them
-           returns a pair: its value and the new state. It is called with real batches only, as it may compute
-           statistics of them.
+           returns a pair: its value and the new state. It is called with real batches only, as it
+           may compute statistics of them.
 train      True in training, False where it is measured: running statistics are used instead of the batch's own.
 """
 
@@ -29,14 +30,25 @@ from fedscaffold.checks import InputError, one_number, shown, taken_by_name, tak
 from fedscaffold.problems.rewriting import as_products, patch_bytes
 
 __all__ = [
-    "Functions", "Kind", "Kinds", "bound", "call", "gradient", "measured", "no_loss", "record_values", "value",
+    "Functions",
+    "Kind",
+    "Kinds",
+    "bound",
+    "call",
+    "gradient",
+    "measured",
+    "no_loss",
+    "record_values",
+    "value",
     "work_bytes",
-]  # fmt: skip
+]
 
 Tree: TypeAlias = Any
 Array: TypeAlias = Any
 Kind: TypeAlias = Literal["mean", "weighted", "coupled"]
-NO_LOSS = "{} has an oracle but no loss: watch 'distance' or 'grad_norm' instead of 'loss' and 'gap'"
+NO_LOSS = (
+    "{} has an oracle but no loss: watch 'distance' or 'grad_norm' instead of 'loss' and 'gap'"
+)
 
 
 def no_loss(params: Tree, batch: Tree) -> Any:
@@ -50,7 +62,8 @@ class Functions(NamedTuple):
     loss: Callable[..., Any]
     """(params, batch) -> the batch's loss; may take `weights`."""
     accuracy: Callable[..., Any] | None = None
-    """(params, batch) -> share of the batch's records predicted right, or another score; may take `weights`."""
+    """(params, batch) -> share of the batch's records predicted right, or another score; may take
+    `weights`."""
     gradient: Callable[..., Tree] | None = None
     """(params, batch) -> descent direction of the clients; None for the gradient of the loss."""
 
@@ -82,14 +95,19 @@ class Kinds(NamedTuple):
 def bound(
     function: Callable[..., Any], key: Array | None = None, state: Tree = None, train: bool = False
 ) -> Callable[..., Any]:
-    """Bind what a function takes by name, apart from `weights`; a key of None means without randomness."""
+    """Bind what a function takes by name, apart from `weights`.
+
+    A key of None means without randomness.
+    """
     given = {"key": key, "state": state, "train": train}
     taken = {name: value for name, value in given.items() if name in taken_by_name(function)}
     return partial(function, **taken) if taken else function
 
 
 def measured(function: Callable[..., Any], state: Tree = None) -> Callable[..., Any]:
-    """Return (params, batch) -> the value of a function where it is measured: without randomness, not in training.
+    """Return (params, batch) -> the value of a function where it is measured.
+
+    Without randomness, not in training.
 
     >>> def loss(params, batch, state, train):
     ...     return (1.0 if train else state), state
@@ -122,7 +140,12 @@ def record_values(function: Callable[[Tree, Tree], Any], params: Tree, batch: Tr
 
 
 def value(
-    function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree, weights: Array | None, state: Tree = None
+    function: Callable[..., Any],
+    kind: Kind,
+    params: Tree,
+    batch: Tree,
+    weights: Array | None,
+    state: Tree = None,
 ) -> Array:
     """Return a function's value on a batch where it is measured; padding has weight 0.
 
@@ -164,7 +187,11 @@ def gradient(
     Returns:
         A pytree like `params`; for functions with a state, a pair of it and the new state.
     """
-    given = None if functions.gradient is None else as_products(bound(functions.gradient, key, state, train))
+    given = (
+        None
+        if functions.gradient is None
+        else as_products(bound(functions.gradient, key, state, train))
+    )
     of_batch = as_products(bound(functions.loss, key, state, train))
 
     def loss(params: Tree, batch: Tree, **by_name: Array) -> Any:
@@ -189,7 +216,10 @@ def gradient(
 
 
 def _pair(name: str, result: Any, state: Tree) -> tuple[Any, Tree]:
-    """Check the pair (value, new state) that a function with a state returns; the state keeps its types."""
+    """Check the pair (value, new state) that a function with a state returns.
+
+    The state keeps its types.
+    """
     wanted = f"{name} takes a state, so it must return a pair: its value, and a new state like the old one"
     if not isinstance(result, tuple) or len(result) != 2:
         raise InputError(f"{wanted}; got {shown(result)}")
@@ -203,21 +233,32 @@ def _pair(name: str, result: Any, state: Tree) -> tuple[Any, Tree]:
 
 
 @lru_cache(maxsize=64)
-def work_bytes(functions: Functions, kinds: Kinds, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> int:
-    """Return the bytes that the patches of convolutions take in a gradient on a batch; 0 without convolutions.
+def work_bytes(
+    functions: Functions, kinds: Kinds, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]
+) -> int:
+    """Return the bytes that the patches of convolutions take in a gradient on a batch.
 
-    `tree` and `shapes` are the structure and the leaves of (params, batch, state), so that runs of one problem trace it
-    once.
+    0 without convolutions.
+
+    `tree` and `shapes` are the structure and the leaves of (params, batch, state), so that runs of
+    one problem trace it once.
     """
     key = jax.random.key(0) if functions.random else None
 
     def on_batch(params: Tree, batch: Tree, state: Tree) -> Any:
-        return call(bound(functions.gradient or functions.loss, key, state, train=True), kinds.gradient, params, batch)
+        return call(
+            bound(functions.gradient or functions.loss, key, state, train=True),
+            kinds.gradient,
+            params,
+            batch,
+        )
 
     return patch_bytes(on_batch, *jax.tree.unflatten(tree, shapes))
 
 
-def _on_real_records(evaluate: Callable[[Tree], Tree], batch: Tree, weights: Array, sizes: Sequence[int]) -> Tree:
+def _on_real_records(
+    evaluate: Callable[[Tree], Tree], batch: Tree, weights: Array, sizes: Sequence[int]
+) -> Tree:
     """Evaluate on the real records of a padded batch, with one branch per size."""
 
     def branch(size: int) -> Callable[[Tree], Tree]:

@@ -1,12 +1,14 @@
 """Convolution and pooling as slices and matrix products.
 
-Inside compiled loops XLA's CPU back end runs convolutions, and the gradient of pooling windows, as plain loops: about
-ten times slower than the same arithmetic as matrix products. The functions here compute what `jax.lax` does, equal up
-to the rounding of sums, from operations that are fast there and whose derivatives are.
+Inside compiled loops XLA's CPU back end runs convolutions, and the gradient of pooling windows, as
+plain loops: about ten times slower than the same arithmetic as matrix products. The functions here
+compute what `jax.lax` does, equal up to the rounding of sums, from operations that are fast there
+and whose derivatives are.
 
-A convolution slides a window over the spatial axes. Along the last axes the entries of every window are copied side by
-side (patches), so that one matrix product contracts them with the kernel; the positions along the other axes have a
-product each, and the products are added. Patches along fewer axes take less memory, more of them make larger products.
+A convolution slides a window over the spatial axes. Along the last axes the entries of every window
+are copied side by side (patches), so that one matrix product contracts them with the kernel; the
+positions along the other axes have a product each, and the products are added. Patches along fewer
+axes take less memory, more of them make larger products.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ __all__ = ["Windows", "convolution", "max_pool", "min_pool", "pad_windows", "sum
 
 Array: TypeAlias = Any
 
-CONTRACTION = 128  # entries of a window to contract in one product at least: below, products are far from peak speed
-MOST_PARTS = 64  # slices along one axis, and products in one convolution, at most: each is an operation to compile
+# entries of a window to contract in one product at least: below, products are far from peak speed
+CONTRACTION = 128
+# slices along one axis, and products in one convolution, at most: each is an operation to compile
+MOST_PARTS = 64
 
 
 class Windows(NamedTuple):
@@ -45,12 +49,16 @@ class Windows(NamedTuple):
     def entries(self, x: Array, axis: int, k: int) -> Array:
         """Return entry k of every window."""
         first = k * self.dilation
-        return lax.slice_in_dim(x, first, first + (self.number - 1) * self.stride + 1, self.stride, axis)
+        return lax.slice_in_dim(
+            x, first, first + (self.number - 1) * self.stride + 1, self.stride, axis
+        )
 
     def window(self, x: Array, axis: int, j: int) -> Array:
         """Return all entries of window j."""
         first = j * self.stride
-        return lax.slice_in_dim(x, first, first + (self.size - 1) * self.dilation + 1, self.dilation, axis)
+        return lax.slice_in_dim(
+            x, first, first + (self.size - 1) * self.dilation + 1, self.dilation, axis
+        )
 
 
 def pad_windows(
@@ -66,7 +74,8 @@ def pad_windows(
     """Dilate and pad an array along some axes, and describe the windows along each.
 
     Returns:
-        The padded array, and the windows of each axis; a number of 0 says that there is no room for one.
+        The padded array, and the windows of each axis; a number of 0 says that there is no room for
+        one.
     """
     config = [(0, 0, 0)] * x.ndim
     for axis, (low, high), spread in zip(axes, padding, base_dilation, strict=True):
@@ -96,7 +105,9 @@ def convolution(lhs: Array, rhs: Array, **params: Any) -> Array | None:
     outputs, inputs, *space = numbers.rhs_spec
     lhs = lax.transpose(lhs, (numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]))
     rhs = lax.transpose(rhs, (*space, inputs, outputs))
-    if params["batch_group_count"] > 1:  # groups of the batch are groups of features of a smaller batch
+    if (
+        params["batch_group_count"] > 1
+    ):  # groups of the batch are groups of features of a smaller batch
         groups = params["batch_group_count"]
         lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
         lhs = lhs.reshape(*lhs.shape[:-2], -1)
@@ -120,17 +131,25 @@ def convolution(lhs: Array, rhs: Array, **params: Any) -> Array | None:
 
 
 def _split(shape: tuple[int, ...], windows: Sequence[Windows]) -> int | None:
-    """Return how many leading axes have a product for each entry of the window; None if there is no way."""
+    """Return how many leading axes have a product for each entry of the window.
+
+    None if there is no way.
+    """
     split = len(windows)
     contracted = shape[-2]
-    while split and (contracted < CONTRACTION or prod(w.size for w in windows[:split]) > MOST_PARTS):
+    while split and (
+        contracted < CONTRACTION or prod(w.size for w in windows[:split]) > MOST_PARTS
+    ):
         split -= 1
         contracted *= windows[split].size
     return split if all(w.parts <= MOST_PARTS for w in windows[split:]) else None
 
 
 def _depthwise(lhs: Array, rhs: Array, windows: Sequence[Windows]) -> Array:
-    """One input feature in each group: products would contract windows only, so multiply and add."""
+    """One input feature in each group.
+
+    Products would contract windows only, so multiply and add.
+    """
     features = lhs.shape[-1]
     rhs = rhs.reshape(*rhs.shape[:-2], features, -1)
     total: Any = 0
@@ -143,9 +162,18 @@ def _depthwise(lhs: Array, rhs: Array, windows: Sequence[Windows]) -> Array:
 
 
 def _products(
-    lhs: Array, rhs: Array, windows: Sequence[Windows], split: int, groups: int, precision: Any, dtype: Any
+    lhs: Array,
+    rhs: Array,
+    windows: Sequence[Windows],
+    split: int,
+    groups: int,
+    precision: Any,
+    dtype: Any,
 ) -> Array:
-    """Sum a product for each entry of the window along the first `split` axes; patches along the others."""
+    """Sum a product for each entry of the window along the first `split` axes.
+
+    Patches along the others.
+    """
     for axis, w in reversed(list(enumerate(windows[split:], 1 + split))):
         lhs = _patches(lhs, axis, w)
     entries = rhs.shape[split:-2]
@@ -164,18 +192,24 @@ def _patches(x: Array, axis: int, windows: Windows) -> Array:
     if windows.size == 1:
         return windows.entries(x, axis, 0)
     if windows.size <= windows.number:
-        return lax.concatenate([windows.entries(x, axis, k) for k in range(windows.size)], x.ndim - 1)
+        return lax.concatenate(
+            [windows.entries(x, axis, k) for k in range(windows.size)], x.ndim - 1
+        )
     each = [jnp.moveaxis(windows.window(x, axis, j), axis, -2) for j in range(windows.number)]
     return jnp.stack([one.reshape(*one.shape[:-2], -1) for one in each], axis)
 
 
-def _contract(patches: Array, kernel: Array, entries: int, groups: int, precision: Any, dtype: Any) -> Array:
+def _contract(
+    patches: Array, kernel: Array, entries: int, groups: int, precision: Any, dtype: Any
+) -> Array:
     """Contract patches (..., entries x groups x inputs) with a kernel (..., inputs, groups x outputs)."""
     inputs, outputs = kernel.shape[-2:]
     how = {"precision": precision, "preferred_element_type": dtype}
     last = patches.ndim - 1
     if groups == 1:
-        return lax.dot_general(patches, kernel.reshape(-1, outputs), (((last,), (0,)), ((), ())), **how)
+        return lax.dot_general(
+            patches, kernel.reshape(-1, outputs), (((last,), (0,)), ((), ())), **how
+        )
     patches = patches.reshape(*patches.shape[:-1], entries, groups, inputs)
     kernel = kernel.reshape(entries, inputs, groups, -1)
     numbers = (((last, last + 2), (0, 1)), ((last + 1,), (2,)))
@@ -189,17 +223,28 @@ def sum_pool(x: Array, **params: Any) -> Array | None:
 
 
 def max_pool(x: Array, **params: Any) -> Array | None:
-    """Compute the primitive `reduce_window_max`; the gradient is that of a window's first largest entry."""
+    """Compute the primitive `reduce_window_max`.
+
+    The gradient is that of a window's first largest entry.
+    """
     return _pool(x, -jnp.inf, lambda a, b: jnp.where((a < b) | (b != b), b, a), params)
 
 
 def min_pool(x: Array, **params: Any) -> Array | None:
-    """Compute the primitive `reduce_window_min`; the gradient is that of a window's first smallest entry."""
+    """Compute the primitive `reduce_window_min`.
+
+    The gradient is that of a window's first smallest entry.
+    """
     return _pool(x, jnp.inf, lambda a, b: jnp.where((a > b) | (b != b), b, a), params)
 
 
-def _pool(x: Array, filling: Any, fold: Callable[[Array, Array], Array], params: dict[str, Any]) -> Array | None:
-    """Fold the entries of every window, one axis after the other; the last goes first, so ties keep their order."""
+def _pool(
+    x: Array, filling: Any, fold: Callable[[Array, Array], Array], params: dict[str, Any]
+) -> Array | None:
+    """Fold the entries of every window, one axis after the other.
+
+    The last goes first, so ties keep their order.
+    """
     if np.isinf(filling) and not jnp.issubdtype(x.dtype, jnp.floating):
         return None
     axes = range(x.ndim)

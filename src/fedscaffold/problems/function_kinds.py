@@ -1,9 +1,12 @@
-"""Inspection of the user's functions before a run: which couple records, which arrays are batch statistics.
+"""Inspection of the user's functions before a run.
 
-A loss is recognised as a mean over records by comparing it, and its gradient, on real batches with the mean over their
-records, at random parameters (at the start, a network whose last layer is zero would be inconclusive). The comparison
-is in float64 if the functions allow it. A coupling that is inactive at these points is found in the function's jaxpr
-(`mixing`). Functions that cannot be classified count as coupled, which is always correct and only slower.
+Which couple records, which arrays are batch statistics.
+
+A loss is recognised as a mean over records by comparing it, and its gradient, on real batches with
+the mean over their records, at random parameters (at the start, a network whose last layer is zero
+would be inconclusive). The comparison is in float64 if the functions allow it. A coupling that is
+inactive at these points is found in the function's jaxpr (`mixing`). Functions that cannot be
+classified count as coupled, which is always correct and only slower.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ Array: TypeAlias = Any
 
 RECORDS = 61  # in a batch that is compared with its records: prime, so no constant divisor is near
 SPREADS = (0.1, 1.0)  # of the random parameters, in units of the model's own size
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "batch_stats", "moving_mean", "moving_variance")
+STATISTICS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+    "batch_stats",
+    "moving_mean",
+    "moving_variance",
+)
 STATISTIC_TYPES = {"BatchStat"}  # Flax NNX
 PAIR = ("mean", "var")  # the names of Flax's batch statistics
 
@@ -58,21 +68,30 @@ def inspect_functions(problem: Problem) -> Inspection:
     named = _named_statistics(problem.params)
     if named:
         return Inspection(Kinds(), named)
-    with warnings.catch_warnings():  # of double precision where a model has single precision written into it
+    with (
+        warnings.catch_warnings()
+    ):  # of double precision where a model has single precision written into it
         warnings.simplefilter("ignore")
         return _inspect_unnamed(problem)
 
 
 def _inspect_unnamed(problem: Problem) -> Inspection:
     functions = problem.functions
-    stated: Kind | None = None if problem.coupled is None else "coupled" if problem.coupled else "mean"
+    stated: Kind | None = (
+        None if problem.coupled is None else "coupled" if problem.coupled else "mean"
+    )
     train, test = _samples(problem.records, problem.offsets), None
     if problem.test is not None:
         size = len(jax.tree.leaves(problem.test)[0])
         test = _samples(problem.test, np.array([0, size]))
     slopes = np.ones(len(problem.layout.names))
 
-    def kind_of(name: str, function: Callable[..., Any] | None, batches: list[Tree], key: Array | None = None) -> Kind:
+    def kind_of(
+        name: str,
+        function: Callable[..., Any] | None,
+        batches: list[Tree],
+        key: Array | None = None,
+    ) -> Kind:
         nonlocal slopes
         if function is None:
             return "mean"
@@ -80,7 +99,11 @@ def _inspect_unnamed(problem: Problem) -> Inspection:
             return "weighted"
         if stated == "coupled" or (stated is not None and key is None):
             return stated
-        one = measured(function, problem.state) if key is None else bound(function, key, problem.state, train=True)
+        one = (
+            measured(function, problem.state)
+            if key is None
+            else bound(function, key, problem.state, train=True)
+        )
         coupled, found = _couples(name, one, problem.params, batches)
         slopes = found if name == "loss" else slopes
         return "coupled" if coupled else "mean"
@@ -92,27 +115,41 @@ def _inspect_unnamed(problem: Problem) -> Inspection:
     accuracy = kind_of("accuracy", functions.accuracy, train if test is None else test)
     given = functions.gradient is not None
     slope = kind_of("gradient", functions.gradient, train) if given else loss
-    if functions.stateful:  # it may compute statistics of the batch, whatever it does where it is measured
-        slope = "weighted" if takes_weights("loss", functions.gradient or functions.loss) else "coupled"
+    if (
+        functions.stateful
+    ):  # it may compute statistics of the batch, whatever it does where it is measured
+        slope = (
+            "weighted" if takes_weights("loss", functions.gradient or functions.loss) else "coupled"
+        )
     elif functions.random:  # what is drawn with a key may depend on the batch's shape
-        slope = kind_of("gradient" if given else "loss", functions.gradient or functions.loss, train, jax.random.key(0))
+        slope = kind_of(
+            "gradient" if given else "loss",
+            functions.gradient or functions.loss,
+            train,
+            jax.random.key(0),
+        )
     kinds = Kinds(loss, accuracy, slope)
     untrained = np.flatnonzero(slopes == 0).tolist()
     used = partial(_is_measured, problem, kinds.accuracy, (train if test is None else test)[0])
     return Inspection(kinds, tuple(problem.layout.names[j] for j in untrained if used(j)))
 
 
-def _refuse_without_key(name: str, function: Callable[..., Any], problem: Problem, batch: Tree) -> None:
+def _refuse_without_key(
+    name: str, function: Callable[..., Any], problem: Problem, batch: Tree
+) -> None:
     """Raise an InputError for a function that works with a random key but not with key=None."""
     try:
         jax.eval_shape(measured(function, problem.state), problem.params, batch)
     except Exception as error:
         try:
-            jax.eval_shape(bound(function, jax.random.key(0), problem.state, train=True), problem.params, batch)
+            jax.eval_shape(
+                bound(function, jax.random.key(0), problem.state, train=True), problem.params, batch
+            )
         except Exception:  # it fails either way, and a run will say why
             return
         raise InputError(
-            f"{name} must run with key=None, as it is measured without randomness: draw random numbers only where "
+            f"{name} must run with key=None, as it is measured without randomness: draw random "
+            "numbers only where "
             f"key is not None; it said {type(error).__name__}: {str(error).splitlines()[0][:100]}"
         ) from None
 
@@ -142,11 +179,15 @@ def _models(params: Tree) -> list[Tree]:
     return [jax.tree.map(moved(spread), params) for spread in SPREADS]
 
 
-def _couples(name: str, function: Callable[..., Any], params: Tree, batches: list[Tree]) -> tuple[bool, NDArray[Any]]:
+def _couples(
+    name: str, function: Callable[..., Any], params: Tree, batches: list[Tree]
+) -> tuple[bool, NDArray[Any]]:
     """Return whether a function couples records, and the largest slope of each array."""
     with jax.enable_x64(_runs_in_double(function, params, batches[0])):
         tolerance = _tolerance(function, params, batches[0])
-        jax.eval_shape(partial(_on_batch, name, function), params, batches[0])  # what fails here, fails in a run
+        jax.eval_shape(
+            partial(_on_batch, name, function), params, batches[0]
+        )  # what fails here, fails in a run
         mixed = mixes_records(function, _models(params)[0], batches[0])
         mismatches, slopes = [], []
         for model in _models(params):
@@ -165,7 +206,9 @@ def _runs_in_double(function: Callable[..., Any], params: Tree, batch: Tree) -> 
     """Return whether a function can be traced in float64; some hard-code float32."""
     try:
         with jax.enable_x64(True):
-            jax.eval_shape(function, jax.tree.map(partial(np.asarray, dtype=np.float64), params), batch)
+            jax.eval_shape(
+                function, jax.tree.map(partial(np.asarray, dtype=np.float64), params), batch
+            )
     except Exception:
         return False
     return True
@@ -181,12 +224,14 @@ def _tolerance(function: Callable[..., Any], params: Tree, batch: Tree) -> float
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _compare(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> tuple[Array, Array]:
+def _compare(
+    name: str, function: Callable[..., Any], params: Tree, batch: Tree
+) -> tuple[Array, Array]:
     """Compare a function on a batch with its mean over the records.
 
     Returns:
-        The relative difference, of values or for a loss of gradients if that is larger; and the largest slope of each
-        array.
+        The relative difference, of values or for a loss of gradients if that is larger; and the
+        largest slope of each array.
     """
     whole, slope = _on_batch(name, function, params, batch)
     largest = _slopes(name, function, params, batch)
@@ -200,7 +245,9 @@ def _compare(name: str, function: Callable[..., Any], params: Tree, batch: Tree)
     return jnp.maximum(mismatch, _relative(slope, mean_slope, _norm(mean_slope))), largest
 
 
-def _on_batch(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> tuple[Tree, Tree]:
+def _on_batch(
+    name: str, function: Callable[..., Any], params: Tree, batch: Tree
+) -> tuple[Tree, Tree]:
     """Return a function's value on a batch without padding, and the gradient of a loss."""
     whole = function(params, batch)
     if name != "loss":
@@ -226,7 +273,9 @@ def _relative(a: Tree, b: Tree, size: Array) -> Array:
 
 
 def _norm(tree: Tree) -> Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.asarray(leaf, float))) for leaf in jax.tree.leaves(tree)))
+    return jnp.sqrt(
+        sum(jnp.sum(jnp.square(jnp.asarray(leaf, float))) for leaf in jax.tree.leaves(tree))
+    )
 
 
 def _named_statistics(params: Tree) -> tuple[str, ...]:
@@ -244,7 +293,10 @@ def _named_statistics(params: Tree) -> tuple[str, ...]:
 
 
 def _is_measured(problem: Problem, kind: Kind, batch: Tree, place: int) -> bool:
-    """Return whether an array without a gradient is a statistic: by its name, or because the accuracy uses it."""
+    """Return whether an array without a gradient is a statistic.
+
+    By its name, or because the accuracy uses it.
+    """
     words = re.findall(r"[a-z]+", problem.layout.names[place].lower())
     if any(word in PAIR for word in words):
         return True
@@ -256,7 +308,10 @@ def _is_measured(problem: Problem, kind: Kind, batch: Tree, place: int) -> bool:
     shape, size = leaves[place].shape, np.sqrt(np.mean(leaves[place] ** 2)) + 1.0
     values = []
     for width in (0.1, 1.0, 10.0, 100.0):
-        for moved in (size * width * rng.normal(size=shape), size * width * rng.exponential(size=shape)):
+        for moved in (
+            size * width * rng.normal(size=shape),
+            size * width * rng.exponential(size=shape),
+        ):
             leaves[place] = np.asarray(moved)
             model = problem.layout.tree(list(leaves))
             values.append(np.asarray(call(measured(score, problem.state), kind, model, batch)))

@@ -1,7 +1,7 @@
 """`Layout`: the mapping between a model's pytree and its flat vector.
 
-Pytrees are flattened on input and unflattened where a gradient is computed; everything that is stored, sent or averaged
-is a flat vector.
+Pytrees are flattened on input and unflattened where a gradient is computed; everything that is
+stored, sent or averaged is a flat vector.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Markov decision processes with a policy, and random ones (Garnets), for TD learning.
 
-A Garnet is given by its numbers of states, actions and branches: every action leads from every state to a few states
-drawn at random, with random probabilities.
+A Garnet is given by its numbers of states, actions and branches: every action leads from every
+state to a few states drawn at random, with random probabilities.
 """
 
 from __future__ import annotations
@@ -51,16 +51,21 @@ class DecisionProcess(NamedTuple):
         """(S,) D: the share of time spent in every state under the policy, in the long run."""
         chain = self.chain
         # D = P'D and 1'D = 1 in one system, regular where D is unique
-        shares = np.maximum(np.linalg.solve(np.eye(len(chain)) - chain.T + 1, np.ones(len(chain))), 0)
+        shares = np.maximum(
+            np.linalg.solve(np.eye(len(chain)) - chain.T + 1, np.ones(len(chain))), 0
+        )
         normalised: Floats = shares / shares.sum()
         return normalised
 
 
-def garnet(num_states: int = 30, num_actions: int = 2, branching: int = 2, *, seed: int = 0) -> DecisionProcess:
+def garnet(
+    num_states: int = 30, num_actions: int = 2, branching: int = 2, *, seed: int = 0
+) -> DecisionProcess:
     """Draw a Garnet: every action leads from every state to `branching` random states.
 
-    Probabilities, those of the policy too, are uniform on the simplex, rewards uniform on [0, 1]. Garnets that fall
-    into parts which do not lead to one another have no single stationary distribution; they are drawn again.
+    Probabilities, those of the policy too, are uniform on the simplex, rewards uniform on [0, 1].
+    Garnets that fall into parts which do not lead to one another have no single stationary
+    distribution; they are drawn again.
 
     >>> world = garnet(5, 2, 3, seed=1)
     >>> np.unique((world.kernel > 0).sum(axis=2)), bool(np.allclose(world.chain.T @ world.stationary, world.stationary))
@@ -78,13 +83,16 @@ def garnet(num_states: int = 30, num_actions: int = 2, branching: int = 2, *, se
         world = DecisionProcess(kernel, rng.random((states, actions)), policy)
         if _one_destination(world.chain):
             return world
-    raise InputError(f"{TRIES} Garnets of {states} states all fell apart: take more branching or num_actions")
+    raise InputError(
+        f"{TRIES} Garnets of {states} states all fell apart: take more branching or num_actions"
+    )
 
 
 def perturbed(world: DecisionProcess, heterogeneity: float, *, seed: int = 0) -> DecisionProcess:
     """Perturb a process: probabilities and rewards are (1 - h) times those of `world` plus h times new random ones.
 
-    h is `heterogeneity`; 0 returns the process itself. The transition graph and the policy do not change.
+    h is `heterogeneity`; 0 returns the process itself. The transition graph and the policy do not
+    change.
 
     >>> world = garnet(5, 2, 3, seed=1)
     >>> other = perturbed(world, 1.0, seed=2)
@@ -101,21 +109,29 @@ def perturbed(world: DecisionProcess, heterogeneity: float, *, seed: int = 0) ->
 
 
 def _simplex(rng: np.random.Generator, where: NDArray[np.bool_]) -> Floats:
-    """Rows drawn uniformly from the simplex of the places marked in `where`: exponentials, normalised."""
+    """Rows drawn uniformly from the simplex of the places marked in `where`.
+
+    Exponentials, normalised.
+    """
     lengths = rng.exponential(size=where.shape) * where
     rows: Floats = lengths / lengths.sum(axis=-1, keepdims=True)
     return rows
 
 
 def _one_destination(chain: Floats) -> bool:
-    """Whether some state is reached from everywhere: then, and only then, the stationary distribution is unique."""
+    """Whether some state is reached from everywhere.
+
+    Then, and only then, the stationary distribution is unique.
+    """
     reached = (chain > 0) | np.eye(len(chain), dtype=bool)
     for _ in range(len(chain).bit_length()):
         reached = reached.astype(np.float32) @ reached.astype(np.float32) > 0
     return bool(reached.all(axis=0).any())
 
 
-def transitions(world: DecisionProcess, phi: Floats, count: int, rng: np.random.Generator) -> tuple[Floats, ...]:
+def transitions(
+    world: DecisionProcess, phi: Floats, count: int, rng: np.random.Generator
+) -> tuple[Floats, ...]:
     """Draw transitions from the stationary distribution: features before and after, and rewards."""
     state = _drawn(rng, np.broadcast_to(world.stationary, (count, len(phi))))
     action = _drawn(rng, world.policy[state])
@@ -136,15 +152,21 @@ def checked(name: str, world: DecisionProcess, states: int) -> DecisionProcess:
     pairs = (states, policy.shape[-1] if policy.ndim else 0)
     if (policy.shape, rewards.shape, kernel.shape) != (pairs, pairs, (*pairs, states)):
         raise InputError(
-            f"{name} must have a kernel (S, A, S), rewards (S, A) and a policy (S, A) for the features' S = {states} "
+            f"{name} must have a kernel (S, A, S), rewards (S, A) and a policy (S, A) for the "
+            f"features' S = {states} "
             f"states, got {kernel.shape}, {rewards.shape} and {policy.shape}"
         )
     for what, rows in (("kernel", kernel), ("policy", policy)):
         if not ((rows >= 0).all() and np.allclose(rows.sum(axis=-1), 1, rtol=0, atol=1e-9)):
-            raise InputError(f"the {what} of {name} must hold probabilities: none below 0, rows that sum to 1")
+            raise InputError(
+                f"the {what} of {name} must hold probabilities: none below 0, rows that sum to 1"
+            )
     if not np.isfinite(rewards).all():
         raise InputError(f"the rewards of {name} must be finite, got NaN or infinite values")
     world = DecisionProcess(kernel, rewards, policy)
     if not _one_destination(world.chain):
-        raise InputError(f"{name} falls into parts that do not lead to one another: it has no stationary distribution")
+        raise InputError(
+            f"{name} falls into parts that do not lead to one another: it has no stationary "
+            "distribution"
+        )
     return world

@@ -1,7 +1,7 @@
 """Detect functions that couple records, by abstract interpretation of their jaxpr.
 
-Values at a few points cannot reveal a coupling that is inactive there, such as one far from the start or for a rare
-record. The jaxpr does. Every value in it has one of the labels
+Values at a few points cannot reveal a coupling that is inactive there, such as one far from the
+start or for a rare record. The jaxpr does. Every value in it has one of the labels
 
     None       computed without records
     an axis    along which it has one entry for each record, computed from that record alone
@@ -25,8 +25,24 @@ __all__ = ["mixes_records"]
 Tree: TypeAlias = Any
 Label: TypeAlias = int | str | None
 SUM, MIXED, UNKNOWN = "sum", "mixed", "unknown"
-MOVES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "reshape", "squeeze"}
-MOVES |= {"reduce_sum", "reduce_precision", "stop_gradient", "transpose", "slice", "optimization_barrier"}
+MOVES = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "expand_dims",
+    "neg",
+    "reshape",
+    "squeeze",
+}
+MOVES |= {
+    "reduce_sum",
+    "reduce_precision",
+    "stop_gradient",
+    "transpose",
+    "slice",
+    "optimization_barrier",
+}
 ADDS = {"add", "add_any", "sub", "concatenate"}
 CUMULATIVE = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 
@@ -52,7 +68,9 @@ def _follow(jaxpr: Any, labels: Sequence[Label]) -> list[Label]:
     known: dict[Any, Label] = dict(zip(jaxpr.invars, labels, strict=True))
 
     def label(atom: Any) -> Label:
-        return None if hasattr(atom, "val") else known.get(atom)  # literals and constants are no records
+        return (
+            None if hasattr(atom, "val") else known.get(atom)
+        )  # literals and constants are no records
 
     for equation in jaxpr.eqns:
         found = _result(equation, [label(atom) for atom in equation.invars])
@@ -65,7 +83,9 @@ def _result(equation: Any, labels: list[Label]) -> list[Label]:
     if all(one is None for one in labels):
         return [None] * number
     name = equation.primitive.name
-    inner = next((equation.params[key] for key in ("jaxpr", "call_jaxpr") if key in equation.params), None)
+    inner = next(
+        (equation.params[key] for key in ("jaxpr", "call_jaxpr") if key in equation.params), None
+    )
     if name == "cond":
         return _branches(equation, labels)
     if inner is not None and name not in ("scan", "while"):
@@ -82,15 +102,24 @@ def _result(equation: Any, labels: list[Label]) -> list[Label]:
 
 
 def _branches(equation: Any, labels: list[Label]) -> list[Label]:
-    """Return the labels of a conditional: mixed if a branch is, or if the predicate depends on several records."""
+    """Return the labels of a conditional.
+
+    Mixed if a branch is, or if the predicate depends on several records.
+    """
     if labels[0] is not None:
         return [MIXED if labels[0] in (SUM, MIXED) else UNKNOWN] * len(equation.outvars)
     ways = [_follow(branch.jaxpr, labels[1:]) for branch in equation.params["branches"]]
-    return [MIXED if MIXED in ends else ends[0] if len(set(ends)) == 1 else UNKNOWN for ends in zip(*ways, strict=True)]
+    return [
+        MIXED if MIXED in ends else ends[0] if len(set(ends)) == 1 else UNKNOWN
+        for ends in zip(*ways, strict=True)
+    ]
 
 
 def _of_sums(name: str, labels: list[Label]) -> Label:
-    """Return the label of an operation on sums: a sum if it is linear and its other operands contain no records."""
+    """Return the label of an operation on sums.
+
+    A sum if it is linear and its other operands contain no records.
+    """
     if any(one not in (SUM, None) for one in labels):
         return MIXED
     linear = name in MOVES | ADDS or (name in ("mul", "dot_general") and labels.count(SUM) == 1)
@@ -103,7 +132,9 @@ def _of_records(equation: Any, name: str, labels: list[Label], out: Any) -> Labe
     axes = {one for one in labels if isinstance(one, int)}
     params, operand = equation.params, equation.invars[0].aval
     if name == "dot_general":
-        return _product(params["dimension_numbers"], labels, [len(atom.aval.shape) for atom in equation.invars])
+        return _product(
+            params["dimension_numbers"], labels, [len(atom.aval.shape) for atom in equation.invars]
+        )
     if len(axes) > 1:  # records along one axis meet records along another
         ranks = {len(atom.aval.shape) for atom in equation.invars} - {0}
         return MIXED if ranks == {len(out.aval.shape)} else UNKNOWN
@@ -114,13 +145,20 @@ def _of_records(equation: Any, name: str, labels: list[Label], out: Any) -> Labe
     along = params.get("axis", params.get("dimension"))
     if (name in CUMULATIVE or name == "sort") and along == axis:
         return MIXED
-    shapes = [atom.aval.shape for atom, one in zip(equation.invars, labels, strict=True) if one is not None]
+    shapes = [
+        atom.aval.shape
+        for atom, one in zip(equation.invars, labels, strict=True)
+        if one is not None
+    ]
     kept = len(out.aval.shape) > axis and out.aval.shape[axis] == shapes[0][axis]
     return axis if kept and name != "rev" else UNKNOWN
 
 
 def _moved(name: str, params: Any, old: Sequence[int], new: Sequence[int], axis: int) -> Label:
-    """Return the record axis after an operation that moves or removes axes; None for other operations."""
+    """Return the record axis after an operation that moves or removes axes.
+
+    None for other operations.
+    """
     if name == "reshape":
         return _reshaped(old, new, axis)
     if name == "broadcast_in_dim":
@@ -158,7 +196,9 @@ def _product(numbers: Any, labels: list[Label], ranks: list[int]) -> Label:
         else:
             used = {*contracted[side], *together[side]}
             free = [axis for axis in range(ranks[side]) if axis not in used]
-            before = len(together[0]) + (0 if side == 0 else ranks[0] - len(contracted[0]) - len(together[0]))
+            before = len(together[0]) + (
+                0 if side == 0 else ranks[0] - len(contracted[0]) - len(together[0])
+            )
             places.append(before + free.index(label))
     known = {place for place in places if place is not None}
     if len(known) > 1:

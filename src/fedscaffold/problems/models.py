@@ -1,7 +1,8 @@
 """Softmax regression and a two-layer network, for any number of classes.
 
-Weights are stored as (out, in), and the loss selects the true class with a one-hot product; both are fast on CPU
-kernels. Loss objects with equal parameters are equal, so problems that are built twice share one compiled program.
+Weights are stored as (out, in), and the loss selects the true class with a one-hot product; both
+are fast on CPU kernels. Loss objects with equal parameters are equal, so problems that are built
+twice share one compiled program.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ Client = tuple[NDArray[Any], NDArray[Any]]
 
 
 def softmax(
-    clients: Sequence[Client], *, classes: int | None = None, l2: float = 0.0, test: Client | None = None
+    clients: Sequence[Client],
+    *,
+    classes: int | None = None,
+    l2: float = 0.0,
+    test: Client | None = None,
 ) -> Problem:
     """Softmax (multinomial logistic) regression on clients that hold pictures x (n, features) and labels y (n,).
 
@@ -70,7 +75,8 @@ def mlp(
     widths = [features, checks.whole("hidden", hidden), classes]
     checks.fits(f"a network with {hidden} hidden units", 8 * hidden * (features + classes))
     params = [
-        {"w": rng.normal(size=(out, into)) * np.sqrt(2 / into), "b": np.zeros(out)} for into, out in pairwise(widths)
+        {"w": rng.normal(size=(out, into)) * np.sqrt(2 / into), "b": np.zeros(out)}
+        for into, out in pairwise(widths)
     ]
     loss = CrossEntropy(classes, checks.number("l2", l2, at_least=0))
     about: dict[str, Any] = {"test": test, "accuracy": accuracy, "coupled": False}
@@ -113,11 +119,14 @@ def accuracy(params: Any, batch: Any) -> Any:
 def _sizes(clients: Sequence[Client], classes: int | None, test: Client | None) -> tuple[int, int]:
     """Numbers of features and classes, with the labels checked."""
     labels = np.concatenate(
-        [np.asarray(y).ravel() for _, y in clients] + ([] if test is None else [np.asarray(test[1])])
+        [np.asarray(y).ravel() for _, y in clients]
+        + ([] if test is None else [np.asarray(test[1])])
     )
     if labels.size == 0 or (labels != labels.astype(np.int64)).any() or labels.min() < 0:
         raise InputError("labels must be whole numbers from 0")
-    classes = int(labels.max()) + 1 if classes is None else checks.whole("classes", classes, at_least=2)
+    classes = (
+        int(labels.max()) + 1 if classes is None else checks.whole("classes", classes, at_least=2)
+    )
     if labels.max() >= classes:
         raise InputError(f"labels must be below classes = {classes}, got {int(labels.max())}")
     features, classes = np.shape(clients[0][0])[-1], max(2, classes)
@@ -130,7 +139,10 @@ def _typed(clients: Sequence[Client]) -> list[Client]:
 
 
 def _largest_eigenvalue(x: NDArray[Any]) -> float:
-    """Of the mean of [x, 1][x, 1]' over a client's records: by the smaller of the two Gram matrices."""
+    """Of the mean of [x, 1][x, 1]' over a client's records.
+
+    By the smaller of the two Gram matrices.
+    """
     rows = np.hstack([np.asarray(x, np.float64), np.ones((len(x), 1))])
     gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
     return float(np.linalg.eigvalsh(gram)[-1]) / len(rows)

@@ -1,8 +1,8 @@
 """Federated problems: minimise f(x) = sum p_i f_i(x), f_i the mean loss over the records of client i.
 
-A problem is a loss on a model and a batch of records, an initial model, and every client's records. The records of all
-clients are concatenated in flat arrays; `offsets` holds the start of each client, so clients may have any number of
-records and nothing is padded.
+A problem is a loss on a model and a batch of records, an initial model, and every client's records.
+The records of all clients are concatenated in flat arrays; `offsets` holds the start of each
+client, so clients may have any number of records and nothing is padded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from fedscaffold.checks import InputError, takes_state
 from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss
 from fedscaffold.problems.function_kinds import Inspection, inspect_functions
 from fedscaffold.problems.layout import Layout
-from fedscaffold.problems.records import counted, is_float, joined, model, narrowed, reals, refuse_non_finite
+from fedscaffold.problems.records import (
+    counted,
+    is_float,
+    joined,
+    model,
+    narrowed,
+    reals,
+    refuse_non_finite,
+)
 
 __all__ = ["Facts", "Functions", "Problem", "no_loss", "weights_of"]
 
@@ -40,7 +48,8 @@ class Facts(NamedTuple):
     smoothness: float | None = None
     """L: the largest eigenvalue of any client's Hessian."""
     optimum: Callable[[Floats], Floats] | None = None
-    """(weights) -> the minimiser of sum p_i f_i; the zero of the mean oracle where there is no loss."""
+    """(weights) -> the minimiser of sum p_i f_i; the zero of the mean oracle where there is no
+    loss."""
     client_losses: Callable[[Floats], Floats] | None = None
     """(x) -> the N exact client losses at x."""
     client_gradients: Callable[[Floats], Floats] | None = None
@@ -48,37 +57,41 @@ class Facts(NamedTuple):
     noise_covariance: Callable[[Floats, int | None], Floats] | None = None
     """(x, batch_size) -> covariance of the stochastic gradient at x, one (d, d) per client."""
     population: tuple[Floats, Floats] | None = None
-    """A (N, d, d) and b (N, d) of the mean oracles A_i x - b_i over the distributions of the clients' records."""
+    """A (N, d, d) and b (N, d) of the mean oracles A_i x - b_i over the distributions of the
+    clients' records."""
 
 
 class Problem:
     """A federated problem: a loss, an initial model, and every client's records.
 
-    The objective f_i of client i is the loss over its records. `loss(params, batch)` is usually a mean over the batch's
-    records, but may couple them in any way (Cox, contrastive losses, batch normalisation, AUC for `accuracy`). Coupled
-    functions are detected before the first run and are never called with padded batches.
+    The objective f_i of client i is the loss over its records. `loss(params, batch)` is usually a
+    mean over the batch's records, but may couple them in any way (Cox, contrastive losses, batch
+    normalisation, AUC for `accuracy`). Coupled functions are detected before the first run and are
+    never called with padded batches.
 
     Args:
-        loss: `loss(params, batch)`, one number, for any JAX pytree `params`. It may take `weights` by name (one number
-            per record, summing to 1, zero for padding) and `key` (a random key in training, None in evaluation).
-            None if the problem has only a `gradient`.
+        loss: `loss(params, batch)`, one number, for any JAX pytree `params`. It may take `weights`
+            by name (one number per record, summing to 1, zero for padding) and `key` (a random key
+            in training, None in evaluation). None if the problem has only a `gradient`.
         params: Initial model.
-        clients: One pytree of arrays per client (an array, a tuple `(x, y)`, a dict ...). All leaves of a client have
-            the same number of rows.
+        clients: One pytree of arrays per client (an array, a tuple `(x, y)`, a dict ...). All
+            leaves of a client have the same number of rows.
         test: Test batch, for `accuracy`.
-        accuracy: `accuracy(params, batch)`, the fraction of records predicted correctly or another score; may take
-            `weights`.
+        accuracy: `accuracy(params, batch)`, the fraction of records predicted correctly or another
+            score; may take `weights`.
         gradient: `gradient(params, batch)`, used instead of the gradient of the loss.
-        noise: Covariance of Gaussian noise added to gradients: a variance, one matrix, or one matrix per client.
+        noise: Covariance of Gaussian noise added to gradients: a variance, one matrix, or one
+            matrix per client.
         facts: Facts known in closed form.
         name: Name of the problem in messages.
-        coupled: Whether the functions couple the records of a batch. None: detect it; False: they are means over
-            records; True: always evaluate them on unpadded batches.
-        evaluation_batch: Number of records on which a coupled function is evaluated at a time. None: all records of
-            a client, or all test data. Means over records do not depend on it.
-        state: Arrays that the loss updates and gradients do not train, such as running statistics. A loss that takes
-            `state` by name returns a pair, its value and the new state; `accuracy` may take it too. A function that
-            takes `train` by name is called with True in training and False in evaluation.
+        coupled: Whether the functions couple the records of a batch. None: detect it; False: they
+            are means over records; True: always evaluate them on unpadded batches.
+        evaluation_batch: Number of records on which a coupled function is evaluated at a time.
+            None: all records of a client, or all test data. Means over records do not depend on it.
+        state: Arrays that the loss updates and gradients do not train, such as running statistics.
+            A loss that takes `state` by name returns a pair, its value and the new state;
+            `accuracy` may take it too. A function that takes `train` by name is called with True in
+            training and False in evaluation.
 
     Raises:
         InputError: An argument is invalid; the message names it.
@@ -112,7 +125,10 @@ class Problem:
     ) -> None:
         counts = counted(clients)
         if loss is None and gradient is None:
-            raise InputError("a problem needs a loss, or a gradient for an oracle that comes from none; got neither")
+            raise InputError(
+                "a problem needs a loss, or a gradient for an oracle that comes from none; got "
+                "neither"
+            )
         self.functions = Functions(no_loss if loss is None else loss, accuracy, gradient)
         for called, function in (("loss", loss), ("accuracy", accuracy), ("gradient", gradient)):
             if function is not None:
@@ -121,7 +137,9 @@ class Problem:
             raise InputError(f"coupled must be True, False or None, got {coupled!r}")
         self.coupled = coupled
         whole = evaluation_batch is None
-        self.evaluation_batch = None if whole else checks.whole("evaluation_batch", evaluation_batch)
+        self.evaluation_batch = (
+            None if whole else checks.whole("evaluation_batch", evaluation_batch)
+        )
         self.state = None if state is None else jax.tree.map(np.asarray, state)
         self._refuse_state()
         self.params = model(params)
@@ -139,12 +157,19 @@ class Problem:
 
     def _refuse_state(self) -> None:
         """Raise an InputError for functions and a state that do not fit."""
-        takers = [name for name, function in self.functions._asdict().items() if function and takes_state(function)]
+        takers = [
+            name
+            for name, function in self.functions._asdict().items()
+            if function and takes_state(function)
+        ]
         if takers and self.state is None:
-            raise InputError(f"{takers[0]} takes a state: give the one to begin with, Problem(..., state=...)")
+            raise InputError(
+                f"{takers[0]} takes a state: give the one to begin with, Problem(..., state=...)"
+            )
         if self.state is not None and not self.functions.stateful:
             raise InputError(
-                "a state needs a loss that takes it by name, loss(params, batch, state), and returns a pair: its value "
+                "a state needs a loss that takes it by name, loss(params, batch, state), and "
+                "returns a pair: its value "
                 "and the new state"
             )
         for leaf in jax.tree.leaves(self.state):
@@ -169,9 +194,14 @@ class Problem:
         Returns:
             A problem without test data, facts or noise.
         """
-        loss, gradient = self.functions.loss if self.functions.has_loss else None, self.functions.gradient
+        loss, gradient = (
+            self.functions.loss if self.functions.has_loss else None,
+            self.functions.gradient,
+        )
         size, state = self.evaluation_batch, self.state
-        made = Problem(loss, self.params, clients, gradient=gradient, evaluation_batch=size, state=state)
+        made = Problem(
+            loss, self.params, clients, gradient=gradient, evaluation_batch=size, state=state
+        )
         made.inspected = self.inspected
         return made
 
@@ -209,14 +239,20 @@ class Problem:
         """
         if self.facts.optimum is None:
             raise InputError(
-                f"the optimum of {self.name} is not known in closed form; watch 'loss' or 'grad_norm' instead"
+                f"the optimum of {self.name} is not known in closed form; watch 'loss' or "
+                "'grad_norm' instead"
             )
         return self.facts.optimum(weights_of(self, weights))
 
     def ideal_controls(self, weights: str | ArrayLike = "equal") -> Floats:
-        """Return the (N, d) fixed point of SCAFFOLD's c_i: every client's gradient at the optimum."""
+        """Return the (N, d) fixed point of SCAFFOLD's c_i.
+
+        Every client's gradient at the optimum.
+        """
         optimum = self.optimum(weights)
-        assert self.facts.client_gradients is not None, "a problem that knows its optimum knows its gradients"
+        assert self.facts.client_gradients is not None, (
+            "a problem that knows its optimum knows its gradients"
+        )
         return self.facts.client_gradients(optimum)
 
     def optimal_loss(self, weights: str | ArrayLike = "equal") -> float:
@@ -224,7 +260,9 @@ class Problem:
         optimum = self.optimum(weights)
         if not self.functions.has_loss:
             raise InputError(NO_LOSS.format(self.name))
-        assert self.facts.client_losses is not None, "a problem that knows its optimum knows its losses"
+        assert self.facts.client_losses is not None, (
+            "a problem that knows its optimum knows its losses"
+        )
         return float(weights_of(self, weights) @ self.facts.client_losses(optimum))
 
     def on_device(self, dtype: str) -> tuple[Tree, Tree]:
@@ -250,13 +288,20 @@ def weights_of(problem: Problem, weights: str | ArrayLike) -> Floats:
     """
     if isinstance(weights, str):
         if weights not in ("equal", "records"):
-            raise InputError(f"weights must be 'equal', 'records' or one number per client, got {weights!r}")
-        shares = np.ones(problem.num_clients) if weights == "equal" else problem.counts.astype(np.float64)
+            raise InputError(
+                f"weights must be 'equal', 'records' or one number per client, got {weights!r}"
+            )
+        shares = (
+            np.ones(problem.num_clients)
+            if weights == "equal"
+            else problem.counts.astype(np.float64)
+        )
     else:
         shares = reals("weights", weights)
         if shares.shape != (problem.num_clients,):
             raise InputError(
-                f"weights must be one number for each of the {problem.num_clients} clients, got shape {shares.shape}"
+                f"weights must be one number for each of the {problem.num_clients} clients, got "
+                f"shape {shares.shape}"
             )
         if not np.isfinite(shares).all() or (shares < 0).any() or not shares.any():
             raise InputError("weights must be finite, not negative, and not all zero")
@@ -273,12 +318,15 @@ def _noise_factor(noise: ArrayLike, num_clients: int, dim: int) -> Floats:
         raise InputError("noise must be finite")
     if covariance.ndim == 0:
         if covariance < 0:
-            raise InputError(f"noise is a variance and must be a number of at least 0, got {float(covariance)}")
+            raise InputError(
+                f"noise is a variance and must be a number of at least 0, got {float(covariance)}"
+            )
         deviation: Floats = np.sqrt(covariance)
         return deviation
     if covariance.shape not in ((dim, dim), (num_clients, dim, dim)):
         raise InputError(
-            f"noise must be a variance, one ({dim}, {dim}) covariance, or ({num_clients}, {dim}, {dim}), "
+            f"noise must be a variance, one ({dim}, {dim}) covariance, or ({num_clients}, {dim}, "
+            f"{dim}), "
             f"got shape {covariance.shape}"
         )
     stacked = covariance.reshape(-1, dim, dim)
@@ -286,5 +334,7 @@ def _noise_factor(noise: ArrayLike, num_clients: int, dim: int) -> Floats:
     level = 1e-10 * np.abs(values).max()
     if (values < -level).any() or np.abs(stacked - np.swapaxes(stacked, 1, 2)).max() > level:
         raise InputError("noise must be a covariance: symmetric without negative eigenvalues")
-    root: Floats = (vectors * np.sqrt(np.maximum(values, 0))[:, None, :]) @ np.swapaxes(vectors, 1, 2)
+    root: Floats = (vectors * np.sqrt(np.maximum(values, 0))[:, None, :]) @ np.swapaxes(
+        vectors, 1, 2
+    )
     return root

@@ -1,4 +1,6 @@
-"""Quadratics f_i(x) = x'A_i x / 2 - b_i'x with given heterogeneity; all facts are known in closed form.
+"""Quadratics f_i(x) = x'A_i x / 2 - b_i'x with given heterogeneity.
+
+All facts are known in closed form.
 
 quadratic         given matrices, or the random family of the quadratics paper (A_i = U_i D_i U_i', mu <= D_i <= L)
 dialled           given gradient and Hessian dissimilarity, with a mean problem that depends on neither
@@ -47,8 +49,9 @@ def quadratic(
 ) -> Problem:
     """Quadratics from given matrices A (N, d, d) and b (N, d), or from the random family of the quadratics paper.
 
-    The family: A_i = U_i D_i U_i' with U_i a random rotation and D_i drawn from `dim` log-spaced values between `mu`
-    and `smoothness` (the two ends always present in client 0), b_i standard Gaussian. `noise` adds Gaussian noise to
+    The family: A_i = U_i D_i U_i' with U_i a random rotation and D_i drawn from `dim` log-spaced
+    values between `mu` and `smoothness` (the two ends always present in client 0), b_i standard
+    Gaussian. `noise` adds Gaussian noise to
     every gradient: a variance, one (d, d) covariance, or one per client.
 
     >>> problem = quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
@@ -56,7 +59,9 @@ def quadratic(
     (array([0.4]), array([-0.6,  0.6]), 0.25, 1.0)
     """
     if (hessians is None) != (linear is None):
-        raise InputError("hessians and linear go together: give both, or neither for the random family")
+        raise InputError(
+            "hessians and linear go together: give both, or neither for the random family"
+        )
     if hessians is None or linear is None:
         a, b = _random_family(num_clients, dim, mu, smoothness, seed)
     else:
@@ -78,7 +83,8 @@ def dialled(
 ) -> Problem:
     """Make quadratics whose mean has eigenvalues from `mu` to `smoothness`, with a given dissimilarity of clients.
 
-    At the optimum the root mean square of the clients' gradients is G = `gradient_dissimilarity`; the largest
+    At the optimum the root mean square of the clients' gradients is G = `gradient_dissimilarity`;
+    the largest
     ||A_i - A|| is delta = `hessian_dissimilarity`. The mean problem does not depend on either. delta above mu would
     make clients non-convex and is refused.
 
@@ -94,7 +100,10 @@ def dialled(
     big_g = checks.number("gradient_dissimilarity", gradient_dissimilarity, at_least=0)
     delta = checks.number("hessian_dissimilarity", hessian_dissimilarity, at_least=0)
     if delta > mu:
-        raise InputError(f"hessian_dissimilarity must be at most mu = {mu} to keep every client convex, got {delta}")
+        raise InputError(
+            f"hessian_dissimilarity must be at most mu = {mu} to keep every client convex, got "
+            f"{delta}"
+        )
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     mean = _rotated(rng, np.geomspace(mu, smoothness, dim))
     tilt = rng.normal(size=(num_clients, dim, dim))
@@ -112,19 +121,26 @@ def dialled(
 def lower_bound_pair(
     mu: float = 1.0, big_g: float = 1.0, *, x0: float = 1.0, noise: ArrayLike | None = None
 ) -> Problem:
-    """The pair of the FedAvg lower bound (SCAFFOLD paper, Theorem II): f_1 = mu x^2 + G x and f_2 = -G x.
+    """The pair of the FedAvg lower bound (SCAFFOLD paper, Theorem II).
 
-    Its mean is mu x^2 / 2 with minimiser 0; f_1 is 2 mu-smooth, and f_2 is not strongly convex, so mu is 0 here.
+    f_1 = mu x^2 + G x and f_2 = -G x.
+
+    Its mean is mu x^2 / 2 with minimiser 0; f_1 is 2 mu-smooth, and f_2 is not strongly convex, so
+    mu is 0 here.
 
     >>> lower_bound_pair(mu=1.0, big_g=3.0).ideal_controls().ravel()
     array([ 3., -3.])
     """
     hessians = np.array([[[2.0 * checks.number("mu", mu, above=0)]], [[0.0]]])
     pull = checks.number("big_g", big_g)
-    return _problem(hessians, np.array([[-pull], [pull]]), noise, [checks.number("x0", x0)], "lower-bound pair")
+    return _problem(
+        hessians, np.array([[-pull], [pull]]), noise, [checks.number("x0", x0)], "lower-bound pair"
+    )
 
 
-def _random_family(num_clients: int, dim: int, mu: float, smoothness: float, seed: int) -> tuple[Floats, Floats]:
+def _random_family(
+    num_clients: int, dim: int, mu: float, smoothness: float, seed: int
+) -> tuple[Floats, Floats]:
     checks.whole("num_clients", num_clients)
     checks.whole("dim", dim)
     checks.number("mu", mu, above=0)
@@ -144,9 +160,13 @@ def _rotated(rng: np.random.Generator, spectrum: Floats) -> Floats:
     return (product + product.T) / 2
 
 
-def _problem(a: Floats, b: Floats, noise: ArrayLike | None, x0: ArrayLike | None, name: str) -> Problem:
+def _problem(
+    a: Floats, b: Floats, noise: ArrayLike | None, x0: ArrayLike | None, name: str
+) -> Problem:
     if a.ndim != 3 or a.shape[1] != a.shape[2] or b.shape != a.shape[:2]:
-        raise InputError(f"hessians must have shape (N, d, d) and linear (N, d), got {a.shape} and {b.shape}")
+        raise InputError(
+            f"hessians must have shape (N, d, d) and linear (N, d), got {a.shape} and {b.shape}"
+        )
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise InputError("hessians and linear must be finite, got NaN or infinite values")
     if not np.allclose(a, np.swapaxes(a, 1, 2), rtol=1e-10, atol=1e-10):
@@ -157,7 +177,8 @@ def _problem(a: Floats, b: Floats, noise: ArrayLike | None, x0: ArrayLike | None
     clients = list(zip(a[:, None], b[:, None], strict=True))
     noise = None if noise is None else reals("noise", noise)
     if noise is not None and noise.ndim == 0 and noise == 0:
-        noise = None  # or normal numbers would be drawn for every step, which cost more than the rest of it
+        # or normal numbers would be drawn for every step, which cost more than the rest of it
+        noise = None
     about: dict[str, Any] = {"noise": noise, "facts": _facts(a, b, noise), "coupled": False}
     return Problem(loss, start, clients, gradient=gradient, **about, name=name)
 
@@ -168,7 +189,10 @@ def _facts(a: Floats, b: Floats, noise: ArrayLike | None) -> Facts:
     def optimum(p: Floats) -> Floats:
         mean = np.tensordot(p, a, 1)
         if np.linalg.eigvalsh(mean)[0] <= 0:
-            raise InputError("the weighted mean of the hessians is not positive definite: there is no single optimum")
+            raise InputError(
+                "the weighted mean of the hessians is not positive definite: there is no single "
+                "optimum"
+            )
         best: Floats = np.linalg.solve(mean, p @ b)
         return best
 
@@ -185,5 +209,10 @@ def _facts(a: Floats, b: Floats, noise: ArrayLike | None) -> Facts:
         return np.broadcast_to(given * np.eye(a.shape[1]) if given.ndim == 0 else given, a.shape)
 
     return Facts(
-        float(eigenvalues.min()), float(eigenvalues.max()), optimum, client_losses, client_gradients, noise_covariance
+        float(eigenvalues.min()),
+        float(eigenvalues.max()),
+        optimum,
+        client_losses,
+        client_gradients,
+        noise_covariance,
     )

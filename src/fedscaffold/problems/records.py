@@ -13,19 +13,30 @@ from numpy.typing import ArrayLike, NDArray
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["counted", "is_float", "joined", "model", "narrowed", "reals", "refuse_non_finite", "tables"]
+__all__ = [
+    "counted",
+    "is_float",
+    "joined",
+    "model",
+    "narrowed",
+    "reals",
+    "refuse_non_finite",
+    "tables",
+]
 
 Tree: TypeAlias = Any
 Table: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
 
 
 def model(params: Tree) -> Tree:
-    """Return the initial model as NumPy arrays; all leaves are trained, so they must be floating point.
+    """Return the initial model as NumPy arrays.
+
+    All leaves are trained, so they must be floating point.
 
     >>> model({"w": [0.0, 1.0], "steps": 0})
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: params must hold floating-point numbers only, got int64 in ['steps']; write 0.0 for
-    0, and keep what is not trained out of params
+    fedscaffold.checks.InputError: params must hold floating-point numbers only, got int64 in
+    ['steps']; write 0.0 for 0, and keep what is not trained out of params
     """
 
     def array(path: Any, leaf: Any) -> NDArray[Any]:
@@ -33,7 +44,8 @@ def model(params: Tree) -> Tree:
         if not jnp.issubdtype(held.dtype, jnp.floating):
             kind = type(leaf).__name__ if held.dtype == object else held.dtype
             raise InputError(
-                f"params must hold floating-point numbers only, got {kind}{_at(path)}; write 0.0 for 0, and keep "
+                f"params must hold floating-point numbers only, got {kind}{_at(path)}; write 0.0 "
+                "for 0, and keep "
                 "what is not trained out of params"
             )
         return np.asarray(leaf)
@@ -58,7 +70,9 @@ def joined(clients: Sequence[Tree]) -> Tree:
         records = jax.tree.map(lambda *arrays: _numbers(np.concatenate(arrays)), *clients)
     except ValueError as error:
         reason = _odd_one(clients) or str(error).splitlines()[0]
-        raise InputError(f"the clients' arrays must all have the same structure and row shape: {reason}") from None
+        raise InputError(
+            f"the clients' arrays must all have the same structure and row shape: {reason}"
+        ) from None
     refuse_words("the clients' data", records)
     return records
 
@@ -68,14 +82,19 @@ def tables(clients: Sequence[Any]) -> list[Table]:
 
     >>> tables([([[1.0, 2.0]], [1]), ([[3.0]], [0])])
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: the clients' arrays must all have the same structure and row shape: client 1 holds
-    rows of shape (1,) in [0], client 0 of shape (2,)
+    fedscaffold.checks.InputError: the clients' arrays must all have the same structure and row
+    shape: client 1 holds rows of shape (1,) in [0], client 0 of shape (2,)
     """
     for i, client in enumerate(clients):
         if not isinstance(client, (tuple, list)) or [np.ndim(part) for part in client] != [2, 1]:
-            shapes = [np.shape(part) for part in client] if isinstance(client, (tuple, list)) else type(client).__name__
+            shapes = (
+                [np.shape(part) for part in client]
+                if isinstance(client, (tuple, list))
+                else type(client).__name__
+            )
             raise InputError(
-                "clients must be a list of (x, y) with x of shape (records, features) and y of shape (records,), "
+                "clients must be a list of (x, y) with x of shape (records, features) and y of "
+                "shape (records,), "
                 f"got {shapes} of client {i}"
             )
     pairs = [(_numbers(np.asarray(x)), _numbers(np.asarray(y))) for x, y in clients]
@@ -84,7 +103,9 @@ def tables(clients: Sequence[Any]) -> list[Table]:
         _refuse_other_columns([(x,) for x, _ in clients])
     odd = _odd_one(pairs)
     if odd is not None:
-        raise InputError(f"the clients' arrays must all have the same structure and row shape: {odd}")
+        raise InputError(
+            f"the clients' arrays must all have the same structure and row shape: {odd}"
+        )
     for i, pair in enumerate(pairs):
         refuse_words(f"the data of client {i}", pair)
     return pairs
@@ -110,13 +131,16 @@ def narrowed(name: str, array: Any, dtype: str) -> NDArray[Any]:
 
     >>> narrowed("the records", np.array([1e39]), "float32")
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: the records hold 1e+39, which is too large for float32: take precision='float64'
+    fedscaffold.checks.InputError: the records hold 1e+39, which is too large for float32: take
+        precision='float64'
     """
     array, largest = np.asarray(array), float(np.finfo(dtype).max)
     if array.size and array.dtype.itemsize > np.dtype(dtype).itemsize:
         extreme = float(max(array.max(), -array.min()))
         if largest < extreme < np.inf:
-            raise InputError(f"{name} hold {extreme:g}, which is too large for {dtype}: take precision='float64'")
+            raise InputError(
+                f"{name} hold {extreme:g}, which is too large for {dtype}: take precision='float64'"
+            )
     cast: NDArray[Any] = array.astype(dtype)
     return cast
 
@@ -138,10 +162,13 @@ def refuse_words(what: str, tree: Tree) -> None:
     """Raise an InputError if a leaf holds text, dates or objects instead of numbers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if leaf.dtype.kind in "OUSTMm":
-            words = (value for value in leaf.ravel().tolist() if not isinstance(value, (int, float)))
+            words = (
+                value for value in leaf.ravel().tolist() if not isinstance(value, (int, float))
+            )
             sample = repr(next(words, "objects"))
             raise InputError(
-                f"{what} must be numbers, got {sample[:40]}{_at(path)}; encode what is not a number, or leave it out"
+                f"{what} must be numbers, got {sample[:40]}{_at(path)}; encode what is not a "
+                "number, or leave it out"
             )
 
 
@@ -159,18 +186,27 @@ def _rows(i: int, client: Tree) -> int:
     leaves = jax.tree.leaves(client)
     if not leaves or any(np.ndim(leaf) == 0 for leaf in leaves):
         raise InputError(
-            f"client {i} must hold arrays with one row per record, got {type(client).__name__} without rows"
+            f"client {i} must hold arrays with one row per record, got {type(client).__name__} "
+            "without rows"
         )
     rows = {len(leaf) for leaf in leaves}
     if len(rows) > 1:
-        raise InputError(f"the arrays of client {i} must have one row per record each, got lengths {sorted(rows)}")
+        raise InputError(
+            f"the arrays of client {i} must have one row per record each, got lengths "
+            f"{sorted(rows)}"
+        )
     if rows == {0}:
-        raise InputError(f"client {i} holds no records; every client needs at least one, so leave it out")
+        raise InputError(
+            f"client {i} holds no records; every client needs at least one, so leave it out"
+        )
     return rows.pop()
 
 
 def _odd_one(clients: Sequence[Tree]) -> str | None:
-    """Describe the first client whose rows are not shaped like those of client 0; None if all are."""
+    """Describe the first client whose rows are not shaped like those of client 0.
+
+    None if all are.
+    """
     first = _shapes(clients[0])
     for i, client in enumerate(clients):
         here = _shapes(client)
@@ -199,7 +235,8 @@ def _refuse_other_columns(clients: Sequence[Tree]) -> None:
         if names != first:
             here, there = next((a, b) for a, b in zip(names, first, strict=True) if a != b)
             raise InputError(
-                f"client {i} has the columns {here}, client 0 has {there}; give all the same, in the same order: "
+                f"client {i} has the columns {here}, client 0 has {there}; give all the same, in "
+                "the same order: "
                 "frame[names]"
             )
 

@@ -1,10 +1,12 @@
-"""Linear and logistic regression with l2: d weights, no intercept, optimum known to machine precision.
+"""Linear and logistic regression with l2.
+
+D weights, no intercept, optimum known to machine precision.
 
     linear      f_i(w) = |X_i w - y_i|^2 / (2 n_i) + l2 |w|^2 / 2
     logistic    f_i(w) = mean log(1 + exp(-s_j x_j'w)) + l2 |w|^2 / 2,   s_j = 2 y_j - 1, labels y_j in {0, 1}
 
-`two_datasets` is the heterogeneous construction of the stochastic analysis: one data set is shared out among the first
-half of the clients, another, from a different model, among the rest.
+`two_datasets` is the heterogeneous construction of the stochastic analysis: one data set is shared
+out among the first half of the clients, another, from a different model, among the rest.
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ def linear(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None =
     dim = _dim(clients)
     grams = [x.T @ x / len(x) for x in _features(clients)]
     crosses = np.stack(
-        [x.T @ np.asarray(y, np.float64) / len(x) for x, (_, y) in zip(_features(clients), clients, strict=True)]
+        [
+            x.T @ np.asarray(y, np.float64) / len(x)
+            for x, (_, y) in zip(_features(clients), clients, strict=True)
+        ]
     )
     hessians = np.stack(grams) + l2 * np.eye(dim)
     squares = np.array([np.mean(np.square(np.asarray(y, np.float64))) for _, y in clients])
@@ -86,14 +91,16 @@ def linear(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None =
         lambda w, batch_size: _noise(clients, lambda x, y: (x @ w - y)[:, None] * x, batch_size),
     )
     about: dict[str, Any] = {"test": test, "facts": facts, "coupled": False}
-    return Problem(SquaredLoss(l2), np.zeros(dim), _typed(clients), **about, name="linear regression")
+    return Problem(
+        SquaredLoss(l2), np.zeros(dim), _typed(clients), **about, name="linear regression"
+    )
 
 
 def logistic(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None = None) -> Problem:
     """Logistic regression with l2 on clients that hold x (n, d) and labels y (n,) in {0, 1}.
 
-    The optimum is found by Newton's method in double precision. L is the bound |x|^2 / 4 + l2 on the Hessian's
-    largest eigenvalue, mu is l2.
+    The optimum is found by Newton's method in double precision. L is the bound |x|^2 / 4 + l2 on
+    the Hessian's largest eigenvalue, mu is l2.
 
     >>> problem = logistic([(np.array([[1.0], [1.0], [-1.0]]), np.array([1, 0, 0]))], l2=0.1)
     >>> float(np.abs(problem.ideal_controls()).max()) < 1e-12
@@ -105,7 +112,10 @@ def logistic(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None
     if not all(np.isin(y, (0, 1)).all() for _, y in clients):
         raise InputError("labels must be 0 or 1")
     half = np.concatenate([[0], np.cumsum([len(x) for x, _ in clients])])
-    xs, ys = np.concatenate(_features(clients)), np.concatenate([np.asarray(y, np.float64) for _, y in clients])
+    xs, ys = (
+        np.concatenate(_features(clients)),
+        np.concatenate([np.asarray(y, np.float64) for _, y in clients]),
+    )
     largest = max(np.linalg.eigvalsh(x.T @ x / len(x))[-1] for x in _features(clients))
 
     def client_mean(rows: Floats) -> Floats:
@@ -129,21 +139,32 @@ def logistic(clients: Sequence[Client], *, l2: float = 0.01, test: Client | None
         optimum if l2 > 0 else None,
         losses,
         gradients,
-        lambda w, batch_size: _noise(clients, lambda x, y: (_sigmoid(x @ w) - y)[:, None] * x, batch_size),
+        lambda w, batch_size: _noise(
+            clients, lambda x, y: (_sigmoid(x @ w) - y)[:, None] * x, batch_size
+        ),
     )
     about: dict[str, Any] = {"test": test, "accuracy": right_side, "facts": facts, "coupled": False}
-    return Problem(LogisticLoss(l2), np.zeros(dim), _typed(clients), **about, name="logistic regression")
+    return Problem(
+        LogisticLoss(l2), np.zeros(dim), _typed(clients), **about, name="logistic regression"
+    )
 
 
 def two_datasets(
-    kind: str, num_clients: int, *, records: int = 200, dim: int = 20, l2: float = 0.01, seed: int = 0
+    kind: str,
+    num_clients: int,
+    *,
+    records: int = 200,
+    dim: int = 20,
+    l2: float = 0.01,
+    seed: int = 0,
 ) -> Problem:
     """The heterogeneous construction of the stochastic analysis (its Figure 1), `kind` "linear" or "logistic".
 
-    Two scikit-learn data sets of `dim` features with different seeds (2 and 10 informative features for regression);
-    the first is shared out evenly among the first half of the clients, the second among the rest. Responses of the
-    regression are divided by 100, as their scale is not given in the paper. Another `num_clients` is another data set:
-    for nested populations make the largest one and take clients of it.
+    Two scikit-learn data sets of `dim` features with different seeds (2 and 10 informative features
+    for regression); the first is shared out evenly among the first half of the clients, the second
+    among the rest. Responses of the regression are divided by 100, as their scale is not given in
+    the paper. Another `num_clients` is another data set: for nested populations make the largest
+    one and take clients of it.
 
     >>> two_datasets("logistic", 4, records=10)
     Problem(logistic regression, 4 clients, 40 records, d = 20)
@@ -155,13 +176,19 @@ def two_datasets(
     checks.whole("dim", dim)
     checks.whole("seed", seed, at_least=0, at_most=2**31 - 1)
     if num_clients % 2:
-        raise InputError(f"num_clients must be even: half of them hold each data set, got {num_clients}")
+        raise InputError(
+            f"num_clients must be even: half of them hold each data set, got {num_clients}"
+        )
     size = checks.whole("records", records) * num_clients // 2
-    checks.fits(f"{2 * size} records of dim {dim}", 2 * 8 * 2 * size * dim + 8 * num_clients * dim**2)
+    checks.fits(
+        f"{2 * size} records of dim {dim}", 2 * 8 * 2 * size * dim + 8 * num_clients * dim**2
+    )
     halves = []
     for which, informative in enumerate((2, 10)):
         if kind == "linear":
-            x, y = make_regression(size, dim, n_informative=min(informative, dim), random_state=2 * seed + which)
+            x, y = make_regression(
+                size, dim, n_informative=min(informative, dim), random_state=2 * seed + which
+            )
             y = y / 100
         else:
             x, y = make_classification(size, dim, random_state=2 * seed + which)

@@ -1,9 +1,12 @@
-"""Rewriting of traced functions: on CPUs, convolutions and pooling become slices and matrix products.
+"""Rewriting of traced functions.
 
-The jaxpr of the user's function is copied with every convolution and every pooling window replaced by a call of the
-rule in `convolutions`, also inside loops, conditionals, `jax.checkpoint` and functions with custom derivatives, which
-keep their derivatives. Functions without any are left alone. On accelerators the original runs: which of the two is
-decided when the program is lowered for its platform.
+On CPUs, convolutions and pooling become slices and matrix products.
+
+The jaxpr of the user's function is copied with every convolution and every pooling window replaced
+by a call of the rule in `convolutions`, also inside loops, conditionals, `jax.checkpoint` and
+functions with custom derivatives, which keep their derivatives. Functions without any are left
+alone. On accelerators the original runs: which of the two is decided when the program is lowered
+for its platform.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
         function: Any function of pytrees of arrays that JAX can trace.
 
     Returns:
-        A function with the same values, up to the rounding of sums, that can be transformed as any other. Where the
-        function has neither convolutions nor pooling, its operations are what they were.
+        A function with the same values, up to the rounding of sums, that can be transformed as any
+        other. Where the function has neither convolutions nor pooling, its operations are what they
+        were.
 
     >>> import jax.numpy as jnp
     >>> x, kernel = jnp.arange(5.0), jnp.array([1.0, 0.0, -1.0])
@@ -56,14 +60,18 @@ def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
         closed, shape = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
         found = jaxpr_as_fun(closed)
         if _contains_windows(closed.jaxpr):
-            found = partial(jax.lax.platform_dependent, cpu=jaxpr_as_fun(_rewrite(closed)), default=found)
+            found = partial(
+                jax.lax.platform_dependent, cpu=jaxpr_as_fun(_rewrite(closed)), default=found
+            )
         return jax.tree.unflatten(jax.tree.structure(shape), found(*leaves))
 
     return wrapped
 
 
 def patch_bytes(function: Callable[..., Any], *arguments: Tree) -> int:
-    """Return the bytes of all patches and products that the rewritten function holds; 0 if nothing is rewritten.
+    """Return the bytes of all patches and products that the rewritten function holds.
+
+    0 if nothing is rewritten.
 
     Args:
         function: The function.
@@ -98,7 +106,8 @@ def _inner(equation: Any) -> Iterator[Any]:
 
 def _contains_windows(jaxpr: Jaxpr) -> bool:
     return any(
-        equation.primitive.name in _RULES or any(_contains_windows(inner) for inner in _inner(equation))
+        equation.primitive.name in _RULES
+        or any(_contains_windows(inner) for inner in _inner(equation))
         for equation in jaxpr.eqns
         if not _by_platform(equation)
     )
@@ -127,7 +136,9 @@ def _rewrite_equation(equation: Any) -> Any:
         params["jvp_jaxpr_fun"] = _rewrite_traced(params["jvp_jaxpr_fun"])
     elif name == "custom_vjp_call":
         params["fwd_jaxpr_thunk"] = _rewrite_traced(params["fwd_jaxpr_thunk"])
-        params["bwd"] = wrap_init(partial(_backward, params["bwd"]), debug_info=params["bwd"].debug_info)
+        params["bwd"] = wrap_init(
+            partial(_backward, params["bwd"]), debug_info=params["bwd"].debug_info
+        )
     return equation.replace(params=params)
 
 
@@ -140,7 +151,10 @@ def _rewrite_parameter(value: Any) -> Any:
 
 
 def _rewrite_traced(thunk: Any) -> Any:
-    """Rewrite a custom rule that is traced when a derivative is taken: its result is (jaxpr, constants, ...)."""
+    """Rewrite a custom rule that is traced when a derivative is taken.
+
+    Its result is (jaxpr, constants, ...).
+    """
 
     def traced(*which: bool) -> Any:
         jaxpr, *others = thunk.call_wrapped(*which)
@@ -150,7 +164,10 @@ def _rewrite_traced(thunk: Any) -> Any:
 
 
 def _backward(rule: Any, *arguments: Any) -> list[Any]:
-    """Run a custom backward rule with its convolutions rewritten; its results may be symbolic zeros."""
+    """Run a custom backward rule with its convolutions rewritten.
+
+    Its results may be symbolic zeros.
+    """
     if not all(isinstance(one, jax.Array) for one in arguments):
         return list(rule.call_wrapped(*arguments))
     zeros: dict[int, Any] = {}
@@ -168,7 +185,10 @@ def _backward(rule: Any, *arguments: Any) -> list[Any]:
 
 
 def _apply_rule(equation: Any) -> Any:
-    """Replace an equation by a call of its rule; keep it, and say so once, if the rule does not apply."""
+    """Replace an equation by a call of its rule.
+
+    Keep it, and say so once, if the rule does not apply.
+    """
     name, params = equation.primitive.name, equation.params
 
     def products(*arrays: Array) -> Array:
@@ -178,7 +198,9 @@ def _apply_rule(equation: Any) -> Any:
     avals = [atom.aval for atom in equation.invars]
     if all(isinstance(size, int) for aval in avals for size in aval.shape):
         call = jax.make_jaxpr(jax.jit(products))(*avals).eqns
-        if len(call) == 1 and [out.aval for out in call[0].outvars] == [out.aval for out in equation.outvars]:
+        if len(call) == 1 and [out.aval for out in call[0].outvars] == [
+            out.aval for out in equation.outvars
+        ]:
             return call[0].replace(invars=equation.invars, outvars=equation.outvars)
     _say_once(f"{name} of shapes {', '.join(str(aval.shape) for aval in avals)}")
     return equation
@@ -187,12 +209,16 @@ def _apply_rule(equation: Any) -> Any:
 def _say_once(what: str) -> None:
     if what not in _told:
         _told.add(what)
-        LOG.warning("%s is left to XLA, which is slow inside compiled loops on CPUs: no rule fits", what)
+        LOG.warning(
+            "%s is left to XLA, which is slow inside compiled loops on CPUs: no rule fits", what
+        )
 
 
 def _scatter_add(source: Array, operand: Array, *, select_prim: Any, **params: Any) -> Array:
     """Gradient of a pooling window, in functions that take derivatives themselves."""
-    return jax.vjp(partial(_pool_of(select_prim), **params, **_undilated(operand)), operand)[1](source)[0]
+    return jax.vjp(partial(_pool_of(select_prim), **params, **_undilated(operand)), operand)[1](
+        source
+    )[0]
 
 
 def _gather_add(tangents: Array, operand: Array, *, select_prim: Any, **params: Any) -> Array:

@@ -1,11 +1,13 @@
 """Functions of (module, batch) written in torch, evaluated in JAX.
 
-`torch.export` records a function, module and all, as a graph of core ATen operators; the operators are evaluated one
-after another by their JAX functions (`aten`, `aten_layers`), so that JAX can differentiate, vectorise and compile the
-whole. A graph holds for any number of records from 2 if torch finds it to; otherwise every number that occurs has a
-graph of its own, as has a single record. Graphs are also made by mode (training or evaluation) and floating-point type.
+`torch.export` records a function, module and all, as a graph of core ATen operators; the operators
+are evaluated one after another by their JAX functions (`aten`, `aten_layers`), so that JAX can
+differentiate, vectorise and compile the whole. A graph holds for any number of records from 2 if
+torch finds it to; otherwise every number that occurs has a graph of its own, as has a single
+record. Graphs are also made by mode (training or evaluation) and floating-point type.
 
-The graph of an export has no autograd: what `detach` and `torch.no_grad` cut off is marked in it here.
+The graph of an export has no autograd: what `detach` and `torch.no_grad` cut off is marked in it
+    here.
 """
 
 from __future__ import annotations
@@ -35,9 +37,30 @@ Module: TypeAlias = Any
 Tree: TypeAlias = Any
 
 EXAMPLE = 5  # records in the example of an export for any number
-WHOLE = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # not unrolled over time: each has a rule of its own
-RESHAPING = ("view", "permute", "transpose", "slice", "select", "squeeze", "unsqueeze", "expand", "alias")
-IGNORED = ("_assert", "sym_constrain_range", "_assert_async", "_assert_scalar", "_assert_tensor_metadata")
+WHOLE = (
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+)  # not unrolled over time: each has a rule of its own
+RESHAPING = (
+    "view",
+    "permute",
+    "transpose",
+    "slice",
+    "select",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "alias",
+)
+IGNORED = (
+    "_assert",
+    "sym_constrain_range",
+    "_assert_async",
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+)
 ABOUT_STORAGE = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit")
 WAY_OUT = "write this part in JAX (fs.Problem), or run the module by `fedscaffold deploy simulate`"
 
@@ -50,7 +73,8 @@ class Node(NamedTuple):
     args: tuple[Any, ...]
     by_name: dict[str, Any]
     results: Any
-    """Dtype and shape of each result: a `Result`, a list of them with None for those that are no arrays, or None."""
+    """Dtype and shape of each result: a `Result`, a list of them with None for those that are no
+    arrays, or None."""
     random: bool
     where: str
 
@@ -62,7 +86,10 @@ class Reference(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """A dtype among the arguments; what JAX makes of 64 bits is known when the graph is evaluated."""
+    """A dtype among the arguments.
+
+    What JAX makes of 64 bits is known when the graph is evaluated.
+    """
 
     name: str
 
@@ -93,7 +120,9 @@ class Graph:
     @property
     def text(self) -> str:
         """The operations as text, to compare graphs."""
-        return "\n".join(f"{n.name} = {n.function} {n.args} {n.by_name}" for n in self.nodes) + str(self.value)
+        return "\n".join(f"{n.name} = {n.function} {n.args} {n.by_name}" for n in self.nodes) + str(
+            self.value
+        )
 
     @property
     def random(self) -> bool:
@@ -113,8 +142,12 @@ class Graph:
         Returns:
             The function's value, and the buffers that it changes.
         """
-        known: dict[str, Any] = {at: arrays[name] for at, name in (self.parameters | self.buffers).items()}
-        known |= {at: jnp.asarray(value, _dtype(value.dtype)) for at, value in self.constants.items()}
+        known: dict[str, Any] = {
+            at: arrays[name] for at, name in (self.parameters | self.buffers).items()
+        }
+        known |= {
+            at: jnp.asarray(value, _dtype(value.dtype)) for at, value in self.constants.items()
+        }
         known |= dict(zip(self.leaves, leaves, strict=True))
         for place, node in enumerate(self.nodes):
             args, by_name = _filled(node.args, known), _filled(node.by_name, known)
@@ -140,7 +173,11 @@ def _filled(given: Any, known: Mapping[str, Any]) -> Any:
         return _dtype(given.name)
     if isinstance(given, dict):
         return {name: _filled(value, known) for name, value in given.items()}
-    return type(given)(_filled(one, known) for one in given) if isinstance(given, (list, tuple)) else given
+    return (
+        type(given)(_filled(one, known) for one in given)
+        if isinstance(given, (list, tuple))
+        else given
+    )
 
 
 def _checked(node: Node, value: Any) -> Any:
@@ -154,7 +191,9 @@ def _one(node: Node, result: Result | None, value: Any) -> Any:
     if result is None or value is None:
         return value
     shape = jnp.shape(value)
-    if len(shape) != len(result.shape) or any(b not in (a, None) for a, b in zip(shape, result.shape, strict=True)):
+    if len(shape) != len(result.shape) or any(
+        b not in (a, None) for a, b in zip(shape, result.shape, strict=True)
+    ):
         raise AssertionError(f"{node.where}: shape {shape}, in torch {result.shape}")
     return jnp.asarray(value, _dtype(result.dtype))
 
@@ -175,7 +214,11 @@ class TracedFunction:
     """
 
     def __init__(
-        self, module: Module, function: Callable[[Module, Any], Any], data: Sequence[Tree], name: str = "loss"
+        self,
+        module: Module,
+        function: Callable[[Module, Any], Any],
+        data: Sequence[Tree],
+        name: str = "loss",
     ) -> None:
         self.function, self.name, self.architecture = function, name, repr(module)
         self.constants = _fixed(module)
@@ -222,7 +265,8 @@ class TracedFunction:
         precision = str(jnp.result_type(*arrays.values()))
         graph = self.graph(precision, train, [jnp.shape(leaf) for leaf in leaves])
         held = {
-            n: jnp.asarray(a, _dtype(precision if a.dtype.kind == "f" else a.dtype)) for n, a in self.constants.items()
+            n: jnp.asarray(a, _dtype(precision if a.dtype.kind == "f" else a.dtype))
+            for n, a in self.constants.items()
         }
         return graph(held | dict(buffers or {}) | dict(arrays), leaves, key)
 
@@ -234,7 +278,9 @@ class TracedFunction:
             self._graphs[at] = _read(core, self.name, self._in_precision(precision), self._occurs)
         return self._graphs[at]
 
-    def _recorded(self, precision: str, train: bool, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, Any]:
+    def _recorded(
+        self, precision: str, train: bool, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Any, Any]:
         """Return the program for batches of these shapes, for any number of records where there is one."""
         rows, number = tuple(shape[1:] for shape in shapes), shapes[0][0]
         any_number, this = (precision, train, rows, None), (precision, train, rows, number)
@@ -251,12 +297,16 @@ class TracedFunction:
 
     def ignores_mode(self, precision: str, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Return whether the function is the same in training and in evaluation mode."""
-        programs = [self._recorded(precision, mode, shapes)[1].graph_module.code for mode in (True, False)]
+        programs = [
+            self._recorded(precision, mode, shapes)[1].graph_module.code for mode in (True, False)
+        ]
         return programs[0] == programs[1] or (
             self.graph(precision, True, shapes).text == self.graph(precision, False, shapes).text
         )
 
-    def _program(self, precision: str, train: bool, rows: Sequence[tuple[int, ...]], size: int | None) -> Any:
+    def _program(
+        self, precision: str, train: bool, rows: Sequence[tuple[int, ...]], size: int | None
+    ) -> Any:
         """Record the function for batches of `size` records, or of any number for None."""
         import torch
 
@@ -266,8 +316,14 @@ class TracedFunction:
             torch.zeros((size or EXAMPLE, *row), dtype=getattr(torch, kind))
             for row, kind in zip(rows, kinds, strict=True)
         )
-        shapes = None if size is not None else ((({0: torch.export.Dim("records", min=2)},) * len(leaves)),)
-        return self._told(lambda: torch.export.export(whole, (leaves,), dynamic_shapes=shapes, strict=False))
+        shapes = (
+            None
+            if size is not None
+            else ((({0: torch.export.Dim("records", min=2)},) * len(leaves)),)
+        )
+        return self._told(
+            lambda: torch.export.export(whole, (leaves,), dynamic_shapes=shapes, strict=False)
+        )
 
     def _told(self, work: Callable[[], Any]) -> Any:
         """Return what torch makes, or raise its complaint in one line."""
@@ -278,7 +334,8 @@ class TracedFunction:
             raise
         except Exception as error:
             raise InputError(
-                f"torch.export cannot record {self.name}(module, batch): {first_line(error)}; {WAY_OUT}"
+                f"torch.export cannot record {self.name}(module, batch): {first_line(error)}; "
+                f"{WAY_OUT}"
             ) from error
 
     def _occurs(self, leaf: int, number: int) -> bool:
@@ -307,7 +364,9 @@ def _fixed(module: Module) -> dict[str, Any]:
 def _range(parts: Sequence[Any]) -> tuple[float, float]:
     """Return the least and the largest of whole numbers; everything for other arrays."""
     whole = all(part.dtype.kind in "iu" and part.size for part in parts)
-    return (min(p.min() for p in parts), max(p.max() for p in parts)) if whole else (-np.inf, np.inf)
+    return (
+        (min(p.min() for p in parts), max(p.max() for p in parts)) if whole else (-np.inf, np.inf)
+    )
 
 
 def _whole(structure: Any, module: Module, function: Callable[[Module, Any], Any]) -> Module:
@@ -322,7 +381,10 @@ def _whole(structure: Any, module: Module, function: Callable[[Module, Any], Any
         def forward(self, leaves: Any) -> Any:
             value = function(self.module, jax.tree.unflatten(structure, leaves))
             if value is None:
-                raise InputError("a loss that skips batches by None cannot be simulated; return a loss for every batch")
+                raise InputError(
+                    "a loss that skips batches by None cannot be simulated; return a loss for "
+                    "every batch"
+                )
             return value
 
     return Whole().train(module.training)
@@ -333,7 +395,11 @@ def _quiet() -> Iterator[None]:
     """Keep torch's warnings, logs and printed graphs of an export to itself, and attention in its plain form."""
     import torch
 
-    fast, level, trace = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable, "torch.__trace"
+    fast, level, trace = (
+        torch.backends.mha.get_fastpath_enabled(),
+        logging.root.manager.disable,
+        "torch.__trace",
+    )
     handlers = logging.getLogger(trace).handlers
     torch.backends.mha.set_fastpath_enabled(False)
     logging.getLogger(trace).handlers = []  # with a handler it writes every graph down, for nobody
@@ -363,7 +429,9 @@ def _decomposed(program: Any) -> Any:
                 with part.graph.inserting_after(result):
                     cut = part.graph.call_function(detach, (result,))
                     cut.meta = dict(result.meta)
-                result.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+                result.replace_all_uses_with(
+                    cut, delete_user_cb=lambda user, cut=cut: user is not cut
+                )
             part.recompile()
     table = torch.export.default_decompositions()
     for kept in (detach, *(getattr(torch.ops.aten, name).input for name in WHOLE)):
@@ -375,12 +443,21 @@ def _read(program: Any, name: str, module: Module, occurs: Callable[[int, int], 
     """Convert an exported program to a `Graph`."""
     signature = program.graph_signature
     own = {id(p): path for path, p in module.named_parameters()}
-    paths = {f"module.{path}": own[id(p)] for path, p in module.named_parameters(remove_duplicate=False)}
+    paths = {
+        f"module.{path}": own[id(p)] for path, p in module.named_parameters(remove_duplicate=False)
+    }
     buffers = {id(b): path for path, b in module.named_buffers()}
-    paths |= {f"module.{path}": buffers[id(b)] for path, b in module.named_buffers(remove_duplicate=False)}
-    constants = {at: program.constants[path] for at, path in signature.inputs_to_lifted_tensor_constants.items()}
+    paths |= {
+        f"module.{path}": buffers[id(b)] for path, b in module.named_buffers(remove_duplicate=False)
+    }
+    constants = {
+        at: program.constants[path]
+        for at, path in signature.inputs_to_lifted_tensor_constants.items()
+    }
     nodes = [_node(node, name) for node in program.graph.nodes if node.op == "call_function"]
-    used = {str(node.name) for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    used = {
+        str(node.name) for node in program.graph.nodes if node.op == "placeholder" and node.users
+    }
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     changed, value = {}, None
     for spec, result in zip(signature.output_specs, output.args[0], strict=True):
@@ -390,10 +467,17 @@ def _read(program: Any, name: str, module: Module, occurs: Callable[[int, int], 
         elif kind == "USER_OUTPUT":
             value = _argument(result)
         else:
-            raise InputError(f"{name}(module, batch) changes its batch or a parameter in place; make a copy first")
+            raise InputError(
+                f"{name}(module, batch) changes its batch or a parameter in place; make a copy "
+                "first"
+            )
     return Graph(
-        nodes=_without_absent(tuple(node for node in nodes if node is not None), signature.user_inputs, occurs),
-        parameters={at: paths[path] for at, path in signature.inputs_to_parameters.items() if at in used},
+        nodes=_without_absent(
+            tuple(node for node in nodes if node is not None), signature.user_inputs, occurs
+        ),
+        parameters={
+            at: paths[path] for at, path in signature.inputs_to_parameters.items() if at in used
+        },
         buffers={at: paths[path] for at, path in signature.inputs_to_buffers.items()},
         constants={at: tensor.detach().numpy() for at, tensor in constants.items()},
         leaves=tuple(signature.user_inputs),
@@ -406,10 +490,13 @@ def _always(x: Array, _: int) -> Array:
     return jnp.ones(jnp.shape(x), bool)
 
 
-def _without_absent(nodes: Sequence[Node], leaves: Sequence[str], occurs: Callable[[int, int], bool]) -> Any:
+def _without_absent(
+    nodes: Sequence[Node], leaves: Sequence[str], occurs: Callable[[int, int], bool]
+) -> Any:
     """Replace comparisons of labels with numbers that no record has, such as cross_entropy's ignore_index.
 
-    A mean over the records that are not ignored is a ratio of sums; where none is, it is a mean over records.
+    A mean over the records that are not ignored is a ratio of sums; where none is, it is a mean
+    over records.
     """
     labels = {name: place for place, name in enumerate(leaves)}
     found = []
@@ -429,10 +516,16 @@ def _node(node: Any, name: str) -> Node | None:
     """Convert a node; None for assertions."""
     target = node.target
     overloaded = hasattr(target, "_schema")
-    short = target._schema.name.removeprefix("aten::") if overloaded else getattr(target, "__name__", str(target))
+    short = (
+        target._schema.name.removeprefix("aten::")
+        if overloaded
+        else getattr(target, "__name__", str(target))
+    )
     if short in IGNORED:
         return None
-    by_name = {key: _argument(value) for key, value in node.kwargs.items() if key not in ABOUT_STORAGE}
+    by_name = {
+        key: _argument(value) for key, value in node.kwargs.items() if key not in ABOUT_STORAGE
+    }
     args = tuple(_argument(value) for value in node.args)
     where = f"the operator {target} of {name}(module, batch){_line(node)}"
     if not overloaded and not hasattr(target, "namespace"):
@@ -446,7 +539,10 @@ def _node(node: Any, name: str) -> Node | None:
 
 
 def _drawing(short: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-    """Return an operator's arguments, and whether it draws random numbers: dropout with p = 0 does not."""
+    """Return an operator's arguments, and whether it draws random numbers.
+
+    Dropout with p = 0 does not.
+    """
     if short in WHOLE:  # dropout, train
         draws = args[5] > 0 and args[6]
         return (*args[:6], draws, *args[7:]), draws
@@ -456,7 +552,10 @@ def _drawing(short: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
     return args, short in RANDOM
 
 
-_SIZES: dict[str, Callable[..., Any]] = {"sym_size": lambda x, dim: jnp.shape(x)[dim], "sym_numel": jnp.size}
+_SIZES: dict[str, Callable[..., Any]] = {
+    "sym_size": lambda x, dim: jnp.shape(x)[dim],
+    "sym_numel": jnp.size,
+}
 
 
 def _item(values: Any, place: int) -> Any:
@@ -487,7 +586,11 @@ def _results(value: Any) -> Any:
 def _line(node: Any) -> str:
     """Return " (file:line, layer)" of the user's code, where torch knows it."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
-    own = [(file, line) for file, line in frames if "<" not in file and "/torch/" not in file and file != __file__]
+    own = [
+        (file, line)
+        for file, line in frames
+        if "<" not in file and "/torch/" not in file and file != __file__
+    ]
     layers = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     layer = layers[-1].removeprefix("module").removeprefix(".") if layers else ""
     said = [f"{own[-1][0]}:{own[-1][1]}"] if own else []

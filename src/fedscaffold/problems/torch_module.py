@@ -1,8 +1,10 @@
 """Problems whose model is a torch module: the same module and loss as at the sites of a deployment.
 
-The loss is recorded by `torch.export` and evaluated in JAX (`torch_export`). The model of the problem, and of its runs,
-is a `StateDict`: trained parameters are its arrays; tied names, frozen parameters and buffers come along. Buffers that
-the module changes in training, such as running statistics, are the problem's state.
+The loss is recorded by `torch.export` and evaluated in JAX (`torch_export`). The model of the
+problem, and of its runs,
+is a `StateDict`: trained parameters are its arrays; tied names, frozen parameters and buffers come
+along. Buffers that the module changes in training, such as running statistics, are the problem's
+state.
 """
 
 from __future__ import annotations
@@ -33,11 +35,15 @@ SEED = 0  # of the initial model, as for TorchLearner
 
 
 class StateDict(Mapping[str, Any]):
-    """The `state_dict` of a module whose trained parameters are arrays: `module.load_state_dict(run.x)`.
+    """The `state_dict` of a module whose trained parameters are arrays.
 
-    It is a JAX pytree with the trained parameters as leaves. As a mapping it has all entries of the module's
-    `state_dict()`, as torch tensors: tied parameters under each of their names, frozen parameters and buffers as they
-    were when the problem was made. `run.x | run.state` is the `state_dict` with the buffers that training changed.
+    `module.load_state_dict(run.x)`.
+
+    It is a JAX pytree with the trained parameters as leaves. As a mapping it has all entries of the
+    module's
+    `state_dict()`, as torch tensors: tied parameters under each of their names, frozen parameters
+    and buffers as they were when the problem was made. `run.x | run.state` is the `state_dict` with
+    the buffers that training changed.
     """
 
     def __init__(self, arrays: dict[str, Array], entries: _Entries) -> None:
@@ -71,16 +77,24 @@ class StateDict(Mapping[str, Any]):
 
 
 class _Entries:
-    """The entries of a module's `state_dict()`: which array each name has, and those that are not trained."""
+    """The entries of a module's `state_dict()`.
+
+    Which array each name has, and those that are not trained.
+    """
 
     def __init__(self, module: Module) -> None:
         trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         held = module.state_dict(keep_vars=True)
         self.places = {name: trained.get(id(tensor), name) for name, tensor in held.items()}
-        self.fixed = {name: t.detach().cpu().clone() for name, t in held.items() if id(t) not in trained}
+        self.fixed = {
+            name: t.detach().cpu().clone() for name, t in held.items() if id(t) not in trained
+        }
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Entries) and (self.places, *self.fixed) == (other.places, *other.fixed)
+        return isinstance(other, _Entries) and (self.places, *self.fixed) == (
+            other.places,
+            *other.fixed,
+        )
 
     def __hash__(self) -> int:
         return hash(tuple(self.places.items()))
@@ -104,7 +118,8 @@ class TorchProblem(Problem):
     """A problem whose model is a torch module; made by `fs.problems.torch`."""
 
     metrics: tuple[Metric, ...] = ()
-    """The module's metrics other than accuracy, which torch evaluates; `simulate` takes them in its `metrics`."""
+    """The module's metrics other than accuracy, which torch evaluates; `simulate` takes them in its
+    `metrics`."""
 
 
 def torch_problem(
@@ -120,28 +135,31 @@ def torch_problem(
 ) -> TorchProblem:
     """Make a problem of a torch module, with the loss and metrics that `TorchLearner` takes.
 
-    The loss is recorded by `torch.export`, in training and in evaluation mode, and runs in JAX; torch is only needed to
-    make the problem. The gradient is compared with torch's before it is used.
+    The loss is recorded by `torch.export`, in training and in evaluation mode, and runs in JAX;
+    torch is only needed to make the problem. The gradient is compared with torch's before it is
+    used.
 
     Args:
-        module: The module, or a function that makes it, called with torch's random seed 0 as at the sites.
-        loss: `loss(module, batch)`, one number. Training is in training mode, with random numbers (dropout) of a stream
-            for each client and step; measuring in evaluation mode.
-        clients: The records of each client: a tensor, a tuple or dict of tensors (or arrays) with one row per record,
-            or a `torch.utils.data.Dataset`, which is read once.
+        module: The module, or a function that makes it, called with torch's random seed 0 as at the
+            sites.
+        loss: `loss(module, batch)`, one number. Training is in training mode, with random numbers
+            (dropout) of a stream for each client and step; measuring in evaluation mode.
+        clients: The records of each client: a tensor, a tuple or dict of tensors (or arrays) with
+            one row per record, or a `torch.utils.data.Dataset`, which is read once.
         test: Records kept apart, for the metrics.
-        metrics: `metrics(module, batch)`, a dict of numbers, called in evaluation mode. "accuracy" becomes the
-            problem's accuracy, the others are `problem.metrics`.
+        metrics: `metrics(module, batch)`, a dict of numbers, called in evaluation mode. "accuracy"
+            becomes the problem's accuracy, the others are `problem.metrics`.
         name: How the problem is called in messages.
         coupled: As for `Problem`.
         evaluation_batch: As for `Problem`.
 
     Returns:
-        A problem whose `params`, and whose runs' `x`, are a `StateDict`, which `load_state_dict` takes.
+        A problem whose `params`, and whose runs' `x`, are a `StateDict`, which `load_state_dict`
+        takes.
 
     Raises:
-        InputError: for what cannot be used, by name: an operator without a rule in JAX, or a gradient that is not
-            torch's.
+        InputError: for what cannot be used, by name: an operator without a rule in JAX, or a
+            gradient that is not torch's.
 
     >>> import torch
     >>> import fedscaffold as fs
@@ -159,14 +177,26 @@ def torch_problem(
     kept_apart = None if test is None else _arrays(test)
     if not held:
         raise InputError("clients must hold at least one client, got an empty list")
-    trained = {name: p.detach().cpu().numpy().copy() for name, p in made.named_parameters() if p.requires_grad}
+    trained = {
+        name: p.detach().cpu().numpy().copy()
+        for name, p in made.named_parameters()
+        if p.requires_grad
+    }
     if not trained:
-        raise InputError("the module has no parameter that is trained; requires_grad_(True) trains one")
+        raise InputError(
+            "the module has no parameter that is trained; requires_grad_(True) trains one"
+        )
     data = held if kept_apart is None else [*held, kept_apart]
     recorded = TracedFunction(made, loss, data)
-    sample = jax.tree.map(lambda a: a[:RECORDS], held[int(np.argmax([_rows(client) for client in held]))])
+    sample = jax.tree.map(
+        lambda a: a[:RECORDS], held[int(np.argmax([_rows(client) for client in held]))]
+    )
     in_jax, changed = _loss(recorded, made, sample)
-    measured = [] if metrics is None else _names(made, metrics, sample if kept_apart is None else kept_apart)
+    measured = (
+        []
+        if metrics is None
+        else _names(made, metrics, sample if kept_apart is None else kept_apart)
+    )
     accuracy = None
     if metrics is not None and "accuracy" in measured:
         accuracy = _accuracy(metrics, made, data, bool(changed))
@@ -191,7 +221,9 @@ def _make(module: Module | Callable[[], Module]) -> Module:
     try:
         import torch
     except ModuleNotFoundError:
-        raise InputError("fs.problems.torch needs torch: pip install 'fedscaffold[torch]'") from None
+        raise InputError(
+            "fs.problems.torch needs torch: pip install 'fedscaffold[torch]'"
+        ) from None
     if isinstance(module, torch.nn.Module):
         try:
             made = copy.deepcopy(module)
@@ -201,15 +233,24 @@ def _make(module: Module | Callable[[], Module]) -> Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             made = module()
-    if not isinstance(module, torch.nn.Module) and not (callable(module) and isinstance(made, torch.nn.Module)):
-        raise InputError(f"module must be a torch.nn.Module or make one, got {type(module).__name__}")
+    if not isinstance(module, torch.nn.Module) and not (
+        callable(module) and isinstance(made, torch.nn.Module)
+    ):
+        raise InputError(
+            f"module must be a torch.nn.Module or make one, got {type(module).__name__}"
+        )
     places: dict[int, str] = {}
     for name, parameter in made.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
-            raise InputError(f"parameter {name!r} has no shape yet; send a batch through the module first")
+            raise InputError(
+                f"parameter {name!r} has no shape yet; send a batch through the module first"
+            )
         other = places.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
         if other != name:
-            raise InputError(f"{name!r} shares the memory of {other!r}; tie them by assigning the Parameter itself")
+            raise InputError(
+                f"{name!r} shares the memory of {other!r}; tie them by assigning the Parameter "
+                "itself"
+            )
     half = {torch.float16, torch.bfloat16} & {p.dtype for p in made.parameters()}
     return made.to(device="cpu", dtype=torch.float32) if half else made.cpu()
 
@@ -219,10 +260,15 @@ def _arrays(records: Any) -> Tree:
     import torch
 
     if isinstance(records, torch.utils.data.DataLoader):
-        raise InputError("records must be tensors or a Dataset, got a DataLoader: the simulator draws batches itself")
+        raise InputError(
+            "records must be tensors or a Dataset, got a DataLoader: the simulator draws batches "
+            "itself"
+        )
     if isinstance(records, torch.utils.data.Dataset):
         if not hasattr(records, "__len__"):
-            raise InputError("records must be tensors or a Dataset with a length; read an IterableDataset first")
+            raise InputError(
+                "records must be tensors or a Dataset with a length; read an IterableDataset first"
+            )
         records = torch.utils.data.default_collate([records[i] for i in range(len(records))])
 
     def array(leaf: Any) -> Any:
@@ -250,10 +296,13 @@ def _tensors(records: Tree, dtype: Any) -> Any:
     return jax.tree.map(tensor, records)
 
 
-def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> tuple[Callable[..., Any], list[str]]:
+def _loss(
+    recorded: TracedFunction, module: Module, sample: Tree
+) -> tuple[Callable[..., Any], list[str]]:
     """Return the loss in JAX, and the buffers that it changes in training.
 
-    It takes a random key if training is another function than evaluation, and the buffers as its state.
+    It takes a random key if training is another function than evaluation, and the buffers as its
+    state.
     """
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(sample)]
     precision = "float64"
@@ -262,11 +311,19 @@ def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> tuple[Calla
     except InputError:  # single precision written into it, or it fails in any
         precision = "float32"
         train = recorded.graph(precision, True, shapes)
-    if not set(train.parameters.values()) & {name for name, p in module.named_parameters() if p.requires_grad}:
-        raise InputError("loss(module, batch) uses no trained parameter of its module: it is made of something else")
+    if not set(train.parameters.values()) & {
+        name for name, p in module.named_parameters() if p.requires_grad
+    }:
+        raise InputError(
+            "loss(module, batch) uses no trained parameter of its module: it is made of something "
+            "else"
+        )
     differ = not recorded.ignores_mode(precision, shapes)
     if (recorded.graph(precision, False, shapes) if differ else train).random:
-        raise InputError("loss(module, batch) draws random numbers in evaluation mode; draw them if module.training")
+        raise InputError(
+            "loss(module, batch) draws random numbers in evaluation mode; draw them if "
+            "module.training"
+        )
     _check_gradient(recorded, module, sample, precision, not differ)
 
     def loss(params: StateDict, batch: Tree) -> Array:
@@ -282,7 +339,9 @@ def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> tuple[Calla
     def random_stateful_loss(
         params: StateDict, batch: Tree, state: Any, train: bool, key: Array | None = None
     ) -> tuple[Array, Any]:
-        value, changed = recorded.evaluate(params.arrays, batch, train=train, key=key, buffers=state)
+        value, changed = recorded.evaluate(
+            params.arrays, batch, train=train, key=key, buffers=state
+        )
         return value, state | changed
 
     if train.changed:
@@ -290,8 +349,13 @@ def _loss(recorded: TracedFunction, module: Module, sample: Tree) -> tuple[Calla
     return random_loss if differ else loss, []
 
 
-def _check_gradient(recorded: TracedFunction, module: Module, sample: Tree, precision: str, train: bool) -> None:
-    """Raise unless JAX's gradient is torch's, at random parameters: an export leaves custom derivatives out."""
+def _check_gradient(
+    recorded: TracedFunction, module: Module, sample: Tree, precision: str, train: bool
+) -> None:
+    """Raise unless JAX's gradient is torch's, at random parameters.
+
+    An export leaves custom derivatives out.
+    """
     import torch
 
     copied = copy.deepcopy(module).to(dtype=getattr(torch, precision)).train(train)
@@ -313,20 +377,27 @@ def _check_gradient(recorded: TracedFunction, module: Module, sample: Tree, prec
         for (n, p), g in zip(trained.items(), slopes, strict=True)
     }
     with jax.enable_x64(precision == "float64"):
-        cast = jax.tree.map(lambda a: jnp.asarray(a, precision) if a.dtype.kind == "f" else jnp.asarray(a), sample)
+        cast = jax.tree.map(
+            lambda a: jnp.asarray(a, precision) if a.dtype.kind == "f" else jnp.asarray(a), sample
+        )
         found = jax.jit(jax.grad(lambda p: recorded(p, cast, train=train)))(arrays)
-        apart = {name: float(np.linalg.norm(np.asarray(found[name]) - expected[name])) for name in found}
+        apart = {
+            name: float(np.linalg.norm(np.asarray(found[name]) - expected[name])) for name in found
+        }
     size = np.sqrt(sum(float(np.sum(np.square(one))) for one in expected.values()))
     tolerance = (1e-8 if precision == "float64" else 1e-3) * size
     worst = max(apart, key=lambda name: apart[name])
     if np.isfinite(size) and not apart[worst] <= tolerance:
         raise InputError(
-            f"the gradient of loss(module, batch) in {worst!r} is not torch's (off by {apart[worst]:.2g} of "
+            f"the gradient of loss(module, batch) in {worst!r} is not torch's (off by "
+            f"{apart[worst]:.2g} of "
             f"{size:.2g}): torch.export leaves custom autograd functions and hooks out; {WAY_OUT}"
         )
 
 
-def _entry(metrics: Callable[[Module, Any], dict[str, Any]], name: str, module: Module, batch: Any) -> Any:
+def _entry(
+    metrics: Callable[[Module, Any], dict[str, Any]], name: str, module: Module, batch: Any
+) -> Any:
     """Return an entry of the metrics as a tensor, also where the function makes it a number by `float` or `item`."""
     import torch
 
@@ -335,7 +406,9 @@ def _entry(metrics: Callable[[Module, Any], dict[str, Any]], name: str, module: 
     class Recorded(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         """Stands unlikely numbers in for tensors, to find them again in what the function returns."""
 
-        def __torch_function__(self, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, called: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if called not in (torch.Tensor.__float__, torch.Tensor.item):
                 return called(*args, **(kwargs or {}))
             numbers[math.pi / 10 + len(numbers) * 1e-9] = args[0]
@@ -344,7 +417,9 @@ def _entry(metrics: Callable[[Module, Any], dict[str, Any]], name: str, module: 
     with Recorded():
         value = metrics(module, batch)[name]
     if not isinstance(value, torch.Tensor) and value not in numbers:
-        raise InputError(f"metrics(module, batch)[{name!r}] is not made by one .item() or float(...)")
+        raise InputError(
+            f"metrics(module, batch)[{name!r}] is not made by one .item() or float(...)"
+        )
     return value if isinstance(value, torch.Tensor) else numbers[value].reshape(())
 
 
@@ -356,11 +431,15 @@ def _names(module: Module, metrics: Callable[..., Any], records: Tree) -> list[s
     with torch.no_grad():
         found = metrics(copy.deepcopy(module).eval(), some)
     if not isinstance(found, Mapping):
-        raise InputError(f"metrics(module, batch) must return a dict of numbers, got {type(found).__name__}")
+        raise InputError(
+            f"metrics(module, batch) must return a dict of numbers, got {type(found).__name__}"
+        )
     return [name for name in found if name != "loss"]
 
 
-def _accuracy(metrics: Callable[..., Any], module: Module, data: Sequence[Tree], stateful: bool) -> Callable[..., Any]:
+def _accuracy(
+    metrics: Callable[..., Any], module: Module, data: Sequence[Tree], stateful: bool
+) -> Callable[..., Any]:
     """Return the accuracy in JAX, after comparing it with torch's on some records."""
     import torch
 
@@ -380,7 +459,8 @@ def _accuracy(metrics: Callable[..., Any], module: Module, data: Sequence[Tree],
     found = float(jax.jit(partial(traced, train=False))(arrays, some))
     if not abs(found - expected) <= 1e-4 * max(1.0, abs(expected)):
         raise InputError(
-            f"metrics(module, batch)['accuracy'] is {found:.6g} in JAX, {expected:.6g} in torch; {WAY_OUT}"
+            f"metrics(module, batch)['accuracy'] is {found:.6g} in JAX, {expected:.6g} in torch; "
+            f"{WAY_OUT}"
         )
     return accuracy_with_buffers if stateful else accuracy
 

@@ -6,4 +6,15 @@ from fedscaffold.runs.page import page
 from fedscaffold.runs.run_folder import RunRecord, Study, read, versions, write
 from fedscaffold.runs.view_model import Source
 
-__all__ = ["RunRecord", "Source", "Study", "page", "read", "source_of", "sources", "tables", "versions", "write"]
+__all__ = [
+    "RunRecord",
+    "Source",
+    "Study",
+    "page",
+    "read",
+    "source_of",
+    "sources",
+    "tables",
+    "versions",
+    "write",
+]

@@ -1,8 +1,8 @@
 """Read the folder of a deployed server: audit log, metrics and status.
 
-A site's outcome in a round is one of: heard; late, if the round was closed without its reply; refused, if its reply
-failed validation; failed, if the site or the connection broke down; otherwise it was not asked. A round that missed
-its quorum is tried again, and only the last try is shown.
+A site's outcome in a round is one of: heard; late, if the round was closed without its reply;
+refused, if its reply failed validation; failed, if the site or the connection broke down; otherwise
+it was not asked. A round that missed its quorum is tried again, and only the last try is shown.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Deployed:
         for event in filter(is_valid_event, events):
             self._apply(event)
         for line in filter(is_valid_metrics, lines):
-            self.version += line["round"] in self.rows  # a round was measured again: readers must redraw
+            self.version += (
+                line["round"] in self.rows
+            )  # a round was measured again: readers must redraw
             self.rows[line["round"]] = line
         status = _read_status(self.folder)
         sites = sorted({*self.members, *status.get("sites", {}), *status.get("absent", [])})
@@ -128,7 +130,9 @@ class Deployed:
             self.refusals[f"{site}: {event.get('reason', '')}"] += 1
         elif what == "opened":
             self.refused.clear()
-            self.seconds["between rounds"] += 0.0 if self.closed is None else max(0.0, at - self.closed)
+            self.seconds["between rounds"] += (
+                0.0 if self.closed is None else max(0.0, at - self.closed)
+            )
             self.opened = at
             self.tries = event.get("attempt", 0) + 1
         elif what in ("committed", "abandoned", "evaluated"):
@@ -151,13 +155,20 @@ class Deployed:
         self.stamps.append((self.round, at))
 
     def _columns(self) -> dict[str, NDArray[Any]]:
-        """Return the metrics by round; each line describes the model that was sent out in that round."""
+        """Return the metrics by round.
+
+        Each line describes the model that was sent out in that round.
+        """
         rounds = sorted(self.rows)
-        names = {name: None for number in rounds for name in self.rows[number] if name not in NOT_COLUMNS}
+        names = {
+            name: None for number in rounds for name in self.rows[number] if name not in NOT_COLUMNS
+        }
         columns = {"round": np.array(rounds, np.int64)}
         for name in names:
             held = [self.rows[number].get(name) for number in rounds]
-            columns[name] = np.array([math.nan if value is None else value for value in held], np.float64)
+            columns[name] = np.array(
+                [math.nan if value is None else value for value in held], np.float64
+            )
         return columns
 
     def _phase(self, status: dict[str, Any]) -> str:
@@ -176,27 +187,42 @@ class Deployed:
         unsaid = [site for site in absent if site not in missed]
         said += [f"Absent: {', '.join(unsaid)}."] if unsaid else []
         said += [f"{site['sentence']}." for site in missed.values()]
-        said += [f"{name} is without {', '.join(sites)}: no finite number there." for name, sites in unmeasured.items()]
+        said += [
+            f"{name} is without {', '.join(sites)}: no finite number there."
+            for name, sites in unmeasured.items()
+        ]
         said += [f"Try {self.tries} of this round."] if running and self.tries > 1 else []
         known = {f"{site}: {one['cause']}" for site, one in missed.items()}
         often = [item for item in self.refusals.most_common(MOST_REFUSALS) if item[0] not in known]
-        return (*said, *(f"Refused {line}" + (f" ({times} times)" if times > 1 else "") for line, times in often))
+        return (
+            *said,
+            *(
+                f"Refused {line}" + (f" ({times} times)" if times > 1 else "")
+                for line, times in often
+            ),
+        )
 
 
 def is_valid_event(event: dict[str, Any]) -> bool:
-    """Return whether an event of the audit log has values of the right types; invalid events are skipped.
+    """Return whether an event of the audit log has values of the right types.
+
+    Invalid events are skipped.
 
     >>> is_valid_event({"event": "joined", "site": "north", "records": 3})
     True
     >>> is_valid_event({"event": "joined", "site": []})
     False
     """
-    words = all(_is_text(event.get(name, "")) for name in ("event", "run", "algorithm", "kind", "reason"))
+    words = all(
+        _is_text(event.get(name, "")) for name in ("event", "run", "algorithm", "kind", "reason")
+    )
     counts = all(is_count(event.get(name, 0)) for name in ("round", "attempt", "records"))
     lists = all(_are_texts(event.get(name, [])) for name in ("heard", "missing"))
     failed = event.get("failed", {})
     site = event.get("site")
-    return words and counts and lists and isinstance(failed, dict) and (site is None or _is_text(site))
+    return (
+        words and counts and lists and isinstance(failed, dict) and (site is None or _is_text(site))
+    )
 
 
 def is_valid_metrics(line: dict[str, Any]) -> bool:
@@ -206,7 +232,9 @@ def is_valid_metrics(line: dict[str, Any]) -> bool:
     (True, False)
     """
     numbers = (value for name, value in line.items() if name not in NOT_COLUMNS)
-    return is_count(line.get("round")) and all(value is None or is_number(value) for value in numbers)
+    return is_count(line.get("round")) and all(
+        value is None or is_number(value) for value in numbers
+    )
 
 
 def is_valid_status(status: Any) -> bool:
@@ -223,11 +251,19 @@ def is_valid_status(status: Any) -> bool:
         tables
         and _is_text(status.get("phase", ""))
         and all(_are_texts(status.get(name, [])) for name in ("waiting_for", "absent"))
-        and all(status.get(name) is None or is_count(status[name]) for name in ("round", "rounds", "attempt"))
-        and all(status.get(name) is None or is_number(status[name]) for name in ("explained", "residual", "at"))
+        and all(
+            status.get(name) is None or is_count(status[name])
+            for name in ("round", "rounds", "attempt")
+        )
+        and all(
+            status.get(name) is None or is_number(status[name])
+            for name in ("explained", "residual", "at")
+        )
         and status.get("precision", "float32") in ("float32", "float64")
         and all(map(_are_texts, unmeasured.values()))
-        and all(isinstance(one, dict) and {"sentence", "cause"} <= one.keys() for one in missed.values())
+        and all(
+            isinstance(one, dict) and {"sentence", "cause"} <= one.keys() for one in missed.values()
+        )
     )
 
 

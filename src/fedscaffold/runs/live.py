@@ -1,6 +1,7 @@
 """Sources of the run page: simulated runs, comparisons and deployed servers, read from their folders without JAX.
 
-`source_of` opens one folder, which `poll` reads incrementally; `sources` reads any number of finished runs.
+`source_of` opens one folder, which `poll` reads incrementally; `sources` reads any number of
+finished runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class LiveSource(Protocol):
 
 
 class Simulated:
-    """Source of a simulated run: its log while it is running, and its whole folder once it has ended."""
+    """Source of a simulated run.
+
+    Its log while it is running, and its whole folder once it has ended.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, RoundLog(folder)
@@ -56,7 +60,9 @@ class Simulated:
             algorithm=facts.get("algorithm") or "run",
             seed=facts.get("seed") or 0,
             columns=columns,
-            diverged_at=log.round if log.end is not None and log.end.get("how") == "diverged" else None,
+            diverged_at=log.round
+            if log.end is not None and log.end.get("how") == "diverged"
+            else None,
             residual=float(residuals[-1]) if len(residuals) else math.nan,
             explained=math.nan if log.explained is None else log.explained,
             config=_read_text(self.folder / CONFIG),
@@ -72,7 +78,10 @@ class Simulated:
 
     def _progress(self, phase: str) -> Progress:
         log, facts = self.log, self.log.facts
-        marks = tuple(heard if heard is None or isinstance(heard, int) else {"heard": heard} for heard in log.heard)
+        marks = tuple(
+            heard if heard is None or isinstance(heard, int) else {"heard": heard}
+            for heard in log.heard
+        )
         return Progress(
             kind="simulation",
             phase=phase,
@@ -84,8 +93,12 @@ class Simulated:
             heard_at=log.heard_at,
             all_at=log.all_at,
             stamps=tuple(log.stamps),
-            seconds={key: log.earlier.get(key, 0.0) + log.seconds.get(key, 0.0) for key in log.phases},
-            stoppable=phase == "running" and bool(facts.get("stoppable")) and not (self.folder / STOP).exists(),
+            seconds={
+                key: log.earlier.get(key, 0.0) + log.seconds.get(key, 0.0) for key in log.phases
+            },
+            stoppable=phase == "running"
+            and bool(facts.get("stoppable"))
+            and not (self.folder / STOP).exists(),
             notes=_notes(self.folder, phase, log.round),
         )
 
@@ -93,7 +106,10 @@ class Simulated:
         facts, end = self.log.facts, self.log.end
         if end is not None:
             return str(end.get("how", "failed"))
-        elsewhere = facts.get("host") not in (None, platform.node())  # its process cannot be checked from this machine
+        elsewhere = facts.get("host") not in (
+            None,
+            platform.node(),
+        )  # its process cannot be checked from this machine
         return "running" if elsewhere or process_exists(facts.get("pid")) else "silent"
 
 
@@ -108,7 +124,9 @@ def _notes(folder: Path, phase: str, round: int) -> tuple[str, ...]:
     if phase == "starting":
         return ("It is compiling.",)
     if phase in ("stopped", "silent", "failed"):
-        why = {"stopped": "It was stopped", "silent": "Its process is gone", "failed": "It failed"}[phase]
+        why = {"stopped": "It was stopped", "silent": "Its process is gone", "failed": "It failed"}[
+            phase
+        ]
         return (f"{why} after round {round}; go on with: fedscaffold resume {folder}",)
     if phase == "running" and (folder / STOP).exists():
         return ("It was asked to stop, and will after the rounds at work.",)
@@ -146,11 +164,16 @@ def source_of(folder: Path) -> LiveSource:
         return Deployed(deployed)
     if (folder / CONFIG).is_file():
         return Simulated(folder)
-    raise InputError(f"{folder} holds no run: give the folder of `fedscaffold run`, or of a deployed server")
+    raise InputError(
+        f"{folder} holds no run: give the folder of `fedscaffold run`, or of a deployed server"
+    )
 
 
 def sources(paths: Sequence[Path]) -> list[Source]:
-    """Read all runs and comparisons in or below the given paths; a single run is read with its progress."""
+    """Read all runs and comparisons in or below the given paths.
+
+    A single run is read with its progress.
+    """
     found = find_studies(list(paths))
     if len(found) == 1 and (found[0] / RUN).is_file():
         return [Source(str(found[0]), read(found[0]), Simulated(found[0]).poll().progress)]

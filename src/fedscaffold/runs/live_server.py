@@ -4,8 +4,8 @@
     GET  /TOKEN/state   what the page shows, as JSON (`fedscaffold.runs.view_model`)
     POST /TOKEN/stop    request the run to stop after the current rounds
 
-Every request must name this server in its Host header, which prevents DNS rebinding, and must carry the token, which
-keeps other users of the machine out. A POST from another origin is refused.
+Every request must name this server in its Host header, which prevents DNS rebinding, and must carry
+the token, which keeps other users of the machine out. A POST from another origin is refused.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ __all__ = ["Server"]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'; base-uri 'none'; form-action "
+    "'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 LOOPBACK = "127.0.0.1"
 LAST_LOOK = 3.0  # seconds for an open page to fetch the final state
-MAX_CONNECTIONS = 32  # a new one closes the oldest, so that the run does not run out of file descriptors
+MAX_CONNECTIONS = (
+    32  # a new one closes the oldest, so that the run does not run out of file descriptors
+)
 PAUSE = 0.1  # seconds before the next attempt if a connection cannot be accepted
 
 
@@ -54,14 +57,18 @@ class Server:
     True
     """
 
-    def __init__(self, folder: Path, source: LiveSource, port: int = 0, page: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, source: LiveSource, port: int = 0, page: str | None = None
+    ) -> None:
         self.folder, self.source = folder, source
         self.token = secrets.token_urlsafe(18)
         self.page = live_page() if page is None else page
         self.lock = threading.Lock()
         self.polled, self.saw_end = 0.0, False
         self.http = _HTTPServer(port, self)
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True
+        )
 
     @property
     def address(self) -> str:
@@ -82,7 +89,10 @@ class Server:
             source = self.source.poll()
             told = view([source])
         self.polled = time.monotonic()
-        self.saw_end = source.progress is None or source.progress.phase not in ("starting", "running")
+        self.saw_end = source.progress is None or source.progress.phase not in (
+            "starting",
+            "running",
+        )
         return told
 
     def stop(self) -> bool:
@@ -107,7 +117,9 @@ class _HTTPServer(ThreadingHTTPServer):
     """HTTP server with a bounded number of connections, whose errors never reach the run."""
 
     daemon_threads = True
-    request_queue_size = 128  # the default of 5 makes a burst of connections wait for a second and more
+    request_queue_size = (
+        128  # the default of 5 makes a burst of connections wait for a second and more
+    )
 
     def __init__(self, port: int, live: Server) -> None:
         super().__init__((LOOPBACK, port), _Handler)
@@ -150,10 +162,15 @@ class _HTTPServer(ThreadingHTTPServer):
             _disconnect(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore closed connections; print other errors as one line, because the terminal is the run's."""
+        """Ignore closed connections.
+
+        Print other errors as one line, because the terminal is the run's.
+        """
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
-            sys.stderr.write(f"fedscaffold: the live page failed to answer: {type(error).__name__}: {error}\n")
+            sys.stderr.write(
+                f"fedscaffold: the live page failed to answer: {type(error).__name__}: {error}\n"
+            )
 
 
 def _disconnect(connection: socket.socket) -> None:
@@ -207,11 +224,15 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the path after the token, or None if the request was refused."""
         port = self.server.server_port
         if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
-            self._refuse(HTTPStatus.FORBIDDEN, f"this server is http://{LOOPBACK}:{port} and no other")
+            self._refuse(
+                HTTPStatus.FORBIDDEN, f"this server is http://{LOOPBACK}:{port} and no other"
+            )
             return None
         token, _, rest = path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.live.token.encode()):
-            self._refuse(HTTPStatus.FORBIDDEN, "open the address that fedscaffold printed, with its token")
+            self._refuse(
+                HTTPStatus.FORBIDDEN, "open the address that fedscaffold printed, with its token"
+            )
             return None
         return rest
 
@@ -222,7 +243,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, code: HTTPStatus, text: str, kind: str) -> None:
         body = text.encode()
         self.send_response(code)
-        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+        for name, value in {
+            **HEADERS,
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -16,7 +16,14 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from fedscaffold.checks import InputError
-from fedscaffold.runs.round_log import FORMAT, NAME, STOP, RoundLog, count_agreeing_rounds, format_column
+from fedscaffold.runs.round_log import (
+    FORMAT,
+    NAME,
+    STOP,
+    RoundLog,
+    count_agreeing_rounds,
+    format_column,
+)
 from fedscaffold.runs.run_folder import remove_study
 from fedscaffold.simulation import Callback, Look, Run
 
@@ -42,7 +49,8 @@ class Listener(Protocol):
 class LogWriter(Callback):
     """Callback that appends a run's rounds to its log; used as a context manager.
 
-    The rounds of each block are written at once. The run is asked to stop if the file `stop` exists beside the log.
+    The rounds of each block are written at once. The run is asked to stop if the file `stop` exists
+    beside the log.
 
     >>> import tempfile
     >>> import fedscaffold as fs
@@ -55,7 +63,9 @@ class LogWriter(Callback):
     (True, [1.0, 2.0, 3.0], 'finished')
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], listeners: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self, folder: Path, facts: dict[str, Any], listeners: Sequence[Listener] = ()
+    ) -> None:
         self.path, self.stop = folder / NAME, folder / STOP
         self.facts, self.listeners = facts, list(listeners)
         self.file: Any = None
@@ -65,14 +75,21 @@ class LogWriter(Callback):
     def __enter__(self) -> LogWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self.file is None:
             return
         how = self.how or "failed"
         if kind is not None:
             how = "stopped" if issubclass(kind, KeyboardInterrupt) else "failed"
         with suppress(OSError):  # a full disk has already been reported
-            self._write([json.dumps({"event": "end", "at": time.time(), "after": self.done, "how": how})])
+            self._write(
+                [json.dumps({"event": "end", "at": time.time(), "after": self.done, "how": how})]
+            )
             self.file.close()
         self._notify("end", how)
 
@@ -127,9 +144,12 @@ class LogWriter(Callback):
         """Write one line for each round after the first `known`, the last one with the clock fields."""
         columns = {name: column[known - look.start :] for name, column in look.columns.items()}
         heard = [self._heard_field(look, number) for number in columns["round"].tolist()]
-        # formatted as text, because json.dumps is several times slower and rounds may take some ten microseconds
+        # formatted as text, because json.dumps is several times slower and rounds may take some ten
+        # microseconds
         pattern = "{" + "".join(f'"{name}": %s, ' for name in columns) + '"heard": %s}'
-        lines = [pattern % row for row in zip(*map(format_column, columns.values()), heard, strict=True)]
+        lines = [
+            pattern % row for row in zip(*map(format_column, columns.values()), heard, strict=True)
+        ]
         if clock:
             lines[-1] = f"{lines[-1][:-1]}, {json.dumps(clock)[1:]}"
         self._write(lines)
@@ -156,7 +176,10 @@ class LogWriter(Callback):
         self.file.flush()
 
     def _notify(self, what: str, *said: Any) -> None:
-        """Call a method of each listener; drop a listener that fails, with a warning, and go on with the run."""
+        """Call a method of each listener.
+
+        Drop a listener that fails, with a warning, and go on with the run.
+        """
         began = time.perf_counter()
         for listener in tuple(self.listeners):
             try:
@@ -166,7 +189,9 @@ class LogWriter(Callback):
                 raise
             except Exception as error:
                 self.listeners.remove(listener)
-                warnings.warn(f"{type(listener).__name__} failed and is left out: {error}", stacklevel=2)
+                warnings.warn(
+                    f"{type(listener).__name__} failed and is left out: {error}", stacklevel=2
+                )
         self.tracker_seconds += time.perf_counter() - began if self.listeners else 0.0
 
 

@@ -1,7 +1,7 @@
 """The run page: one self-contained HTML file for one run, several runs, or a run in progress.
 
-Its parts are in `run_page/` and have no dependencies. The page's content security policy forbids network access;
-the live page may contact the server it came from.
+Its parts are in `run_page/` and have no dependencies. The page's content security policy forbids
+network access; the live page may contact the server it came from.
 """
 
 from __future__ import annotations

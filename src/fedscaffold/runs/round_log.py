@@ -1,23 +1,27 @@
 """Read `rounds.jsonl`, the log of a run: one line of JSON for each round, appended as rounds end.
 
-    {"event": "begin", "format": 2, "run": "5f0c...", "at": 1763260000.0, "host": "here", "pid": 4711, "after": 0,
-     "rounds": 100, "clients": 20, "cohort": 4, "algorithm": "scaffold", "seed": 0, "precision": "float32",
-     "target": null, "problem": "digits, ...", "config": "8a1f03c2", "stoppable": true}
-    {"round": 1, "loss": 2.1, "residual": 1e-09, "bytes_up": 10400, "bytes_down": 20800, "heard": [3, 7, 12, 19]}
-    {"round": 2, ..., "at": 1763260001.5, "explained": 1e-12, "seconds": {"compile": 1.2, "draw": 0.01, "rounds": 0.4,
+    {"event": "begin", "format": 2, "run": "5f0c...", "at": 1763260000.0, "host": "here", "pid":
+    4711, "after": 0,
+     "rounds": 100, "clients": 20, "cohort": 4, "algorithm": "scaffold", "seed": 0, "precision":
+     "float32", "target": null, "problem": "digits, ...", "config": "8a1f03c2", "stoppable": true}
+    {"round": 1, "loss": 2.1, "residual": 1e-09, "bytes_up": 10400, "bytes_down": 20800, "heard":
+    [3, 7, 12, 19]} {"round": 2, ..., "at": 1763260001.5, "explained": 1e-12, "seconds": {"compile":
+    1.2, "draw": 0.01, "rounds": 0.4,
      "checkpoint": 0.02, "record": 0.001}}
     {"event": "end", "at": 1763260009.0, "after": 100, "how": "finished"}
 
 begin       opens every session, also a resumed one, after the round of its checkpoint (`after`). Earlier lines of
-            rounds after that are superseded, because these rounds are run again. `run` is the same in all sessions.
+            rounds after that are superseded, because these rounds are run again. `run` is the same
+            in all sessions.
 a round     has the metrics of `Run.history`; null where nothing was measured. `heard` lists the clients of the
-            round, or is their number where they are all clients or more than 1000. The last round of a stretch
-            also has the clock, the residual that rounding explains so far (`explained`), and the seconds of this
-            session by phase.
+            round, or is their number where they are all clients or more than 1000. The last round
+            of a stretch also has the clock, the residual that rounding explains so far
+            (`explained`), and the seconds of this session by phase.
 end         how: finished, target, diverged, stopped (by Ctrl-C, a signal or the page) or failed (an error).
 
-A crash may leave an incomplete line: readers skip what is not JSON, and a last line without a newline is not read yet.
-A file `stop` in the same folder asks the run to stop after the current rounds.
+A crash may leave an incomplete line: readers skip what is not JSON, and a last line without a
+newline is not read yet. A file `stop` in the same folder asks the run to stop after the current
+rounds.
 """
 
 from __future__ import annotations
@@ -61,7 +65,11 @@ HEAD = 400  # leading bytes that identify a file
 RECENT = 240  # rounds for which the clients heard are kept
 MOST_STAMPS = 4096
 LARGEST = 2**62  # bound of integers accepted from a file
-TIMED = ("draw", "rounds", "checkpoint")  # phases that count as time of rounds; compilation happens once
+TIMED = (
+    "draw",
+    "rounds",
+    "checkpoint",
+)  # phases that count as time of rounds; compilation happens once
 NOT_COLUMNS = {"heard", "at", "explained", "seconds"}  # keys of a round's line that are not metrics
 
 Line = dict[str, Any]
@@ -72,7 +80,9 @@ class OtherFormatError(InputError):
 
 
 class Tail:
-    r"""The lines of a growing file of JSON lines: `read_new` returns those added since the last call.
+    r"""The lines of a growing file of JSON lines.
+
+    `read_new` returns those added since the last call.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "lines.jsonl"
@@ -135,19 +145,41 @@ def is_valid_line(line: Line) -> bool:
     event = line.get("event")
     if event == "begin":
         target = line.get("target")
-        named = isinstance(target, list) and len(target) == 2 and isinstance(target[0], str) and is_number(target[1])
+        named = (
+            isinstance(target, list)
+            and len(target) == 2
+            and isinstance(target[0], str)
+            and is_number(target[1])
+        )
         counts = all(is_count(line.get(name, 0)) for name in ("after", "clients", "format"))
-        words = all(isinstance(line[name], (str, int, float, type(None))) for name in line if name != "target")
+        words = all(
+            isinstance(line[name], (str, int, float, type(None)))
+            for name in line
+            if name != "target"
+        )
         precision = line.get("precision", "float32") in ("float32", "float64")
         planned = line.get("rounds") is None or is_count(line["rounds"])
-        return counts and words and precision and planned and (named or target is None) and is_number(line.get("at", 0))
+        return (
+            counts
+            and words
+            and precision
+            and planned
+            and (named or target is None)
+            and is_number(line.get("at", 0))
+        )
     if event == "end":
         return isinstance(line.get("how", ""), str)
     if event is not None or not is_count(line.get("round")):
         return False
     heard, seconds = line.get("heard"), line.get("seconds", {})
-    known = heard is None or is_count(heard) or (isinstance(heard, list) and all(map(is_count, heard)))
-    clock = isinstance(seconds, dict) and all(map(is_number, seconds.values())) and is_number(line.get("at", 0))
+    known = (
+        heard is None or is_count(heard) or (isinstance(heard, list) and all(map(is_count, heard)))
+    )
+    clock = (
+        isinstance(seconds, dict)
+        and all(map(is_number, seconds.values()))
+        and is_number(line.get("at", 0))
+    )
     rest = (value for name, value in line.items() if name not in ("heard", "seconds"))
     return known and clock and all(value is None or is_number(value) for value in rest)
 
@@ -198,7 +230,10 @@ class RoundLog:
         self.heard: deque[list[int] | int | None] = deque(maxlen=RECENT)
         """Clients heard in each of the last rounds, or their number; None where unknown."""
         self.heard_at: dict[int, int] | None = {}
-        """The round in which each client was last heard, after `all_at`; None where only numbers are known."""
+        """The round in which each client was last heard, after `all_at`.
+
+        None where only numbers are known.
+        """
         self.all_at = 0
         """The last round in which all clients were heard."""
         self.stamps: deque[tuple[int, float]] = deque(maxlen=MOST_STAMPS)
@@ -225,7 +260,9 @@ class RoundLog:
     def update(self) -> bool:
         """Read what was added; return whether a session has begun."""
         fresh, lines = self._read_new()
-        again = any(line.get("event") == "begin" and line.get("after", 0) < self.round for line in lines)
+        again = any(
+            line.get("event") == "begin" and line.get("after", 0) < self.round for line in lines
+        )
         if again and not fresh:  # a crash lost recorded rounds: read everything again, without them
             self.tail.rewind()
             fresh, lines = self._read_new()
@@ -287,7 +324,9 @@ class RoundLog:
             self.explained = line.get("explained", self.explained)
             self.seconds = line.get("seconds", self.seconds)
             spent = self.earlier, self.seconds
-            self.clock.append((number, sum(held.get(phase, 0.0) for phase in TIMED for held in spent)))
+            self.clock.append(
+                (number, sum(held.get(phase, 0.0) for phase in TIMED for held in spent))
+            )
 
 
 def drop_superseded(lines: list[Line]) -> list[Line]:
@@ -337,7 +376,9 @@ def format_column(column: NDArray[Any]) -> list[str]:
     return written
 
 
-def count_agreeing_rounds(recorded: Mapping[str, Sequence[Any]], columns: Mapping[str, NDArray[Any]]) -> int:
+def count_agreeing_rounds(
+    recorded: Mapping[str, Sequence[Any]], columns: Mapping[str, NDArray[Any]]
+) -> int:
     """Return the number of leading rounds for which a log agrees with the run's own columns.
 
     >>> logged = {"round": [1, 2], "loss": [0.5, 7.0]}
@@ -355,11 +396,17 @@ def count_agreeing_rounds(recorded: Mapping[str, Sequence[Any]], columns: Mappin
     return known
 
 
-def write_log(folder: Path, facts: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], how: str) -> None:
+def write_log(
+    folder: Path, facts: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], how: str
+) -> None:
     """Write the complete log of a finished run that kept none; its cohorts are not known."""
     begin = {"event": "begin", "format": FORMAT, "after": 0, **facts}
     rows = zip(*map(format_column, columns.values()), strict=True)
-    pattern = "{" + ", ".join(f"{json.dumps(name).replace('%', '%%')}: %s" for name in columns) + "}"
+    pattern = (
+        "{" + ", ".join(f"{json.dumps(name).replace('%', '%%')}: %s" for name in columns) + "}"
+    )
     lines = [json.dumps(begin), *(pattern % row for row in rows)]
     end = {"event": "end", "after": len(lines) - 1, "how": how}
-    (folder / NAME).write_text("".join(f"{line}\n" for line in [*lines, json.dumps(end)]), encoding="utf-8")
+    (folder / NAME).write_text(
+        "".join(f"{line}\n" for line in [*lines, json.dumps(end)]), encoding="utf-8"
+    )

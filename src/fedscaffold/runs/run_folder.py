@@ -152,8 +152,8 @@ def write(study: Study, folder: Path, log: Path | None = None) -> None:
     Args:
         study: What to write.
         folder: Destination; created if missing.
-        log: A `rounds.jsonl` written by the run itself. It is kept if it agrees with the run's metrics; otherwise
-            the log is rewritten from these.
+        log: A `rounds.jsonl` written by the run itself. It is kept if it agrees with the run's
+            metrics; otherwise the log is rewritten from these.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if len(study.runs) == 1:
@@ -164,14 +164,17 @@ def write(study: Study, folder: Path, log: Path | None = None) -> None:
         (folder / MEMBERS / name).mkdir(parents=True, exist_ok=True)
         took = {} if run.seconds is None else {"wall": run.seconds}
         _write_run(replace(study, label_counts=None, seconds=took), run, folder / MEMBERS / name)
-    _write_json(folder / INDEX, {"runs": names} | _shared_fields(study) | {"rows": parsing.plain(study.rows)})
+    _write_json(
+        folder / INDEX,
+        {"runs": names} | _shared_fields(study) | {"rows": parsing.plain(study.rows)},
+    )
 
 
 def replace_study(study: Study, folder: Path, texts: Mapping[str, str] | None = None) -> None:
     """Write a study and further files in place of the one that a folder holds.
 
-    Everything is written to a temporary folder and then moved, `run.json` or `index.json` last, so that an
-    interruption leaves a complete study or one that is recognised as unfinished.
+    Everything is written to a temporary folder and then moved, `run.json` or `index.json` last, so
+    that an interruption leaves a complete study or one that is recognised as unfinished.
 
     Args:
         study: What to write.
@@ -206,7 +209,10 @@ def remove_study(folder: Path) -> None:
 
 def _run_names(runs: list[RunRecord]) -> list[str]:
     """Return a distinct folder name for each run."""
-    words = [f"{re.sub(r'[^a-z0-9]+', '-', run.algorithm.lower())[:40].strip('-')}-seed-{run.seed}" for run in runs]
+    words = [
+        f"{re.sub(r'[^a-z0-9]+', '-', run.algorithm.lower())[:40].strip('-')}-seed-{run.seed}"
+        for run in runs
+    ]
     return [word if words.count(word) == 1 else f"{word}-{k}" for k, word in enumerate(words)]
 
 
@@ -219,22 +225,34 @@ def _write_run(study: Study, run: RunRecord, folder: Path, log: Path | None = No
         how = "target"
     done = len(run.columns["round"])
     if log is None or not _is_log_of(log, run):
-        facts = {"rounds": done, "algorithm": run.algorithm, "seed": run.seed, "problem": study.problem}
+        facts = {
+            "rounds": done,
+            "algorithm": run.algorithm,
+            "seed": run.seed,
+            "problem": study.problem,
+        }
         facts |= {"precision": study.precision, "target": study.target}
         write_log(folder, facts, run.columns, how)
     about = {name: getattr(run, name) for name in RUN_KINDS if name not in ("columns", "rounds")}
-    about |= {"columns": {name: column.dtype.name for name, column in run.columns.items()}, "rounds": done}
+    about |= {
+        "columns": {name: column.dtype.name for name, column in run.columns.items()},
+        "rounds": done,
+    }
     _write_json(folder / RUN, parsing.plain(about) | _shared_fields(study))
 
 
 def _is_log_of(path: Path, run: RunRecord) -> bool:
     log = RoundLog(path.parent)
-    return log.update() and log.round == len(run.columns["round"]) == count_agreeing_rounds(log.columns, run.columns)
+    return log.update() and log.round == len(run.columns["round"]) == count_agreeing_rounds(
+        log.columns, run.columns
+    )
 
 
 def _shared_fields(study: Study) -> dict[str, Any]:
     about = {name: getattr(study, name) for name in SHARED}
-    return about | {"label_counts": None if study.label_counts is None else study.label_counts.tolist()}
+    return about | {
+        "label_counts": None if study.label_counts is None else study.label_counts.tolist()
+    }
 
 
 def _write_json(path: Path, about: dict[str, Any]) -> None:
@@ -254,7 +272,9 @@ def find_studies(paths: list[Path]) -> list[Path]:
         here = [path] if _is_study(path) else _find_below(path)
         if not here:
             _refuse_old(path)
-            raise FileNotFoundError(f"{path} holds no run: {RUN} is missing, there and in all folders below")
+            raise FileNotFoundError(
+                f"{path} holds no run: {RUN} is missing, there and in all folders below"
+            )
         found |= {one.resolve(): one for one in here}
     return list(found.values())
 
@@ -292,15 +312,25 @@ def read(folder: Path) -> Study:
         raise FileNotFoundError(f"{folder} holds no run: {missing} is missing") from None
     except OtherFormatError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
-        raise InputError(f"{folder} holds a damaged run: {what}; run it again, or restore the folder") from None
+        raise InputError(
+            f"{folder} holds a damaged run: {what}; run it again, or restore the folder"
+        ) from None
 
 
 def _refuse_old(folder: Path) -> None:
     if (folder / "study.json").is_file() and not (folder / RUN).is_file():
         raise OtherFormatError(
-            f"{folder} was written by fedscaffold 0.1.0, whose format is no longer read: run its config.toml again "
+            f"{folder} was written by fedscaffold 0.1.0, whose format is no longer read: run its "
+            "config.toml again "
             "(the results are the same), or open the report.html in it"
         )
 
@@ -310,7 +340,8 @@ def _read_json(path: Path, kinds: Mapping[str, Callable[[Any], bool]]) -> dict[s
     _check_fields(path.name, about, {"format": is_count})
     if about["format"] != FORMAT:
         raise OtherFormatError(
-            f"{path} has format {about['format']}, and this fedscaffold reads format {FORMAT}: read it with the "
+            f"{path} has format {about['format']}, and this fedscaffold reads format {FORMAT}: "
+            "read it with the "
             "version that wrote it"
         )
     _check_fields(path.name, about, kinds)
@@ -324,7 +355,9 @@ def _read_index(folder: Path) -> Study:
         try:
             runs += _read_run(folder / MEMBERS / name).runs
         except FileNotFoundError as error:
-            raise InputError(f"{MEMBERS}/{name}/{Path(str(error.filename)).name} is missing") from None
+            raise InputError(
+                f"{MEMBERS}/{name}/{Path(str(error.filename)).name} is missing"
+            ) from None
     return _make_study(about, runs, about["rows"])
 
 
@@ -341,12 +374,18 @@ def _read_run(folder: Path) -> Study:
         said = f"no {missing[0]}" if missing else f"{log.round} of its {about['rounds']} rounds"
         raise InputError(f"{NAME} has {said}")
     columns = {
-        name: np.asarray(log.columns.get(name, ()), np.float64).astype(kind) for name, kind in about["columns"].items()
+        name: np.asarray(log.columns.get(name, ()), np.float64).astype(kind)
+        for name, kind in about["columns"].items()
     }
     known = {name: about[name] for name in RUN_KINDS if name not in ("columns", "rounds")}
     known |= {name: math.nan for name in ("residual", "explained") if about[name] is None}
     clock = np.array(log.clock) if len(log.clock) > 1 else None
-    known |= {"columns": columns, "config": config, "seconds": about["seconds"].get("wall"), "clock": clock}
+    known |= {
+        "columns": columns,
+        "config": config,
+        "seconds": about["seconds"].get("wall"),
+        "clock": clock,
+    }
     return _make_study(about, [RunRecord(**known)], [])
 
 
@@ -354,7 +393,12 @@ def _make_study(about: dict[str, Any], runs: list[RunRecord], rows: list[dict[st
     counts, target = about["label_counts"], about["target"]
     known = {name: about[name] for name in SHARED}
     known["target"] = None if target is None else (target[0], target[1])
-    return Study(**known, runs=runs, rows=rows, label_counts=None if counts is None else np.array(counts, np.int64))
+    return Study(
+        **known,
+        runs=runs,
+        rows=rows,
+        label_counts=None if counts is None else np.array(counts, np.int64),
+    )
 
 
 def _check_fields(what: str, held: Any, kinds: Mapping[str, Callable[[Any], bool]]) -> None:
@@ -381,28 +425,41 @@ def _optional(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_target(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_text(value[0]) and is_number(value[1])
+    return (
+        isinstance(value, list) and len(value) == 2 and _is_text(value[0]) and is_number(value[1])
+    )
 
 
 def _is_table(value: Any) -> bool:
     """Return whether a value is a list of rows of counts, all of the same length."""
-    rows = isinstance(value, list) and all(isinstance(row, list) and all(map(is_count, row)) for row in value)
+    rows = isinstance(value, list) and all(
+        isinstance(row, list) and all(map(is_count, row)) for row in value
+    )
     return rows and len(set(map(len, value))) <= 1
 
 
 def _are_columns(value: Any) -> bool:
     kinds = ("float32", "float64", "int32", "int64")
-    return isinstance(value, dict) and "round" in value and all(kind in kinds for kind in value.values())
+    return (
+        isinstance(value, dict)
+        and "round" in value
+        and all(kind in kinds for kind in value.values())
+    )
 
 
 def _are_names(value: Any) -> bool:
     """Return whether a value is a list of plain folder names, which cannot point outside the folder."""
-    return isinstance(value, list) and all(_is_text(name) and re.fullmatch(r"[a-z0-9-]+", name) for name in value)
+    return isinstance(value, list) and all(
+        _is_text(name) and re.fullmatch(r"[a-z0-9-]+", name) for name in value
+    )
 
 
 def _are_rows(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(row, dict) and _is_text(row.get("algorithm")) and all(map(_is_plain, row.values())) for row in value
+        isinstance(row, dict)
+        and _is_text(row.get("algorithm"))
+        and all(map(_is_plain, row.values()))
+        for row in value
     )
 
 

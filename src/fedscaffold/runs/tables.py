@@ -1,7 +1,10 @@
-"""The table of a comparison: one row for each algorithm, aggregated over seeds, and its output formats.
+"""The table of a comparison.
 
-A row holds plain numbers, or None where a value is unknown. `COLUMNS` defines headings and formats for LaTeX and
-the terminal; the page has the same columns (`run_page/numbers.js`). CSV has raw keys and full precision.
+One row for each algorithm, aggregated over seeds, and its output formats.
+
+A row holds plain numbers, or None where a value is unknown. `COLUMNS` defines headings and formats
+for LaTeX and the terminal; the page has the same columns (`run_page/numbers.js`). CSV has raw keys
+and full precision.
 """
 
 from __future__ import annotations
@@ -21,7 +24,17 @@ from fedscaffold.metrics import Stop, rises
 if TYPE_CHECKING:
     from fedscaffold.runs.run_folder import RunRecord
 
-__all__ = ["COLUMNS", "Row", "cells", "csv", "display_name", "first_reached", "latex", "rows", "terminal"]
+__all__ = [
+    "COLUMNS",
+    "Row",
+    "cells",
+    "csv",
+    "display_name",
+    "first_reached",
+    "latex",
+    "rows",
+    "terminal",
+]
 
 Row = dict[str, Any]
 Target = tuple[str, float]
@@ -68,7 +81,9 @@ def format_bytes(number: float) -> str:
 
 
 def first_reached(columns: Mapping[str, NDArray[Any]], target: Target | None) -> int | None:
-    """Return the first round whose metric meets the target: at least it for accuracy, at most it otherwise.
+    """Return the first round whose metric meets the target.
+
+    At least it for accuracy, at most it otherwise.
 
     >>> import numpy as np
     >>> first_reached({"round": np.arange(1, 4), "loss": np.array([0.9, np.nan, 0.2])}, ("loss", 0.5))
@@ -84,8 +99,9 @@ def first_reached(columns: Mapping[str, NDArray[Any]], target: Target | None) ->
 def rows(runs: Sequence[RunRecord], target: Target | None, rounds: int) -> list[Row]:
     """Return the table of some runs: one row for each algorithm, in order of appearance.
 
-    Seeds that did not reach the target count as later than any that did. Without a target, the best value is that
-    of the accuracy, or of the first metric recorded. Losses and best values are means over seeds.
+    Seeds that did not reach the target count as later than any that did. Without a target, the best
+    value is that of the accuracy, or of the first metric recorded. Losses and best values are means
+    over seeds.
 
     >>> import numpy as np
     >>> from fedscaffold.runs import RunRecord
@@ -102,15 +118,21 @@ def rows(runs: Sequence[RunRecord], target: Target | None, rounds: int) -> list[
     return [_row(name, group, target, metric, rounds) for name, group in groups.items()]
 
 
-def _row(algorithm: str, runs: list[RunRecord], target: Target | None, metric: str, rounds: int) -> Row:
+def _row(
+    algorithm: str, runs: list[RunRecord], target: Target | None, metric: str, rounds: int
+) -> Row:
     when = [first_reached(run.columns, target) for run in runs]
     hits = [at for at in when if at is not None]
     low, high = (min(hits), max(hits)) if len(hits) == len(when) else (None, None)
     paid = [None if at is None else _bytes_sent(c, at) for at, c in zip(when, runs, strict=True)]
     cost = _median(paid)
-    best = [max(v) if rises(metric) else min(v) for v in (_finite_values(c, metric) for c in runs) if v]
+    best = [
+        max(v) if rises(metric) else min(v) for v in (_finite_values(c, metric) for c in runs) if v
+    ]
     last = [v[-1] for v in (_finite_values(c, "loss") for c in runs if c.diverged_at is None) if v]
-    residuals = [v for c in runs for v in (c.residual, *_finite_values(c, "residual")) if math.isfinite(v)]
+    residuals = [
+        v for c in runs for v in (c.residual, *_finite_values(c, "residual")) if math.isfinite(v)
+    ]
     return {
         "algorithm": algorithm,
         "lr": runs[0].lr if len({c.lr for c in runs}) == 1 else None,
@@ -134,7 +156,9 @@ def _row(algorithm: str, runs: list[RunRecord], target: Target | None, metric: s
 def _leading_metric(runs: Sequence[RunRecord]) -> str:
     """Return accuracy if recorded, else the first metric recorded, else the loss."""
     measured = dict.fromkeys(name for run in runs for name in run.columns)
-    found = [name for name in measured if name not in ("round", "residual", "bytes_up", "bytes_down")]
+    found = [
+        name for name in measured if name not in ("round", "residual", "bytes_up", "bytes_down")
+    ]
     if "accuracy" in found:
         return "accuracy"
     return found[0] if found else "loss"
@@ -194,7 +218,9 @@ COLUMNS = (
     Column("algorithm", lambda row: display_name(row["algorithm"])),
     Column("lr", _number("lr")),
     Column("rounds to {goal}", _rounds, needs="target"),
-    Column("seeds that reached it", lambda row: f"{row['reached']} of {row['seeds']}", needs="target"),
+    Column(
+        "seeds that reached it", lambda row: f"{row['reached']} of {row['seeds']}", needs="target"
+    ),
     Column("data sent until then", _data, needs="target"),
     Column("best {metric}", _best),
     Column("final loss", _number("final_loss")),
@@ -210,8 +236,12 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     >>> cells([])[0][0]
     'algorithm'
     """
-    first: Row = {"metric": "metric", "target": "target"} | (dict(rows[0]) if rows else {"target": None})
-    known = {key for row in (first, *rows) for key, value in row.items() if value is not None} | {"algorithm"}
+    first: Row = {"metric": "metric", "target": "target"} | (
+        dict(rows[0]) if rows else {"target": None}
+    )
+    known = {key for row in (first, *rows) for key, value in row.items() if value is not None} | {
+        "algorithm"
+    }
     columns = [c for c in COLUMNS if c.needs in known]
     metric = first["metric"].replace("_", " ")
     goal = f"{metric} {first['target']:g}" if isinstance(first["target"], float | int) else "target"
@@ -226,7 +256,9 @@ def csv(rows: Sequence[Row]) -> str:
     'algorithm,lr,final_loss\nsgd,0.1,\n'
     """
     text = io.StringIO()
-    writer = DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer = DictWriter(
+        text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
@@ -238,9 +270,19 @@ def latex(rows: Sequence[Row]) -> str:
     >>> print(latex([]).splitlines()[2])
     algorithm & lr & best metric & final loss & residual & diverged \\
     """
-    head, *body = (" & ".join("".join(LATEX.get(c, c) for c in cell) for cell in line) + r" \\" for line in cells(rows))
+    head, *body = (
+        " & ".join("".join(LATEX.get(c, c) for c in cell) for cell in line) + r" \\"
+        for line in cells(rows)
+    )
     layout = "l" + "r" * head.count(" & ")
-    lines = [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    lines = [
+        rf"\begin{{tabular}}{{{layout}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+    ]
     return "\n".join([*lines, r"\end{tabular}", ""])
 
 
@@ -254,7 +296,10 @@ def terminal(rows: Sequence[Row]) -> str:
     widths = [max(11, *(len(line[i]) for line in body)) if body else 11 for i in range(len(heads))]
     wrapped = [textwrap.wrap(head, width) for head, width in zip(heads, widths, strict=True)]
     tall = max(map(len, wrapped))
-    lines = [*map(list, zip(*([""] * (tall - len(head)) + head for head in wrapped), strict=True)), *body]
+    lines = [
+        *map(list, zip(*([""] * (tall - len(head)) + head for head in wrapped), strict=True)),
+        *body,
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)

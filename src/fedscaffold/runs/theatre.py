@@ -1,8 +1,8 @@
 """The drift theatre: one interactive HTML page that shows client drift in two dimensions.
 
 The page runs a JavaScript port of the round and of the theory (`engine.js`, `theory.js`), which
-tests/runs/test_theatre.py compares with the library; `stage.js` draws and `controls.js` handles input. Its content
-security policy forbids network access.
+tests/runs/test_theatre.py compares with the library; `stage.js` draws and `controls.js` handles
+input. Its content security policy forbids network access.
 """
 
 from __future__ import annotations

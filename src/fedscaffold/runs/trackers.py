@@ -1,7 +1,7 @@
 """TensorBoard, Weights & Biases and Trackio loggers, fed from a run's log.
 
-Each receives every round once, with the metrics' names and the round as step: `run --log` as rounds end, `report
-DIR --log` for a finished run.
+Each receives every round once, with the metrics' names and the round as step: `run --log` as rounds
+end, `report DIR --log` for a finished run.
 """
 
 from __future__ import annotations
@@ -40,23 +40,32 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the requested trackers, each once; raise InputError if one is unknown or not installed.
+    """Return the requested trackers, each once.
+
+    Raise InputError if one is unknown or not installed.
 
     >>> check_trackers(["tensorbord"])
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: unknown tracker 'tensorbord' (did you mean 'tensorboard'?); known: tensorboard, ...
+    fedscaffold.checks.InputError: unknown tracker 'tensorbord' (did you mean 'tensorboard'?);
+        known: tensorboard, ...
     """
     for name in names:
         checks.choice("tracker", name, INSTALL)
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a plain folder of that name, such as wandb's, is no package
+        if (
+            found is None or found.origin is None
+        ):  # a plain folder of that name, such as wandb's, is no package
             raise InputError(f"--log {name} needs the package {name}: pip install {INSTALL[name]}")
     return tuple(dict.fromkeys(names))
 
 
 def make_trackers(names: Sequence[str], folder: Path) -> list[Tracker]:
     """Create the requested trackers for a run's folder."""
-    kinds: dict[str, Callable[[Path], Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}
+    kinds: dict[str, Callable[[Path], Tracker]] = {
+        "tensorboard": TensorBoard,
+        "trackio": Trackio,
+        "wandb": Wandb,
+    }
     return [kinds[name](folder) for name in check_trackers(names)]
 
 
@@ -66,7 +75,11 @@ def replay(folder: Path, names: Sequence[str]) -> int:
     if not log.update():
         raise InputError(f"{folder} has no rounds.jsonl: --log needs the log of a run")
     lines: list[Line] = [
-        {name: value for name, value in zip(log.columns, values, strict=True) if not math.isnan(value)}
+        {
+            name: value
+            for name, value in zip(log.columns, values, strict=True)
+            if not math.isnan(value)
+        }
         for values in zip(*log.columns.values(), strict=True)
     ]
     lines = [line | {"round": number} for number, line in enumerate(lines, 1)]
@@ -78,12 +91,18 @@ def replay(folder: Path, names: Sequence[str]) -> int:
 
 
 def numbers_of(line: Line) -> dict[str, float]:
-    """Return the numbers of a log line: metrics, number of clients heard, and seconds by phase if present.
+    """Return the numbers of a log line.
+
+    Metrics, number of clients heard, and seconds by phase if present.
 
     >>> numbers_of({"round": 3, "loss": 0.5, "accuracy": None, "heard": [1, 4], "seconds": {"rounds": 2.0}})
     {'loss': 0.5, 'clients_heard': 2, 'seconds/rounds': 2.0}
     """
-    plain = {key: v for key, v in line.items() if key not in ("round", "at") and isinstance(v, (int, float))}
+    plain = {
+        key: v
+        for key, v in line.items()
+        if key not in ("round", "at") and isinstance(v, (int, float))
+    }
     heard = line.get("heard")
     if heard is not None:
         plain.pop("heard", None)
@@ -111,7 +130,10 @@ class TensorBoard:
 
         at = lines[-1].get("at", time.time()) if lines else 0.0
         for line in lines:
-            told = [Summary.Value(tag=name, simple_value=value) for name, value in numbers_of(line).items()]
+            told = [
+                Summary.Value(tag=name, simple_value=value)
+                for name, value in numbers_of(line).items()
+            ]
             self._add(line["round"], at, summary=Summary(value=told))
         self.writer.flush()
 
@@ -126,7 +148,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """Log to Weights & Biases, continuing the same run on resume. WANDB_MODE=offline keeps it on this machine."""
+    """Log to Weights & Biases, continuing the same run on resume.
+
+    WANDB_MODE=offline keeps it on this machine.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -183,9 +208,14 @@ class Trackio:
 
 @contextmanager
 def _startup_errors(name: str) -> Iterator[None]:
-    """Convert any error of a tracker's start to a one-line InputError; send its output to stderr."""
+    """Convert any error of a tracker's start to a one-line InputError.
+
+    Send its output to stderr.
+    """
     try:
         with redirect_stdout(sys.stderr):
             yield
     except Exception as error:
-        raise InputError(f"--log {name}: it did not start: {' '.join(str(error).split())}") from error
+        raise InputError(
+            f"--log {name}: it did not start: {' '.join(str(error).split())}"
+        ) from error

@@ -1,7 +1,9 @@
-"""The JSON view model of the run page: runs in groups, thinned curves, and progress of a running run.
+"""The JSON view model of the run page.
 
-Runs that differ only in their seed form one group: one row of the table and one line in every chart. `run_page/`
-draws the result.
+Runs in groups, thinned curves, and progress of a running run.
+
+Runs that differ only in their seed form one group: one row of the table and one line in every
+chart. `run_page/` draws the result.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ MEANINGS = {
     "age": "Mean age of the control variates (rounds)",
 }
 NOT_SHOWN = ("round", "residual", "bytes_up", "bytes_down")
-ASIDE = ("seed", "metrics", "output")  # configuration keys and tables that do not distinguish groups
+ASIDE = (
+    "seed",
+    "metrics",
+    "output",
+)  # configuration keys and tables that do not distinguish groups
 COLOURS = 6  # of the page's style; an algorithm has the same one on every page
 OWN_COLOURS = {"scaffold": 0, "fedavg": 1, "fedprox": 2, "sgd": 3, "scaffold-m": 4, "scaffnew": 5}
 VALUES = 12_000  # curve points on a page; longer curves are thinned
@@ -53,11 +59,13 @@ class Progress:
 
     Attributes:
         kind: simulation or deployment.
-        phase: starting, running, silent (its process is gone), or the outcome: see `round_log.ENDS`.
+        phase: starting, running, silent (its process is gone), or the outcome: see
+            `round_log.ENDS`.
         round: Rounds done.
         rounds: Rounds planned, or None.
         first: The round of the first entry of `marks`.
-        marks: For the last rounds, clients by outcome (heard, late, refused, failed), or the number heard.
+        marks: For the last rounds, clients by outcome (heard, late, refused, failed), or the number
+            heard.
         clients: Their names, or their number.
         heard_at: The round in which each client was last heard, after `all_at`; None if unknown.
         all_at: The last round in which all clients were heard; 0 for none.
@@ -94,12 +102,15 @@ class Health(NamedTuple):
     """State of a run's control variates."""
 
     state: str
-    """healthy, broken, none (there are no control variates) or unknown (not finite, or not recorded)"""
+    """healthy, broken, none (there are no control variates) or unknown (not finite, or not
+    recorded)"""
     relative: float
     """The largest |c - sum p_i c_i| of all rounds, in units of what rounding explains."""
 
 
-def view(given: Sequence[Source], title: str | None = None, now: float | None = None) -> dict[str, Any]:
+def view(
+    given: Sequence[Source], title: str | None = None, now: float | None = None
+) -> dict[str, Any]:
     """Return the view model of the given studies.
 
     Args:
@@ -110,7 +121,8 @@ def view(given: Sequence[Source], title: str | None = None, now: float | None = 
     groups = _group_runs(given)
     targets = [source.study.target for source in given if source.study.target is not None]
     shown = sorted(
-        {name for one in groups for run in one["held"] for name in run.columns} - set(NOT_SHOWN), key=_metric_order
+        {name for one in groups for run in one["held"] for name in run.columns} - set(NOT_SHOWN),
+        key=_metric_order,
     )
     metrics = [*shown, "residual"]
     stretches = _number_of_stretches(groups, metrics)
@@ -118,7 +130,9 @@ def view(given: Sequence[Source], title: str | None = None, now: float | None = 
     for one in groups:
         held, sources = one.pop("held"), one.pop("sources")
         kept = {name: _drawn_rounds(held, name, targets[:1], stretches) for name in metrics}
-        one["runs"] = [_run_entry(*pair, kept, stretches) for pair in zip(sources, held, strict=True)]
+        one["runs"] = [
+            _run_entry(*pair, kept, stretches) for pair in zip(sources, held, strict=True)
+        ]
     progress = given[0].progress if len(given) == 1 else None
     return {
         "title": title or _title(groups, progress),
@@ -147,7 +161,10 @@ def _title(groups: list[dict[str, Any]], progress: Progress | None) -> str:
 
 
 def _group_runs(given: Sequence[Source]) -> list[dict[str, Any]]:
-    """Group runs by configuration without the seed; add each group's name, colour and distinguishing keys."""
+    """Group runs by configuration without the seed.
+
+    Add each group's name, colour and distinguishing keys.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for source in given:
         rows = {row["algorithm"]: row for row in source.study.rows}
@@ -167,7 +184,8 @@ def _group_runs(given: Sequence[Source]) -> list[dict[str, Any]]:
     listed = list(groups.values())
     colours = _assign_colours([group["algorithm"] for group in listed])
     told = _distinguishing_keys(
-        [group["config"] for group in listed], _differing_keys([group["config"] for group in listed])
+        [group["config"] for group in listed],
+        _differing_keys([group["config"] for group in listed]),
     )
     for group in listed:
         group["runs"] = group["held"]
@@ -192,7 +210,11 @@ def _assign_colours(algorithms: Sequence[str]) -> dict[str, int]:
 
 def _metric_order(metric: str) -> tuple[bool, int, str]:
     """Sort key of metrics: accuracy, then in the order of `METRICS`, then others."""
-    return metric != "accuracy", METRICS.index(metric) if metric in METRICS else len(METRICS), metric
+    return (
+        metric != "accuracy",
+        METRICS.index(metric) if metric in METRICS else len(METRICS),
+        metric,
+    )
 
 
 def _settings(run: RunRecord) -> dict[str, Any]:
@@ -201,7 +223,9 @@ def _settings(run: RunRecord) -> dict[str, Any]:
         table = toml(run.config, "config.toml")
     except InputError:
         table = {}
-    held = {"algorithm.name": run.algorithm} | _flatten({key: table[key] for key in table if key not in ASIDE})
+    held = {"algorithm.name": run.algorithm} | _flatten(
+        {key: table[key] for key in table if key not in ASIDE}
+    )
     held |= {"algorithm.name": run.algorithm}
     return held if run.lr is None else held | {"local.lr": run.lr}
 
@@ -213,7 +237,9 @@ def _flatten(table: dict[str, Any], above: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             out |= _flatten(value, f"{name}.")
         else:
-            plain = isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+            plain = isinstance(value, (bool, int, str)) or (
+                isinstance(value, float) and math.isfinite(value)
+            )
             out[name] = value if plain else str(value)
     return out
 
@@ -226,7 +252,9 @@ def _differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
     """
     every = dict.fromkeys(key for config in configs for key in config)
     absent = object()
-    return [key for key in every if len({json.dumps(c.get(key, repr(absent))) for c in configs}) > 1]
+    return [
+        key for key in every if len({json.dumps(c.get(key, repr(absent))) for c in configs}) > 1
+    ]
 
 
 def _distinguishing_keys(configs: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
@@ -237,7 +265,12 @@ def _distinguishing_keys(configs: Sequence[dict[str, Any]], keys: Sequence[str])
     """
 
     def kinds(chosen: Sequence[str]) -> int:
-        return len({json.dumps([config.get(key) for key in ("algorithm.name", *chosen)]) for config in configs})
+        return len(
+            {
+                json.dumps([config.get(key) for key in ("algorithm.name", *chosen)])
+                for config in configs
+            }
+        )
 
     chosen = [key for key in keys if key == "problem.dataset"]
     rest = [key for key in keys if key not in ("algorithm.name", *chosen)]
@@ -264,8 +297,9 @@ def health(run: RunRecord) -> Health:
 def thin(low: NDArray[Any], high: NDArray[Any], stretches: int) -> NDArray[np.int64]:
     """Return the indices to keep of a curve, or of a band from `low` to `high`.
 
-    The curve is divided into stretches of equal length. The lowest and the highest value of each are kept, as are
-    the first and the last, so that no spike is lost. Curves of at most two points per stretch are kept whole.
+    The curve is divided into stretches of equal length. The lowest and the highest value of each
+    are kept, as are the first and the last, so that no spike is lost. Curves of at most two points
+    per stretch are kept whole.
 
     >>> thin(np.array([3.0, 9.0, 3.0, 3.0, 1.0, 3.0]), np.array([3.0, 9.0, 3.0, 3.0, 1.0, 3.0]), 2).tolist()
     [0, 1, 3, 4, 5]
@@ -305,13 +339,22 @@ def _drawn_rounds(
     for run in runs:
         if metric in run.columns:
             inside = run.columns["round"] >= 1
-            at, values = run.columns["round"][inside] - 1, np.asarray(run.columns[metric], np.float64)[inside]
+            at, values = (
+                run.columns["round"][inside] - 1,
+                np.asarray(run.columns[metric], np.float64)[inside],
+            )
             values = np.where(np.isfinite(values), values, np.nan)
             low[at], high[at] = np.fmin(low[at], values), np.fmax(high[at], values)
     measured = np.flatnonzero(np.isfinite(low))
     kept = measured[thin(low[measured], high[measured], stretches)] + 1
     there = [first_reached(run.columns, target) for run in runs for target in targets]
-    return np.unique([*kept, *(at for at in there if at is not None), *(run.columns["round"][-1] for run in runs)])
+    return np.unique(
+        [
+            *kept,
+            *(at for at in there if at is not None),
+            *(run.columns["round"][-1] for run in runs),
+        ]
+    )
 
 
 def _run_entry(
@@ -327,7 +370,11 @@ def _run_entry(
     along = {"round": rounds[grid].tolist(), "seconds": _json_numbers(_seconds(run)[grid])}
     ways = {"up": ("bytes_up",), "sent": ("bytes_up", "bytes_down")}
     for way, names in ways.items():
-        there = [np.nan_to_num(run.columns[name]).astype(np.int64) for name in names if name in run.columns]
+        there = [
+            np.nan_to_num(run.columns[name]).astype(np.int64)
+            for name in names
+            if name in run.columns
+        ]
         along[way] = np.cumsum(sum(there))[grid].tolist() if there else None
     return {
         "seed": run.seed,
@@ -341,7 +388,9 @@ def _run_entry(
         "residual": run.residual if math.isfinite(run.residual) else None,
         "explained": run.explained if math.isfinite(run.explained) else None,
         "along": along,
-        "columns": {name: _column(run, name, some) for name, some in kept.items() if name in run.columns},
+        "columns": {
+            name: _column(run, name, some) for name, some in kept.items() if name in run.columns
+        },
     }
 
 
@@ -354,7 +403,10 @@ def _column(run: RunRecord, name: str, kept: NDArray[Any] | None) -> dict[str, A
     rounds = run.columns["round"]
     at = np.searchsorted(rounds, kept)
     at = at[at < len(rounds)]
-    short = [None if v is None else float(f"{v:.6g}") if name != "accuracy" else v for v in _json_numbers(values[at])]
+    short = [
+        None if v is None else float(f"{v:.6g}") if name != "accuracy" else v
+        for v in _json_numbers(values[at])
+    ]
     return {"single": single, "round": rounds[at].tolist(), "values": short}
 
 
@@ -381,7 +433,9 @@ def _label_maps(given: Sequence[Source]) -> list[dict[str, Any]]:
         if counts is not None and counts.size:
             who = np.unique(np.linspace(0, len(counts) - 1, CLIENTS).round().astype(int))
             one = {"of": source.study.problem, "clients": len(counts), "records": int(counts.sum())}
-            found.setdefault(counts.tobytes(), one | {"who": who.tolist(), "counts": counts[who].tolist()})
+            found.setdefault(
+                counts.tobytes(), one | {"who": who.tolist(), "counts": counts[who].tolist()}
+            )
     return list(found.values())[:MAPS]
 
 
@@ -413,7 +467,9 @@ def _progress(given: Progress, now: float | None) -> dict[str, Any]:
         "seconds": dict(given.seconds),
         "pace": pace,
         "left": left,
-        "quiet": None if not given.stamps else (time.time() if now is None else now) - given.stamps[-1][1],
+        "quiet": None
+        if not given.stamps
+        else (time.time() if now is None else now) - given.stamps[-1][1],
         "stoppable": given.stoppable,
         "notes": list(given.notes),
     }
@@ -433,7 +489,10 @@ def _pace(stamps: tuple[tuple[int, float], ...]) -> float | None:
 
 
 def _ages(given: Progress) -> dict[str, Any] | None:
-    """Return how long ago clients were last heard: a histogram, the oldest, and the mean over those ever heard."""
+    """Return how long ago clients were last heard.
+
+    A histogram, the oldest, and the mean over those ever heard.
+    """
     if given.heard_at is None or not given.clients:
         return None
     number = given.clients if isinstance(given.clients, int) else len(given.clients)

@@ -1,4 +1,7 @@
-"""Simulation of a federation: one compiled program for all rounds, clients in cache-sized blocks."""
+"""Simulation of a federation.
+
+One compiled program for all rounds, clients in cache-sized blocks.
+"""
 
 from fedscaffold.simulation import compression, stale
 from fedscaffold.simulation.callbacks import Callback, Look

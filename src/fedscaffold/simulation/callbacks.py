@@ -1,8 +1,8 @@
 """Callbacks: observe a run while it is going on, and stop it early.
 
-Callbacks run on the host, outside the compiled program, so they do not change a run's results: they are bit-identical
-with and without callbacks. Rounds run in chunks of about half a second; a callback is called after each chunk, or every
-`every` rounds, at which a chunk then ends.
+Callbacks run on the host, outside the compiled program, so they do not change a run's results: they
+are bit-identical with and without callbacks. Rounds run in chunks of about half a second; a
+callback is called after each chunk, or every `every` rounds, at which a chunk then ends.
 """
 
 from __future__ import annotations
@@ -69,15 +69,17 @@ class Look:
         return {name: column[-1].item() for name, column in self.columns.items() if len(column)}
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if name != "round")
+        told = ", ".join(
+            f"{name} {value:.4g}" for name, value in self.metrics.items() if name != "round"
+        )
         return f"Look(round {self.round}{', ' * bool(told)}{told})"
 
 
 class Callback:
     """Base class of callbacks; override the methods you need.
 
-    Callbacks are called in the order given. Each sees every round once; `begin` receives the rounds of earlier
-    sessions, restored from a checkpoint.
+    Callbacks are called in the order given. Each sees every round once; `begin` receives the rounds
+    of earlier sessions, restored from a checkpoint.
 
     >>> import fedscaffold as fs
     >>> class Patience(fs.Callback):
@@ -126,7 +128,9 @@ class ProgressLine:
     """
 
     def __init__(self, wanted: bool | None, rounds: int) -> None:
-        self.shown = (sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted
+        self.shown = (
+            (sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted
+        )
         self.rounds, self.began, self.before = rounds, time.perf_counter(), 0
 
     def until(self, done: int) -> int:
@@ -136,18 +140,31 @@ class ProgressLine:
     def after(self, now: Progress, seconds: float) -> bool:
         """Print the progress line; never stops the run."""
         if self.shown:
-            left = (time.perf_counter() - self.began) * (self.rounds - now.done) / (now.done - self.before)
+            left = (
+                (time.perf_counter() - self.began)
+                * (self.rounds - now.done)
+                / (now.done - self.before)
+            )
             end = "\n" if now.done == self.rounds else ""
-            sys.stderr.write(f"\rround {now.done}/{self.rounds}, about {left:.0f} s left \x1b[K{end}")
+            sys.stderr.write(
+                f"\rround {now.done}/{self.rounds}, about {left:.0f} s left \x1b[K{end}"
+            )
             sys.stderr.flush()
         return False
 
 
 class Observers:
-    """Dispatcher to everything that observes a run: callbacks, progress line, invariant checks, checkpoints."""
+    """Dispatcher to everything that observes a run.
+
+    Callbacks, progress line, invariant checks, checkpoints.
+    """
 
     def __init__(
-        self, config: RunConfig, ready: PreparedRun, monitor: InvariantMonitor, checkpoint: Checkpoint | None
+        self,
+        config: RunConfig,
+        ready: PreparedRun,
+        monitor: InvariantMonitor,
+        checkpoint: Checkpoint | None,
     ) -> None:
         self.config, self.ready, self.checkpoint = config, ready, checkpoint
         self.monitor = monitor if ready.spec.keeps else None
@@ -175,13 +192,20 @@ class Observers:
     def until(self, done: int) -> int:
         """Return the number of rounds to run before the next callback or checkpoint is due."""
         wanted = [one.every - done % one.every for one in self.callbacks if one.every is not None]
-        return min([self.config.rounds if self.checkpoint is None else self.checkpoint.until(done), *wanted])
+        return min(
+            [
+                self.config.rounds if self.checkpoint is None else self.checkpoint.until(done),
+                *wanted,
+            ]
+        )
 
     def begin(self, now: Progress, seconds: float) -> None:
         """Call `begin` of all callbacks; `now` is the progress restored from the checkpoint."""
         self.seconds["compile"] += seconds
         self.line.before = now.done
-        rows = np.concatenate(now.table) if now.table else np.zeros((0, len(self.ready.spec.metrics)))
+        rows = (
+            np.concatenate(now.table) if now.table else np.zeros((0, len(self.ready.spec.metrics)))
+        )
         if self.callbacks:
             columns = self._columns(now, rows)
             for callback in self.callbacks:
@@ -224,10 +248,15 @@ class Observers:
         return stop and not over
 
     def _columns(self, now: Progress, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the history columns of the rounds not yet reported; `rows` starts with the first of them."""
+        """Return the history columns of the rounds not yet reported.
+
+        `rows` starts with the first of them.
+        """
         over = bool(now.state.done)
         start = self.reported
-        self.reported = stop = int(now.state.round) if over else now.done  # no rows after an early end
+        self.reported = stop = (
+            int(now.state.round) if over else now.done
+        )  # no rows after an early end
         columns: dict[str, NDArray[Any]] = {"round": np.arange(start + 1, stop + 1)}
         columns |= {name: rows[: stop - start, j] for j, name in enumerate(self.ready.spec.metrics)}
         return columns | count_bytes(self.config, self.ready, start, stop, self.heard_at)
@@ -235,7 +264,11 @@ class Observers:
     def _look(self, now: Progress, told: Sequence[dict[str, NDArray[Any]]]) -> Look:
         columns = {name: np.concatenate([one[name] for one in told]) for name in told[0]}
         spent = {} if self.checkpoint is None else {"checkpoint": self.checkpoint.spent}
-        seconds = self.seconds | {"rounds": max(0.0, self.seconds["rounds"] - self.seconds["draw"])} | spent
+        seconds = (
+            self.seconds
+            | {"rounds": max(0.0, self.seconds["rounds"] - self.seconds["draw"])}
+            | spent
+        )
         return Look(
             start=self.reported - len(columns["round"]),
             columns=columns,
@@ -248,11 +281,18 @@ class Observers:
         )
 
     def _cohort(self, round: int) -> NDArray[Any]:
-        """Return the clients of a round, counted from 1; redraw them if they are not in the last draws."""
+        """Return the clients of a round, counted from 1.
+
+        Redraw them if they are not in the last draws.
+        """
         start, cohorts = self.drawn
         if start < round <= min(start + len(cohorts), self.reported):
             row: NDArray[Any] = cohorts[round - 1 - start]
-            return row if row[-1] < self.ready.drawer.num_clients else row[row < self.ready.drawer.num_clients]
+            return (
+                row
+                if row[-1] < self.ready.drawer.num_clients
+                else row[row < self.ready.drawer.num_clients]
+            )
         return self.ready.drawer.cohort(self.streams, round - 1)
 
     def _outcome(self, now: Progress, columns: dict[str, NDArray[Any]]) -> str | None:
@@ -260,12 +300,17 @@ class Observers:
         if not bool(now.state.done):
             return "finished" if now.done >= self.config.rounds else None
         stop = self.ready.spec.stop
-        reached = stop is not None and bool(stop.met(columns[stop.metric][-1:], self.ready.target).any())
+        reached = stop is not None and bool(
+            stop.met(columns[stop.metric][-1:], self.ready.target).any()
+        )
         return "target" if reached else "diverged"
 
 
 def _as_callback(given: Any) -> Callback:
-    """Return `given` as a `Callback`: a callback, an object with some of its methods, or a function."""
+    """Return `given` as a `Callback`.
+
+    A callback, an object with some of its methods, or a function.
+    """
     if isinstance(given, Callback):
         return given
     return _adapt_object(given) if hasattr(given, "after") else _FunctionCallback(given)

@@ -1,8 +1,8 @@
 """Checkpoints: atomic commits of a run's state, from which it resumes bit-identically.
 
-A commit holds the state, the metrics of the rounds so far, and a fingerprint of the run. Every round has its own random
-streams, so no generator state is needed. On SIGINT or SIGTERM the run finishes the current chunk of rounds, commits and
-raises `Interrupted`.
+A commit holds the state, the metrics of the rounds so far, and a fingerprint of the run. Every
+round has its own random streams, so no generator state is needed. On SIGINT or SIGTERM the run
+finishes the current chunk of rounds, commits and raises `Interrupted`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class Interrupted(KeyboardInterrupt):
     """A signal ended the run after a commit; run again with the same folder to resume."""
 
     def __init__(self, number: int, round: int, folder: Path) -> None:
-        super().__init__(f"{signal.Signals(number).name} after round {round}; the checkpoint in {folder} has it all")
+        super().__init__(
+            f"{signal.Signals(number).name} after round {round}; the checkpoint in {folder} has it "
+            "all"
+        )
         self.signal, self.round, self.folder = number, round, folder
 
 
@@ -73,7 +76,10 @@ class Progress(NamedTuple):
 
 
 class Checkpoint:
-    """Checkpoints of a run in `folder`, every `every` rounds; by default time-based, with at most 2 % overhead."""
+    """Checkpoints of a run in `folder`, every `every` rounds.
+
+    By default time-based, with at most 2 % overhead.
+    """
 
     def __init__(
         self,
@@ -97,7 +103,10 @@ class Checkpoint:
         self.pause, self.spent = SECONDS, 0.0
 
     def begin(self, start: State) -> Progress:
-        """Return the progress of the newest intact checkpoint; without one, commit and return the initial state."""
+        """Return the progress of the newest intact checkpoint.
+
+        Without one, commit and return the initial state.
+        """
         snapshot = self.load_latest()
         if snapshot is None:
             begun = Progress(start, [], 0)
@@ -105,11 +114,16 @@ class Checkpoint:
             return begun
         for sentence in snapshot.warnings:
             warnings.warn(sentence, StateWarning, stacklevel=2)
-        self.generation, self.named = snapshot.generation, [sharded_checkpoint.names(snapshot.facts)]
+        self.generation, self.named = (
+            snapshot.generation,
+            [sharded_checkpoint.names(snapshot.facts)],
+        )
         found = load_progress(snapshot, self.committed(start))
         if self.away is not None:
             found = found._replace(
-                state=found.state._replace(memory=start.memory, own=start.own, heard_at=start.heard_at)
+                state=found.state._replace(
+                    memory=start.memory, own=start.own, heard_at=start.heard_at
+                )
             )
         if (done := int(found.state.round)) > self.rounds:
             raise InputError(
@@ -120,7 +134,10 @@ class Checkpoint:
         return found
 
     def load_latest(self) -> Snapshot | None:
-        """Return the newest intact snapshot; with several processes, the newest that all of them can read."""
+        """Return the newest intact snapshot.
+
+        With several processes, the newest that all of them can read.
+        """
         if not self.shared:
             return latest(self.folder, accept=self.accept)
         found: dict[int, Snapshot | None] = {}
@@ -134,7 +151,10 @@ class Checkpoint:
         seen = run_everywhere(partial(look, None))
         while len(set(seen)) > 1:
             if 0 in seen:
-                raise InputError(f"{self.folder} must be the same for all: process {seen.index(0)} finds it empty")
+                raise InputError(
+                    f"{self.folder} must be the same for all: process {seen.index(0)} finds it "
+                    "empty"
+                )
             found.clear()
             seen = run_everywhere(partial(look, min(seen)))
         return found[seen[0]]
@@ -148,9 +168,13 @@ class Checkpoint:
         """
         if limit is not None and snapshot.generation > limit:
             raise StateError(f"generation {snapshot.generation} is not whole for another process")
-        if format_of(snapshot.facts.get("format"), FORMAT, f"the checkpoint in {self.folder}") < FORMAT:
+        if (
+            format_of(snapshot.facts.get("format"), FORMAT, f"the checkpoint in {self.folder}")
+            < FORMAT
+        ):
             raise InputError(
-                f"the checkpoint in {self.folder} is of fedscaffold 0.1.0, whose state this version cannot continue: "
+                f"the checkpoint in {self.folder} is of fedscaffold 0.1.0, whose state this "
+                "version cannot continue: "
                 "finish the run with 0.1.0, or start anew with --fresh or in another folder"
             )
         changed = differences(snapshot.facts.get("run", {}), self.identity)
@@ -164,7 +188,9 @@ class Checkpoint:
         if listed := sharded_checkpoint.names(snapshot.facts):
             snapshot.arrays.update(sharded_checkpoint.read(self.folder, listed, self.own))
         elif self.shards is not None:
-            snapshot.arrays.update({name: a[self.own] for name, a in snapshot.arrays.items() if name.startswith(ROWS)})
+            snapshot.arrays.update(
+                {name: a[self.own] for name, a in snapshot.arrays.items() if name.startswith(ROWS)}
+            )
 
     def committed(self, state: State) -> State:
         """Return the state without what the store of out-of-core clients holds."""
@@ -219,15 +245,22 @@ class Checkpoint:
     def write(self, arrays: dict[str, NDArray[Any]], facts: dict[str, Any]) -> None:
         """Commit arrays and facts; with several processes each writes its rows, then process 0 the shared part."""
         listed: list[str] = []
-        if self.shared and (rows := {name: arrays.pop(name) for name in list(arrays) if name.startswith(ROWS)}):
-            listed = run_everywhere(lambda: sharded_checkpoint.write(self.folder, self.own, rows, facts["round"]))
+        if self.shared and (
+            rows := {name: arrays.pop(name) for name in list(arrays) if name.startswith(ROWS)}
+        ):
+            listed = run_everywhere(
+                lambda: sharded_checkpoint.write(self.folder, self.own, rows, facts["round"])
+            )
             facts = facts | {"parts": listed}
 
         def common() -> int | None:
             if self.shared and jax.process_index() > 0:
                 return None
             if absent := [name for name in listed if not (self.folder / name).is_file()]:
-                raise InputError(f"{self.folder} must be one folder that all processes share: {absent[0]} is not there")
+                raise InputError(
+                    f"{self.folder} must be one folder that all processes share: {absent[0]} is "
+                    "not there"
+                )
             return commit(self.folder, arrays, facts, after=self.generation)
 
         self.generation = run_everywhere(common)[0] if self.shared else common()
@@ -239,7 +272,11 @@ class Checkpoint:
         """Raise StateError if the server's fields are not the means of the clients' memories."""
         wrong = self.monitor(state)
         if wrong is not None:
-            whole = f"; the checkpoint in {self.folder} is of before" if self.generation is not None else ""
+            whole = (
+                f"; the checkpoint in {self.folder} is of before"
+                if self.generation is not None
+                else ""
+            )
             raise StateError(f"the state is not sound: {wrong}{whole}")
 
 
@@ -254,7 +291,9 @@ def unfinished(folder: Path) -> int | None:
 
 
 def last_round(folder: Path) -> tuple[int, bool] | None:
-    """Return the round of the last checkpoint in a folder and whether the run had ended; None without a checkpoint.
+    """Return the round of the last checkpoint in a folder and whether the run had ended.
+
+    None without a checkpoint.
 
     >>> last_round(Path("nowhere")) is None
     True
@@ -270,7 +309,9 @@ def discard(folder: Path) -> None:
     """Remove all checkpoints of a folder, newest first, so that an interruption leaves an older, intact state."""
     for _, path in generations(folder):  # raises for a symbolic link
         path.unlink(missing_ok=True)
-    for path in folder.glob("rows-*"):  # rows of client_state="file", which no commit refers to any more
+    for path in folder.glob(
+        "rows-*"
+    ):  # rows of client_state="file", which no commit refers to any more
         path.unlink(missing_ok=True)
     sharded_checkpoint.sweep(folder, ())
 

@@ -17,12 +17,16 @@ __all__ = ["count_bytes"]
 
 
 def count_bytes(
-    config: RunConfig, ready: PreparedRun, start: int, stop: int, heard_at: NDArray[np.int64] | None = None
+    config: RunConfig,
+    ready: PreparedRun,
+    start: int,
+    stop: int,
+    heard_at: NDArray[np.int64] | None = None,
 ) -> dict[str, NDArray[np.int64]]:
     """Return the bytes sent up and down in rounds start + 1 .. stop.
 
-    `heard_at` is the round in which each client was last heard, 0 for never; under the `refresh` policy it is updated
-    in place. It may be omitted if `start` is 0.
+    `heard_at` is the round in which each client was last heard, 0 for never; under the `refresh`
+    policy it is updated in place. It may be omitted if `start` is 0.
     """
     spec, drawer = ready.spec, ready.drawer
     itemsize = np.dtype(config.precision).itemsize
@@ -39,8 +43,11 @@ def count_bytes(
         if after is not None:
             last = np.zeros(drawer.num_clients, np.int64) if heard_at is None else heard_at
             renewed = _count_renewals(cohorts, start, last, after)
-    gradients = vector * (spec.algorithm.prepare is not None) + itemsize * len(spec.exchange.numbers)
-    # what clients find from the models they receive, they find only after plain steps of clients and server
+    gradients = vector * (spec.algorithm.prepare is not None) + itemsize * len(
+        spec.exchange.numbers
+    )
+    # what clients find from the models they receive, they find only after plain steps of clients
+    # and server
     plain = spec.constant_step and not spec.unequal and spec.server_optimizer is None
     found = 0 if plain else len(spec.algorithm.finds)
     buffers = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(ready.start.buffers))
@@ -53,7 +60,10 @@ def count_bytes(
 def _count_renewals(
     cohorts: Sequence[NDArray[Any]], start: int, heard_at: NDArray[np.int64], after: int
 ) -> NDArray[np.int64]:
-    """Return the number of clients of each cohort that renewed their control variate; update `heard_at`."""
+    """Return the number of clients of each cohort that renewed their control variate.
+
+    Update `heard_at`.
+    """
     counts = np.zeros(len(cohorts), np.int64)
     for k, cohort in enumerate(cohorts):
         counts[k] = np.sum(start + k - heard_at[cohort] >= after)

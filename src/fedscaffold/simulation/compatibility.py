@@ -28,11 +28,15 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Polic
     _refuse_functions(algorithm)
     for layer in problem.inspected.statistics[:1]:
         raise InputError(
-            f"{layer} looks like batch statistics: they have no gradient, and control variates would drive them "
-            "off; give them as Problem(..., state=...), apart from params (group or layer normalisation needs none)"
+            f"{layer} looks like batch statistics: they have no gradient, and control variates "
+            "would drive them "
+            "off; give them as Problem(..., state=...), apart from params (group or layer "
+            "normalisation needs none)"
         )
     absent = size < problem.num_clients or config.availability is not None
-    absent |= config.cohorts is not None and any(len(cohort) < problem.num_clients for cohort in config.cohorts)
+    absent |= config.cohorts is not None and any(
+        len(cohort) < problem.num_clients for cohort in config.cohorts
+    )
     absent |= callable(config.sampling)
     compressed = not (config.compression is None or str(config.compression) == "none")
     unmet = {
@@ -51,7 +55,8 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Polic
             raise InputError(f"{name} {reason}")
     if config.local_optimizer is not None and "travel" in exchange(algorithm).reads:
         raise InputError(
-            f"{name} reads the sum of step sizes, which an optimizer does not have; give lr instead of local_optimizer"
+            f"{name} reads the sum of step sizes, which an optimizer does not have; give lr "
+            "instead of local_optimizer"
         )
     _refuse_buffers(config)
     _refuse_policy(config, policy)
@@ -61,12 +66,16 @@ def _refuse_buffers(config: RunConfig) -> None:
     algorithm, problem = config.algorithm, config.problem
     if problem.state is None:
         if config.buffers != "average":
-            raise InputError("buffers says what becomes of the state that a loss updates, and this problem has none")
+            raise InputError(
+                "buffers says what becomes of the state that a loss updates, and this problem has "
+                "none"
+            )
         return
     own = None if algorithm.own is None else algorithm.own(0.0)
     if algorithm.start is not None and isinstance(algorithm.start(0.0, own), tuple):
         raise InputError(
-            f"{algorithm.name} trains two models at once, and the loss updates one state: take a model without "
+            f"{algorithm.name} trains two models at once, and the loss updates one state: take a "
+            "model without "
             "running statistics (group or layer normalisation needs none)"
         )
 
@@ -76,18 +85,24 @@ def _refuse_policy(config: RunConfig, policy: Policy) -> None:
     if policy.name == "keep":
         return
     if algorithm.memory is None:
-        raise InputError(f"{algorithm.name} keeps no control variates, so none grow stale: leave stale='keep'")
+        raise InputError(
+            f"{algorithm.name} keeps no control variates, so none grow stale: leave stale='keep'"
+        )
     more = sorted({*algorithm.memory(0.0)._fields} - {of for _, of in algorithm.means})
     if more:
         raise InputError(
-            f"{algorithm.name}'s clients remember {', '.join(more)} beside control variates, and {policy.name} would "
+            f"{algorithm.name}'s clients remember {', '.join(more)} beside control variates, and "
+            f"{policy.name} would "
             "spoil it: leave stale='keep'"
         )
     if needs(algorithm, "everyone") is not None:
-        raise InputError(f"{algorithm.name} hears all clients in every round, so no control variate grows stale")
+        raise InputError(
+            f"{algorithm.name} hears all clients in every round, so no control variate grows stale"
+        )
     if policy.refresh_after is not None and algorithm.renew is None:
         raise InputError(
-            f"{algorithm.name} does not remember gradients, so a gradient cannot renew its memory; use decay or drop"
+            f"{algorithm.name} does not remember gradients, so a gradient cannot renew its memory; "
+            "use decay or drop"
         )
 
 
@@ -111,7 +126,9 @@ def _refuse_functions(algorithm: Algorithm) -> None:
         _refuse_records(algorithm)
     except (AttributeError, TypeError) as error:
         does = "use + - * / on vectors, and NamedTuples for records, as fedscaffold.algorithms.base says"
-        raise InputError(f"a function of {algorithm.name} cannot be run: {error}; {does}") from error
+        raise InputError(
+            f"a function of {algorithm.name} cannot be run: {error}; {does}"
+        ) from error
 
 
 def _refuse_records(algorithm: Algorithm) -> None:
@@ -144,5 +161,6 @@ def _refuse_fields(algorithm: Algorithm, function: str, before: Any, after: Any)
     for name, value in zip(fields, after, strict=True):
         if np.shape(value) not in ((), (2,)):
             raise InputError(
-                f"{must} of numbers and vectors like x; where x has 2 entries, {name} has shape {np.shape(value)}"
+                f"{must} of numbers and vectors like x; where x has 2 entries, {name} has shape "
+                f"{np.shape(value)}"
             )

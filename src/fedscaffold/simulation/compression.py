@@ -8,16 +8,19 @@ A direction d_i makes the new c_i, and is sent as its difference from c, which b
 
     sent = c + C(d_i - c),    hence    c_i+ = c_i - c + sent = c_i + C(mean gradient - c_i)
 
-Here c_i is the error feedback (Richtarik et al. 2021): what is left out now is in the next difference again. Kept as an
-error e as well it would be counted twice, and c_i would swing ever wider. What the client remembers is made from
-`sent`: compressing only what the server sees would leave c and the c_i apart for ever. All C here are contractions,
-E|C(v) - v|^2 <= (1 - share) |v|^2, so what is left out vanishes with what is sent, and the limit of a method with
-control variates is exact. The moves of FedAvg do not vanish at its limit, and compressing them may add to its bias.
+Here c_i is the error feedback (Richtarik et al. 2021): what is left out now is in the next
+difference again. Kept as an error e as well it would be counted twice, and c_i would swing ever
+wider. What the client remembers is made from
+`sent`: compressing only what the server sees would leave c and the c_i apart for ever. All C here
+are contractions, E|C(v) - v|^2 <= (1 - share) |v|^2, so what is left out vanishes with what is
+sent, and the limit of a method with control variates is exact. The moves of FedAvg do not vanish at
+its limit, and compressing them may add to its bias.
 
     top_k(share)      the largest coordinates                    k values and k indices
     random_k(share)   coordinates drawn anew every time          k values and a seed
     quantise(bits)    stochastic rounding to 2^bits levels between -m and m, m = the largest |v_j| in 64 coordinates,
-                      divided by 1 + w, w = 64 / (2^bits - 1)^2 (its relative variance, so that C is a contraction)
+                      divided by 1 + w, w = 64 / (2^bits - 1)^2 (its relative variance, so that C is
+                      a contraction)
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ def top_k(share: float) -> Compressor:
     def decoded(v: Array, key: Array) -> Array:
         return _only(v, jnp.abs(v), share)
 
-    return Compressor(f"top_k:{share:g}", decoded, lambda d, itemsize: _count(share, d) * (itemsize + INDEX))
+    return Compressor(
+        f"top_k:{share:g}", decoded, lambda d, itemsize: _count(share, d) * (itemsize + INDEX)
+    )
 
 
 @memoised
@@ -77,7 +82,9 @@ def random_k(share: float) -> Compressor:
     def decoded(v: Array, key: Array) -> Array:
         return _only(v, jax.random.uniform(key, jnp.shape(v)), share)
 
-    return Compressor(f"random_k:{share:g}", decoded, lambda d, itemsize: _count(share, d) * itemsize + SEED)
+    return Compressor(
+        f"random_k:{share:g}", decoded, lambda d, itemsize: _count(share, d) * itemsize + SEED
+    )
 
 
 @memoised
@@ -94,9 +101,13 @@ def quantise(bits: int) -> Compressor:
     def decoded(v: Array, key: Array) -> Array:
         groups = jnp.pad(v, (0, -len(v) % GROUP)).reshape(-1, GROUP)
         most = jnp.abs(groups).max(axis=1, keepdims=True)
-        most = jnp.where(most > levels * float(np.finfo(groups.dtype).tiny), most, 0)  # the step must not round to zero
+        most = jnp.where(
+            most > levels * float(np.finfo(groups.dtype).tiny), most, 0
+        )  # the step must not round to zero
         step = 2 * jnp.where(most > 0, most, 1) / levels
-        level = jnp.floor((groups + most) / step + jax.random.uniform(key, groups.shape, groups.dtype))
+        level = jnp.floor(
+            (groups + most) / step + jax.random.uniform(key, groups.shape, groups.dtype)
+        )
         return shrunk * (jnp.clip(level, 0, levels) * step - most).reshape(-1)[: len(v)]
 
     def size(d: int, itemsize: int) -> int:
@@ -118,7 +129,9 @@ def of(text: str) -> Compressor | None:
         return None
     number: Any = checks.written(value)
     if isinstance(number, str):
-        raise InputError(f"{name} needs a number, such as {name}:{4 if name == 'quantise' else 0.1}")
+        raise InputError(
+            f"{name} needs a number, such as {name}:{4 if name == 'quantise' else 0.1}"
+        )
     return made(number)
 
 

@@ -1,7 +1,7 @@
 """Simulation on several processes: start-up, collective decisions, detection of lost processes.
 
-All processes take the same host decisions (rounds in the next chunk, whether to commit, whether a signal arrived) from
-values exchanged with the same collectives as the rounds.
+All processes take the same host decisions (rounds in the next chunk, whether to commit, whether a
+signal arrived) from values exchanged with the same collectives as the rounds.
 """
 
 from __future__ import annotations
@@ -63,11 +63,16 @@ def detect_lost_processes() -> Iterator[None]:
             raise
         gone = _find_lost_processes()
         names = f"process {', '.join(map(str, gone))}" if gone else "another process"
-        raise Lost(f"process {jax.process_index()} of {jax.process_count()} has lost {names}") from error
+        raise Lost(
+            f"process {jax.process_index()} of {jax.process_count()} has lost {names}"
+        ) from error
 
 
 def _find_lost_processes() -> list[int]:
-    """Return the processes that do not answer a roll call through the coordinator; empty if unknown."""
+    """Return the processes that do not answer a roll call through the coordinator.
+
+    Empty if unknown.
+    """
     if all(thread.name != ROLL for thread in threading.enumerate()):
         return []  # not started by `join`: there is no roll call
     try:
@@ -95,7 +100,8 @@ def _unanswered(client: Any) -> list[int]:
 def _answer_roll_call(client: Any, number: int) -> None:
     """Wait for a roll call, answer it, and log the processes that do not; runs in a thread.
 
-    The main thread may be blocked in a collective until the process ends; then this line is the only message.
+    The main thread may be blocked in a collective until the process ends; then this line is the
+    only message.
     """
     with suppress(Exception):  # the coordinator is gone
         while not client.key_value_dir_get(f"{ROLL}/called/"):
@@ -104,7 +110,8 @@ def _answer_roll_call(client: Any, number: int) -> None:
         time.sleep(ROLL_CALL / 2)
         gone = ", ".join(map(str, _unanswered(client)))
         os.write(2, f"{ROLL}: process {gone} is gone\n".encode())
-        threading.Event().wait()  # stay alive: `_find_lost_processes` looks for a thread of this name
+        # stay alive: `_find_lost_processes` looks for a thread of this name
+        threading.Event().wait()
 
 
 def allgather(text: str, room: int = ROOM) -> list[str]:
@@ -140,7 +147,10 @@ def allreduce_max(*numbers: int) -> list[int]:
     [3, 0]
     """
     return [
-        max(column) for column in zip(*(json.loads(other) for other in allgather(json.dumps(numbers))), strict=True)
+        max(column)
+        for column in zip(
+            *(json.loads(other) for other in allgather(json.dumps(numbers))), strict=True
+        )
     ]
 
 
@@ -155,10 +165,15 @@ def run_everywhere(work: Callable[[], Any]) -> list[Any]:
         answer = work()
     except InputError as error:
         fault = str(error)
-    heard = [json.loads(other) for other in allgather(json.dumps([fault[: ROOM // 2], answer], ensure_ascii=False))]
+    heard = [
+        json.loads(other)
+        for other in allgather(json.dumps([fault[: ROOM // 2], answer], ensure_ascii=False))
+    ]
     for number, (wrong, _) in enumerate(heard):
         if wrong:
-            raise InputError(fault if number == jax.process_index() else f"process {number}: {wrong}")
+            raise InputError(
+                fault if number == jax.process_index() else f"process {number}: {wrong}"
+            )
     return [answer for _, answer in heard]
 
 
@@ -175,11 +190,18 @@ def check_same_run(facts: dict[str, Any]) -> None:
     every = [json.loads(other) for other in allgather(text, room)]
     number = next(i for i, other in enumerate(every) if other != every[0])
     changed = differences(every[0], every[number])
-    raise InputError(f"process {number} was asked for another run than process 0 ({changed}); give all the same")
+    raise InputError(
+        f"process {number} was asked for another run than process 0 ({changed}); give all the same"
+    )
 
 
 def join(
-    coordinator: str | None, processes: int = 1, process_id: int = 0, *, devices: int = 1, deadline: int = 60
+    coordinator: str | None,
+    processes: int = 1,
+    process_id: int = 0,
+    *,
+    devices: int = 1,
+    deadline: int = 60,
 ) -> None:
     """Join a simulation on several processes; call this before JAX starts.
 
@@ -190,21 +212,26 @@ def join(
         processes: Number of processes.
         process_id: Number of this process, from 0.
         devices: Number of devices of each process.
-        deadline: Seconds that processes wait for one another at the start, and after which a silent one is lost.
+        deadline: Seconds that processes wait for one another at the start, and after which a silent
+            one is lost.
 
     Raises:
-        InputError: An argument is invalid, JAX has started already, or the processes cannot connect.
+        InputError: An argument is invalid, JAX has started already, or the processes cannot
+            connect.
 
     >>> join("localhost:7700", processes=2, process_id=2)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: process_id must be a whole number of at least 0 and at most 1, got 2
+    fedscaffold.checks.InputError: process_id must be a whole number of at least 0 and at most 1,
+        got 2
     """
     checks.whole("processes", processes)
     checks.whole("process_id", process_id, at_least=0, at_most=processes - 1)
     try:
         jax.config.update("jax_num_cpu_devices", checks.whole("devices", devices))
     except RuntimeError as error:
-        raise InputError("join must come before JAX runs anything: its devices are fixed when it starts") from error
+        raise InputError(
+            "join must come before JAX runs anything: its devices are fixed when it starts"
+        ) from error
     if processes == 1:
         return
     host, port = _parse_address(coordinator)
@@ -225,10 +252,13 @@ def join(
         )
     except RuntimeError as error:
         raise InputError(f"process {process_id} could not meet the others: {error}") from error
-    threading.Thread(target=_answer_roll_call, args=(_key_value_store(), process_id), name=ROLL, daemon=True).start()
+    threading.Thread(
+        target=_answer_roll_call, args=(_key_value_store(), process_id), name=ROLL, daemon=True
+    ).start()
     if jax.process_count() != processes:
         raise InputError(
-            f"process {process_id} was told of {processes} processes and process 0 of {jax.process_count()}: "
+            f"process {process_id} was told of {processes} processes and process 0 of "
+            f"{jax.process_count()}: "
             "give all the same number"
         )
 
@@ -241,7 +271,9 @@ def leave() -> None:
 def _parse_address(text: str | None) -> tuple[str, int]:
     host, _, port = (text or "").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InputError(f"coordinator must be HOST:PORT, an address of process 0's machine, got {text!r}")
+        raise InputError(
+            f"coordinator must be HOST:PORT, an address of process 0's machine, got {text!r}"
+        )
     return host, int(port)
 
 
@@ -254,7 +286,8 @@ def _check_port_free(host: str, port: int) -> None:
             listener.bind(place)
     except OSError as error:
         raise InputError(
-            f"process 0 cannot listen at {host}:{port} ({error.strerror or error}): the coordinator must be a free "
+            f"process 0 cannot listen at {host}:{port} ({error.strerror or error}): the "
+            "coordinator must be a free "
             "port at an address of process 0's machine"
         ) from None
 
@@ -269,7 +302,8 @@ def _wait_for_coordinator(host: str, port: int, deadline: int) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise InputError(
-                    f"nobody answers at {host}:{port} within {deadline} s ({error.strerror or error}): start process 0 "
+                    f"nobody answers at {host}:{port} within {deadline} s "
+                    f"({error.strerror or error}): start process 0 "
                     "there, with the same --coordinator"
                 ) from None
             time.sleep(0.1)

@@ -1,11 +1,13 @@
 """float64 inside float32 programs, for c, the mean of the c_i, and the sums they are computed from.
 
-In float32, c would drift from the mean of the c_i by rounding alone, until a lost c_i could not be told from it. So
-sums over clients, `remember` and the server step are computed in float64 in every run, and c and the mean are stored
-in float64. The c_i are stored in the run's precision, and their rounding errors are added to c.
+In float32, c would drift from the mean of the c_i by rounding alone, until a lost c_i could not be
+told from it. So sums over clients, `remember` and the server step are computed in float64 in every
+run, and c and the mean are stored in float64. The c_i are stored in the run's precision, and their
+rounding errors are added to c.
 
-JAX creates no float64 arrays unless x64 is enabled, but a program traced with x64 enabled may contain them. Compensated
-float32 sums would be an alternative, but compilers may optimise the compensation away.
+JAX creates no float64 arrays unless x64 is enabled, but a program traced with x64 enabled may
+contain them. Compensated float32 sums would be an alternative, but compilers may optimise the
+compensation away.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ def enable_float64() -> Any:
 
 
 def to_float64(a: Array) -> Array:
-    """Cast a floating-point array to float64, inside `enable_float64()`; other arrays are returned unchanged."""
+    """Cast a floating-point array to float64, inside `enable_float64()`.
+
+    Other arrays are returned unchanged.
+    """
     return a.astype(jnp.float64) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a
 
 
@@ -48,7 +53,10 @@ def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
 def prevent_recomputation(never: Array, arrays: Any) -> Any:
     """Return `arrays` unchanged, but prevent the compiler from recomputing them for each use.
 
-    A recomputed expression may be rounded differently, so that a client would store another direction than the one the
-    server sums. The result of a conditional is computed once. `never` must be false at run time, but not a constant.
+    A recomputed expression may be rounded differently, so that a client would store another
+    direction than the one the server sums. The result of a conditional is computed once. `never`
+    must be false at run time, but not a constant.
     """
-    return jax.lax.cond(never, lambda same: jax.tree.map(jnp.zeros_like, same), lambda same: same, arrays)
+    return jax.lax.cond(
+        never, lambda same: jax.tree.map(jnp.zeros_like, same), lambda same: same, arrays
+    )

@@ -1,7 +1,8 @@
 """The engine: compile the rounds once, then run them in chunks.
 
-Between chunks the host draws the next cohorts and batches, stores the metrics, calls the listener and checks whether
-the run has ended. The results do not depend on how rounds are grouped into chunks.
+Between chunks the host draws the next cohorts and batches, stores the metrics, calls the listener
+and checks whether the run has ended. The results do not depend on how rounds are grouped into
+chunks.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ class Engine(NamedTuple):
         return self.room if self.host is None else min(self.room, self.every - done % self.every)
 
     def place(self, state: State) -> State:
-        """Copy a state to the devices, into buffers that may be donated; a sweep gets one copy per run."""
+        """Copy a state to the devices, into buffers that may be donated.
+
+        A sweep gets one copy per run.
+        """
         if self.shards is not None:
             return self.shards.state(state)
         if (runs := self.runs) is not None:
@@ -78,28 +82,41 @@ class Engine(NamedTuple):
 
     def collect(self, state: State) -> State:
         """Copy a state to the host."""
-        collected: State = jax.tree.map(np.asarray, state) if self.shards is None else self.shards.collect(state)
+        collected: State = (
+            jax.tree.map(np.asarray, state) if self.shards is None else self.shards.collect(state)
+        )
         return collected
 
-    def advance(self, state: State, done: int, number: int, rounds: int = 0) -> tuple[State, NDArray[Any]]:
+    def advance(
+        self, state: State, done: int, number: int, rounds: int = 0
+    ) -> tuple[State, NDArray[Any]]:
         """Run rounds done + 1 .. done + number and return the new state and their metrics.
 
-        The buffers of the old state are donated. `rounds`, the length of the run, limits prefetching of clients that
-        are out of core.
+        The buffers of the old state are donated. `rounds`, the length of the run, limits
+        prefetching of clients that are out of core.
         """
         if self.away is not None:
-            state, rows = self.away.advance(self.program, self.settings, state, done, rounds, self.every)
+            state, rows = self.away.advance(
+                self.program, self.settings, state, done, rounds, self.every
+            )
         else:
             draws = self.draw(done, number)
             length = _loop_arguments(self.shards, number, self.every, done)
             state, rows = self.program(self.federation, self.settings, state, draws, *length)
         table = np.asarray(rows)[..., :number, :]
-        return (state, table) if self.host is None else self._fill_host_metrics(self.host, state, table, done + number)
+        return (
+            (state, table)
+            if self.host is None
+            else self._fill_host_metrics(self.host, state, table, done + number)
+        )
 
     def _fill_host_metrics(
         self, host: OnHost, state: State, rows: NDArray[Any], round: int
     ) -> tuple[State, NDArray[Any]]:
-        """Fill in the host metrics of the last round, if it is due and was run; set `done` where a target is met."""
+        """Fill in the host metrics of the last round, if it is due and was run.
+
+        Set `done` where a target is met.
+        """
         if round % self.every:
             return state, rows
         rows, here = rows.copy(), self.collect(state)
@@ -110,7 +127,11 @@ class Engine(NamedTuple):
         if not any(reached):
             return state, rows
         done = np.reshape(reached, np.shape(here.done)) | here.done
-        placed = jax.device_put(done, may_alias=False) if self.shards is None else self.shards.put(done, None)
+        placed = (
+            jax.device_put(done, may_alias=False)
+            if self.shards is None
+            else self.shards.put(done, None)
+        )
         return state._replace(done=placed), rows
 
 
@@ -154,7 +175,13 @@ def compile_rounds(
         federation, settings = shards.federation(ready.federation), shards.put(settings, None)
     runs = len(seeds) if group else None
     engine = Engine(None, federation, settings, draw, room, every, away, shards, runs, ready.host)
-    arguments = (federation, settings, engine.place(ready.start), draw(0, 0), *_loop_arguments(shards, 0, every, 0))
+    arguments = (
+        federation,
+        settings,
+        engine.place(ready.start),
+        draw(0, 0),
+        *_loop_arguments(shards, 0, every, 0),
+    )
     program = _compile(ready.spec, group, *_signature(arguments))
     jax.block_until_ready(federation)
     return engine._replace(program=program)
@@ -196,12 +223,16 @@ def run_rounds(engine: Engine, now: Progress, rounds: int, listener: Listener) -
 def _draw_bytes(ready: PreparedRun) -> int:
     drawer = ready.drawer
     rows = (
-        0 if drawer.batch is None else int(drawer.steps.max()) * int(drawer.batch.max()) * (8 if drawer.ragged else 4)
+        0
+        if drawer.batch is None
+        else int(drawer.steps.max()) * int(drawer.batch.max()) * (8 if drawer.ragged else 4)
     )
     return drawer.slots * (4 + rows)
 
 
-def _draws(ready: PreparedRun, seeds: list[int], room: int, group: int | None, start: int, number: int) -> Draws:
+def _draws(
+    ready: PreparedRun, seeds: list[int], room: int, group: int | None, start: int, number: int
+) -> Draws:
     if ready.shards is not None:
         return ready.shards.draws(ready.drawer.draw(seeds[0], start, number, room))
     if group is None:
@@ -211,18 +242,29 @@ def _draws(ready: PreparedRun, seeds: list[int], room: int, group: int | None, s
     return stacked
 
 
-def _loop_arguments(shards: Shards | None, number: int, every: int, done: int) -> tuple[Any, Any, Any]:
-    """Return the last arguments of a program: rounds to run, rounds between evaluations, rounds done."""
+def _loop_arguments(
+    shards: Shards | None, number: int, every: int, done: int
+) -> tuple[Any, Any, Any]:
+    """Return the last arguments of a program.
+
+    Rounds to run, rounds between evaluations, rounds done.
+    """
     lengths = np.int32(number), np.int32(every), np.int32(done)
     return lengths if shards is None else shards.put(lengths, None)
 
 
 def _signature(arguments: Any) -> tuple[Any, Any]:
-    """Return shapes, dtypes and shardings of the arguments, hashable: with the spec, the key of a program."""
+    """Return shapes, dtypes and shardings of the arguments, hashable.
+
+    With the spec, the key of a program.
+    """
     leaves, structure = jax.tree.flatten(arguments)
     places = (getattr(a, "sharding", None) for a in leaves)
     spread = [place if isinstance(place, NamedSharding) else None for place in places]
-    shapes = (jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=s) for a, s in zip(leaves, spread, strict=True))
+    shapes = (
+        jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=s)
+        for a, s in zip(leaves, spread, strict=True)
+    )
     return tuple(shapes), structure
 
 

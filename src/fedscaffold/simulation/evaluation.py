@@ -27,7 +27,11 @@ def default_metrics(problem: Problem) -> tuple[str, ...]:
     """Return the default metrics of a problem."""
     accuracy = problem.functions.accuracy is not None
     measured = "loss" if problem.functions.has_loss else "grad_norm"
-    return (measured, *(["accuracy"] if accuracy else []), *(["distance"] if problem.facts.optimum is not None else []))
+    return (
+        measured,
+        *(["accuracy"] if accuracy else []),
+        *(["distance"] if problem.facts.optimum is not None else []),
+    )
 
 
 def evaluate(
@@ -38,7 +42,9 @@ def evaluate(
     unknown = jnp.full(len(names), jnp.nan, state.x.dtype)
     measured = unknown
     if names != ("residual",):
-        measured = jax.lax.cond(due, lambda: _evaluate_row(spec, federation, state), lambda: unknown)
+        measured = jax.lax.cond(
+            due, lambda: _evaluate_row(spec, federation, state), lambda: unknown
+        )
     cheap = {"drift": drift, "residual": _residual(spec, state)}
     row = jnp.stack([cheap.get(name, measured[j]) for j, name in enumerate(names)])
     # user-defined metrics may be NaN
@@ -65,8 +71,12 @@ def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
 
     def everywhere(kind: Kind, measure: Callable[[Any, Array], Any]) -> Any:
         if kind == "mean":
-            return sum_over_devices(spec, _sum_over_records(federation.records, federation.record_weights, measure))
-        return sum_over_devices(spec, sum_over(federation.records, federation.evaluation[kind], kind, measure))
+            return sum_over_devices(
+                spec, _sum_over_records(federation.records, federation.record_weights, measure)
+            )
+        return sum_over_devices(
+            spec, sum_over(federation.records, federation.evaluation[kind], kind, measure)
+        )
 
     def loss() -> Array:
         of_batch = partial(value, spec.functions.loss, kinds.loss, params, state=buffers)
@@ -97,11 +107,15 @@ def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
         "gap": lambda: loss() - federation.optimal_loss,
         "distance": lambda: jnp.linalg.norm(state.x - federation.optimum),
         "control_error": lambda: _control_error(spec, federation, state),
-        "age": lambda: sum_over_devices(spec, federation.weights @ ages(state).astype(state.x.dtype)),
+        "age": lambda: sum_over_devices(
+            spec, federation.weights @ ages(state).astype(state.x.dtype)
+        ),
     }
     unknown = jnp.full((), jnp.nan, state.x.dtype)  # filled in by the host or by `evaluate`
     own = dict.fromkeys(spec.own_columns, unknown) | evaluate_compiled(spec, federation, state)
-    return jnp.stack([measures[name]() if name in measures else own.get(name, unknown) for name in spec.metrics])
+    return jnp.stack(
+        [measures[name]() if name in measures else own.get(name, unknown) for name in spec.metrics]
+    )
 
 
 def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
@@ -110,14 +124,23 @@ def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
         rows = getattr(state.memory, spec.algorithm.means[0][1])
         with enable_float64():
             held = decay_memory(spec, state, rows).astype(state.x.dtype)
-    return jnp.sqrt(sum_over_devices(spec, federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1)))
+    return jnp.sqrt(
+        sum_over_devices(
+            spec, federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1)
+        )
+    )
 
 
 def _sum_over_records(records: Any, weights: Array, measure: Callable[[Any, Array], Any]) -> Any:
-    """Sum `measure(batch, weights)` over all records in chunks; the last chunk may overlap, with weight 0."""
+    """Sum `measure(batch, weights)` over all records in chunks.
+
+    The last chunk may overlap, with weight 0.
+    """
     total = len(weights)
     row_bytes = sum(a.dtype.itemsize * a.size // total for a in jax.tree.leaves(records))
-    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), (records, weights))
+    one = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), (records, weights)
+    )
     stretch = max(1, min(total, EVALUATION_BYTES // max(1, row_bytes + patch_bytes(measure, *one))))
 
     def part(start: Array | int, fresh: Array | int) -> Any:

@@ -1,7 +1,10 @@
-"""Evaluation batches of functions that are not means over records: unpadded batches of each client's own records.
+"""Evaluation batches of functions that are not means over records.
 
-A client's value is the mean over its batches, weighted by their sizes: one batch of all its records, or consecutive
-batches of the size given in the problem, the last of which may be smaller. Batches of equal size are vectorised.
+Unpadded batches of each client's own records.
+
+A client's value is the mean over its batches, weighted by their sizes: one batch of all its
+records, or consecutive batches of the size given in the problem, the last of which may be smaller.
+Batches of equal size are vectorised.
 """
 
 from __future__ import annotations
@@ -18,9 +21,18 @@ from fedscaffold.problems.batches import Kind
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.spec import Array, Spec
 
-__all__ = ["EVALUATION_BYTES", "Batches", "describe", "evaluation_batches", "split_into_batches", "sum_over"]
+__all__ = [
+    "EVALUATION_BYTES",
+    "Batches",
+    "describe",
+    "evaluation_batches",
+    "split_into_batches",
+    "sum_over",
+]
 
-EVALUATION_BYTES = 1 << 22  # evaluated at once: large enough for efficient matrix products, small beside the records
+EVALUATION_BYTES = (
+    1 << 22
+)  # evaluated at once: large enough for efficient matrix products, small beside the records
 
 
 class Batches(NamedTuple):
@@ -37,7 +49,11 @@ class Batches(NamedTuple):
 
 
 def split_into_batches(
-    offsets: NDArray[np.int64], shares: NDArray[Any], batch: int | None, kind: Kind, width_of: Callable[[int], int]
+    offsets: NDArray[np.int64],
+    shares: NDArray[Any],
+    batch: int | None,
+    kind: Kind,
+    width_of: Callable[[int], int],
 ) -> list[Batches]:
     """Split clients' records into batches, grouped by size.
 
@@ -70,7 +86,11 @@ def split_into_batches(
 
 
 def _table(
-    first: NDArray[Any], count: NDArray[Any], share: NDArray[Any], size: int, width_of: Callable[[int], int]
+    first: NDArray[Any],
+    count: NDArray[Any],
+    share: NDArray[Any],
+    size: int,
+    width_of: Callable[[int], int],
 ) -> Batches:
     width = min(len(first), width_of(size))
     rows = -(-len(first) // width)
@@ -81,12 +101,19 @@ def _table(
         return table.reshape(rows, width)
 
     return Batches(
-        laid(first, 0, np.int32), laid(count, 1, np.int32), laid(share, 0, share.dtype), np.arange(size, dtype=np.int32)
+        laid(first, 0, np.int32),
+        laid(count, 1, np.int32),
+        laid(share, 0, share.dtype),
+        np.arange(size, dtype=np.int32),
     )
 
 
 def evaluation_batches(
-    problem: Problem, kinds: set[Kind], records: Any, offsets: NDArray[np.int64], shares: NDArray[Any]
+    problem: Problem,
+    kinds: set[Kind],
+    records: Any,
+    offsets: NDArray[np.int64],
+    shares: NDArray[Any],
 ) -> dict[str, list[Batches]]:
     """Return the evaluation batches by kind of function, except for means over records, which need none."""
     total = max(1, int(offsets[-1]))
@@ -102,14 +129,21 @@ def evaluation_batches(
     }
 
 
-def sum_over(records: Any, batches: list[Batches], kind: Kind, measure: Callable[[Any, Array | None], Any]) -> Any:
-    """Return the sum of `measure(batch, weights)` over batches, weighted by their shares; weights may be None."""
+def sum_over(
+    records: Any, batches: list[Batches], kind: Kind, measure: Callable[[Any, Array | None], Any]
+) -> Any:
+    """Return the sum of `measure(batch, weights)` over batches, weighted by their shares.
+
+    Weights may be None.
+    """
 
     def one(first: Array, count: Array, place: Array) -> Any:
         rows = first + jnp.minimum(place, count - 1) if kind == "weighted" else first + place
         batch = jax.tree.map(lambda a: a.at[rows].get(mode="promise_in_bounds"), records)
         dtype = next(iter(batches)).share.dtype
-        weights = jnp.where(place < count, 1 / count.astype(dtype), 0) if kind == "weighted" else None
+        weights = (
+            jnp.where(place < count, 1 / count.astype(dtype), 0) if kind == "weighted" else None
+        )
         return measure(batch, weights)
 
     def of_size(part: Batches) -> Any:
@@ -127,7 +161,10 @@ def sum_over(records: Any, batches: list[Batches], kind: Kind, measure: Callable
 
 
 def _weighted_sum(share: Array, values: Array) -> Array:
-    """Return the sum of shares times values; values of share 0 are ignored even if they are not finite."""
+    """Return the sum of shares times values.
+
+    Values of share 0 are ignored even if they are not finite.
+    """
     real = (share > 0).reshape(-1, *[1] * (values.ndim - 1))
     return jnp.tensordot(share, jnp.where(real, values, 0).astype(share.dtype), 1)
 
@@ -135,7 +172,12 @@ def _weighted_sum(share: Array, values: Array) -> Array:
 def describe(problem: Problem, spec: Spec) -> dict[str, str]:
     """Describe, for each metric on records, the data it is measured on."""
     kinds, size = spec.kinds, problem.evaluation_batch
-    of = {"loss": kinds.loss, "gap": kinds.loss, "accuracy": kinds.accuracy, "grad_norm": kinds.gradient}
+    of = {
+        "loss": kinds.loss,
+        "gap": kinds.loss,
+        "accuracy": kinds.accuracy,
+        "grad_norm": kinds.gradient,
+    }
 
     def words(metric: str) -> str:
         tested = metric == "accuracy" and problem.test is not None

@@ -1,8 +1,9 @@
 """Fingerprint of a run: everything its results depend on, as JSON facts that can be compared and displayed.
 
-Numbers and strings are stored as they are, arrays by their SHA-256. A function is represented by its name, a hash of
-its code, the values it closes over and the global constants it uses; a callable object, or the owner of a bound method,
-by its fields as well. Optimizers, losses or algorithms that differ in a parameter thus differ in a fact with the
+Numbers and strings are stored as they are, arrays by their SHA-256. A function is represented by
+its name, a hash of its code, the values it closes over and the global constants it uses; a callable
+object, or the owner of a bound method, by its fields as well. Optimizers, losses or algorithms that
+differ in a parameter thus differ in a fact with the
 parameter's name. Facts are only compared: nothing is executed or loaded from them.
 """
 
@@ -35,10 +36,12 @@ STREAMS = "SFC64 by seed, round and purpose"  # sampling scheme: a change makes 
 
 
 def facts(config: RunConfig, ready: PreparedRun) -> dict[str, Any]:
-    """Return everything a run's results depend on, flat: {"lr": 0.1, "algorithm.server.server_lr": 1.0, ...}.
+    """Return everything a run's results depend on, flat: {"lr": 0.1, "algorithm.server.server_lr".
 
-    The number of rounds is not included, so that a run can be extended, except for geometric numbers of local steps,
-    whose largest draw determines shapes.
+    1.0, ...}.
+
+    The number of rounds is not included, so that a run can be extended, except for geometric
+    numbers of local steps, whose largest draw determines shapes.
     """
     known: dict[str, Any] = {
         "algorithm": to_json(config.algorithm),
@@ -47,7 +50,9 @@ def facts(config: RunConfig, ready: PreparedRun) -> dict[str, Any]:
         "block": ready.spec.block if ready.shards is None else ready.shards.alone,
         "lr": _step_sizes(config, ready),
     }
-    known |= {name: to_json(getattr(config, name)) for name, stated in ARGUMENTS.items() if stated.bits}
+    known |= {
+        name: to_json(getattr(config, name)) for name, stated in ARGUMENTS.items() if stated.bits
+    }
     known |= {"rounds": config.rounds} if work_of(config.algorithm, 1).geometric else {}
     return flat(known)
 
@@ -68,9 +73,16 @@ def differences(was: Any, now: Mapping[str, Any]) -> str | None:
     if not isinstance(was, Mapping):
         return f"was {shown(was)}"
     nothing = "not there"
-    changed = [key for key in sorted({*was, *now}) if was.get(key, nothing) != now.get(key, nothing)]
-    said = [f"{key}: was {was.get(key, nothing)}, is {now.get(key, nothing)}" for key in changed[:SHOWN]]
-    return "; ".join([*said, f"and {len(changed) - SHOWN} more"][: len(said) + (len(changed) > SHOWN)]) or None
+    changed = [
+        key for key in sorted({*was, *now}) if was.get(key, nothing) != now.get(key, nothing)
+    ]
+    said = [
+        f"{key}: was {was.get(key, nothing)}, is {now.get(key, nothing)}" for key in changed[:SHOWN]
+    ]
+    return (
+        "; ".join([*said, f"and {len(changed) - SHOWN} more"][: len(said) + (len(changed) > SHOWN)])
+        or None
+    )
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -83,7 +95,9 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
         return {name: value}
     pairs: Any = value.items() if isinstance(value, dict) else enumerate(value)
     return {
-        key: item for part, inner in pairs for key, item in flat(inner, f"{name}.{part}" if name else str(part)).items()
+        key: item
+        for part, inner in pairs
+        for key, item in flat(inner, f"{name}.{part}" if name else str(part)).items()
     }
 
 
@@ -109,25 +123,39 @@ def to_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (Set, Sequence)):
         listed = [to_json(item, depth + 1) for item in value]
         listed = sorted(listed, key=json.dumps) if isinstance(value, Set) else listed
-        return listed if len(listed) <= LONG else f"{len(listed)} entries, {_digest(json.dumps(listed).encode())}"
+        return (
+            listed
+            if len(listed) <= LONG
+            else f"{len(listed)} entries, {_digest(json.dumps(listed).encode())}"
+        )
     return _function(value, depth)
 
 
 def _function(value: Any, depth: int) -> Any:
     """Return the facts of a function, a partial, or another object."""
     if isinstance(value, partial):
-        return to_json({"partial": value.func, "given": value.args, "by_name": value.keywords}, depth + 1)
+        return to_json(
+            {"partial": value.func, "given": value.args, "by_name": value.keywords}, depth + 1
+        )
     code = getattr(value, "__code__", None)
     if code is None:
         return _object(value, depth)
-    known = {"function": f"{value.__module__}.{value.__qualname__}, {_digest(_code(code).encode())}"}
+    known = {
+        "function": f"{value.__module__}.{value.__qualname__}, {_digest(_code(code).encode())}"
+    }
     inside = zip(code.co_freevars, value.__closure__ or (), strict=True)
     closed: dict[Any, Any] = {
-        name: cell.cell_contents for name, cell in inside if _filled(cell) and cell.cell_contents is not value
+        name: cell.cell_contents
+        for name, cell in inside
+        if _filled(cell) and cell.cell_contents is not value
     }
     closed |= dict(enumerate(value.__defaults__ or ())) | (value.__kwdefaults__ or {})
     used = {name: value.__globals__.get(name) for name in _names(code)}
-    closed |= {name: item for name, item in used.items() if item is not value and _is_users(item, value.__module__)}
+    closed |= {
+        name: item
+        for name, item in used.items()
+        if item is not value and _is_users(item, value.__module__)
+    }
     owner = getattr(value, "__self__", None)
     if owner is not None and not isinstance(owner, (type, ModuleType)):
         closed["self"] = owner
@@ -141,15 +169,25 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _is_users(item: Any, module: str) -> bool:
-    """Return whether a global is a constant or a function of the user's own: one of the same package."""
+    """Return whether a global is a constant or a function of the user's own.
+
+    One of the same package.
+    """
     if isinstance(item, (int, float, str, np.ndarray, list, tuple, dict, Set)):
         return True
     own = getattr(item, "__module__", None)
-    return hasattr(item, "__code__") and own is not None and own.partition(".")[0] == module.partition(".")[0]
+    return (
+        hasattr(item, "__code__")
+        and own is not None
+        and own.partition(".")[0] == module.partition(".")[0]
+    )
 
 
 def _object(value: Any, depth: int) -> Any:
-    """Return an object's type, fields and code of `__call__`; only a name if it is a type or has no fields."""
+    """Return an object's type, fields and code of `__call__`.
+
+    Only a name if it is a type or has no fields.
+    """
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return getattr(value, "__qualname__", type(value).__qualname__)
     names = [field.name for field in fields(value)] if is_dataclass(value) else sorted(vars(value))
@@ -157,7 +195,9 @@ def _object(value: Any, depth: int) -> Any:
     if (call := getattr(type(value).__call__, "__code__", None)) is not None:
         known["call"] = _digest(_code(call).encode())
     held = {name: getattr(value, name, None) for name in names if not name.startswith("__")}
-    return known | {name: to_json(item, depth + 1) for name, item in held.items() if item is not value}
+    return known | {
+        name: to_json(item, depth + 1) for name, item in held.items() if item is not value
+    }
 
 
 def _filled(cell: Any) -> bool:
@@ -169,7 +209,11 @@ def _filled(cell: Any) -> bool:
 
 def _code(code: CodeType) -> str:
     """Return instructions, constants and names of a code object, without file and line numbers."""
-    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts if type(c) is not frozenset]
+    constants = [
+        _code(c) if isinstance(c, CodeType) else repr(c)
+        for c in code.co_consts
+        if type(c) is not frozenset
+    ]
     return repr((code.co_code.hex(), constants, code.co_names, code.co_varnames))
 
 

@@ -1,11 +1,13 @@
 """Invariant checks: is c still the mean of the c_i?
 
-Every correct round preserves c = sum p_i c_i, so the residual |c - sum p_i c_i| is rounding, in float64 whatever the
-precision of the run. A larger residual is permanent: training then converges to grad f(x) = -(c - sum p_i c_i).
+Every correct round preserves c = sum p_i c_i, so the residual |c - sum p_i c_i| is rounding, in
+float64 whatever the
+precision of the run. A larger residual is permanent: training then converges to grad f(x) = -(c -
+    sum p_i c_i).
 
-The running mean, which rounds update from the changes they store, reveals errors of an algorithm. The exact mean of the
-stored c_i also reveals lost or damaged state, but reads all clients: it is computed when a run resumes, at checkpoints,
-at the end, and from time to time in between.
+The running mean, which rounds update from the changes they store, reveals errors of an algorithm.
+The exact mean of the stored c_i also reveals lost or damaged state, but reads all clients: it is
+computed when a run resumes, at checkpoints, at the end, and from time to time in between.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ SHARE = 100.0  # checks take at most 1 / SHARE of the time
 
 
 class InvariantMonitor:
-    """Periodic check of the stored c_i during a run, with at most 1 % overhead; `found` keeps the first fault.
+    """Periodic check of the stored c_i during a run, with at most 1 % overhead.
+
+    `found` keeps the first fault.
 
     Args:
         look: Returns a description of what is wrong with a state, or None.
         agree: Maximum over processes; all processes must call `due` and check together.
     """
 
-    def __init__(self, look: Callable[[State], str | None], agree: Callable[[int], int] = int) -> None:
+    def __init__(
+        self, look: Callable[[State], str | None], agree: Callable[[int], int] = int
+    ) -> None:
         self.look, self.agree = look, agree
         self.found: str | None = None
         self.at, self.pause = time.perf_counter(), SECONDS
@@ -59,7 +65,10 @@ def exact_mean(spec: Spec, state: State, p: NDArray[Any]) -> tuple[NDArray[Any],
     """Return sum p_i c_i over all clients in float64, one vector per pair of the algorithm's `means`."""
     p = p if spec.policy.rate is None else p * decay_factor(spec, state)
     # einsum without BLAS, whose threads would keep spinning into the next run
-    return tuple(np.einsum("n,nd->d", p, getattr(state.memory, of), dtype=np.float64) for _, of in spec.algorithm.means)
+    return tuple(
+        np.einsum("n,nd->d", p, getattr(state.memory, of), dtype=np.float64)
+        for _, of in spec.algorithm.means
+    )
 
 
 def residual_of(spec: Spec, state: State, mean: tuple[NDArray[Any], ...]) -> float:
@@ -71,7 +80,9 @@ def residual_of(spec: Spec, state: State, mean: tuple[NDArray[Any], ...]) -> flo
 def _distance(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> float:
     """Return the Euclidean distance between two lists of vectors."""
     with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverged
-        return math.hypot(*(float(np.linalg.norm(np.asarray(a) - b)) for a, b in zip(some, others, strict=True)))
+        return math.hypot(
+            *(float(np.linalg.norm(np.asarray(a) - b)) for a, b in zip(some, others, strict=True))
+        )
 
 
 def explained_residual(state: State, clients: int) -> float:
@@ -79,8 +90,12 @@ def explained_residual(state: State, clients: int) -> float:
     return explained(int(state.round), clients, float(state.scale))
 
 
-def describe_fault(spec: Spec, state: State, mean: tuple[NDArray[Any], ...], clients: int) -> str | None:
-    """Return a description of a violated invariant; None if rounding explains the residual or the run diverged.
+def describe_fault(
+    spec: Spec, state: State, mean: tuple[NDArray[Any], ...], clients: int
+) -> str | None:
+    """Return a description of a violated invariant.
+
+    None if rounding explains the residual or the run diverged.
 
     Both c and the running means must agree with the exact means `mean`.
     """

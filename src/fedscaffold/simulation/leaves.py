@@ -1,7 +1,7 @@
 """`Leaves`: a vector stored as its layers, with vector arithmetic.
 
-Algorithms are written as formulas on vectors. In the loop over local steps these run layer by layer, because flattening
-the gradient at every step would cost up to 40 % of the time.
+Algorithms are written as formulas on vectors. In the loop over local steps these run layer by
+layer, because flattening the gradient at every step would cost up to 40 % of the time.
 """
 
 from __future__ import annotations

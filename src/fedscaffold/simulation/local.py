@@ -1,7 +1,7 @@
 """Local training: K local steps of one client, computed layer by layer.
 
-A client's records are rows `first .. first + count` of the concatenated record arrays. A batch is a set of rows;
-batches of different sizes are padded with rows of weight 0.
+A client's records are rows `first .. first + count` of the concatenated record arrays. A batch is a
+set of rows; batches of different sizes are padded with rows of weight 0.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from fedscaffold.simulation.spec import Array, Federation, Settings, Spec
 __all__ = ["ClientState", "Reply", "Work", "gradient", "gradient_at_x", "train"]
 
 Batch = tuple[Any, Array, tuple[int, ...]]
-"""Records; their weights, or None without padding; the possible sizes, if each needs a branch of its own."""
-STEPS, AT_X = 2, 3  # streams of a client's key: local steps, gradient at x (1: compression of messages)
-UNROLL = 4  # local steps per loop iteration: about 10 % faster on small models at little compile time
+"""Records; their weights, or None without padding; the possible sizes, if each needs a branch of
+its own."""
+STEPS, AT_X = (
+    2,
+    3,
+)  # streams of a client's key: local steps, gradient at x (1: compression of messages)
+UNROLL = (
+    4  # local steps per loop iteration: about 10 % faster on small models at little compile time
+)
 
 
 class Work(NamedTuple):
@@ -92,7 +98,9 @@ def train(
     memory = _initial_memory(spec, federation, x, held.memory, work, buffers)
     shift = shift_of(spec.algorithm, told, jax.tree.map(lambda a: a.astype(x.dtype), memory))
     start = start_of(spec.algorithm, x, held.own)
-    walk, buffers = _run_local_steps(spec, federation, settings, start, x, shift, work, most, buffers)
+    walk, buffers = _run_local_steps(
+        spec, federation, settings, start, x, shift, work, most, buffers
+    )
     message, own = reply_of(spec.algorithm, walk, shift, held.own)
     if (rebuilt := spec.rebuilt) is not None:
         message = message._replace(**{rebuilt: None})
@@ -140,12 +148,18 @@ def _run_local_steps(
         d, buffers = direction(y, k, batch(k), buffers)
         new, memory = advance(k, y, d, memory)
         after = new, jax.tree.map(jnp.add, total, d) if collect else None, memory, buffers
-        return jax.tree.map(lambda a, b: jnp.where(k < work.steps, a, b), after, carry) if spec.idle_steps else after
+        return (
+            jax.tree.map(lambda a, b: jnp.where(k < work.steps, a, b), after, carry)
+            if spec.idle_steps
+            else after
+        )
 
     memory = None if spec.optimizer is None else each(spec.optimizer.init, y)
     total = jax.tree.map(jnp.zeros_like, y) if collect else None
     unroll = UNROLL if isinstance(most, int) and not spec.one_by_one else None
-    y, total, _, buffers = jax.lax.fori_loop(0, most, step, (y, total, memory, buffers), unroll=unroll)
+    y, total, _, buffers = jax.lax.fori_loop(
+        0, most, step, (y, total, memory, buffers), unroll=unroll
+    )
     ended = each(flat, y)
     steps = work.steps.astype(x.dtype) if spec.unequal else spec.travel_steps
 
@@ -170,7 +184,9 @@ def _split_layers(spec: Spec, value: Array) -> Any:
     return value if jnp.ndim(value) == 0 else Leaves(spec.layout.leaves(value))
 
 
-def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work, buffers: Any = None) -> Array:
+def gradient_at_x(
+    spec: Spec, federation: Federation, x: Array, work: Work, buffers: Any = None
+) -> Array:
     """Return the client's full-batch gradient at x as a flat vector, with gradient noise of its own."""
     key = jax.random.fold_in(_typed_key(work.key), AT_X) if spec.functions.random else None
     batch = _full_batch(spec, federation, work.client)
@@ -179,7 +195,9 @@ def gradient_at_x(spec: Spec, federation: Federation, x: Array, work: Work, buff
     return g if noise is None else g + noise[spec.max_steps]
 
 
-def _initial_memory(spec: Spec, federation: Federation, x: Array, memory: Any, work: Work, buffers: Any) -> Any:
+def _initial_memory(
+    spec: Spec, federation: Federation, x: Array, memory: Any, work: Work, buffers: Any
+) -> Any:
     """Return the memory before the local steps, renewed if the `refresh` policy says so."""
     if work.returns is None:
         return memory
@@ -194,11 +212,14 @@ def _sum_of_step_sizes(spec: Spec, settings: Settings, work: Work, dtype: Any) -
     return work.steps.astype(dtype) * settings.lr
 
 
-def _compress_message(spec: Spec, told: Any, errors: Any, work: Work, message: Any) -> tuple[Any, Any]:
+def _compress_message(
+    spec: Spec, told: Any, errors: Any, work: Work, message: Any
+) -> tuple[Any, Any]:
     """Compress the message; return it as decoded by both sides, and the new error feedback.
 
-    Fields that are sent as a difference from a reference known to both sides need no error feedback: what compression
-    leaves out is part of the next difference, and storing it as well would count it twice.
+    Fields that are sent as a difference from a reference known to both sides need no error
+    feedback: what compression leaves out is part of the next difference, and storing it as well
+    would count it twice.
     """
     if spec.compressor is None:
         return message, None
@@ -231,13 +252,18 @@ def gradient(
     `weights` is None for a batch without padding.
     """
     params = spec.layout.tree(y)
-    found = slope_on_batch(spec.functions, spec.kinds, params, batch, weights, sizes, key, buffers, train)
+    found = slope_on_batch(
+        spec.functions, spec.kinds, params, batch, weights, sizes, key, buffers, train
+    )
     slope, buffers = found if spec.functions.stateful else (found, None)
     return jax.tree.leaves(slope), buffers
 
 
 def _key_of_step(spec: Spec, work: Work) -> Callable[[Array], Array]:
-    """Return a function (k) -> random key of local step k; the key is None unless the loss takes one."""
+    """Return a function (k) -> random key of local step k.
+
+    The key is None unless the loss takes one.
+    """
     if not spec.functions.random:
         return lambda k: None
     stream = jax.random.fold_in(_typed_key(work.key), STEPS)
@@ -248,7 +274,9 @@ def _typed_key(key: Array) -> Array:
     return jax.random.wrap_key_data(key, impl="threefry2x32")
 
 
-def _optimizer_step(spec: Spec, settings: Settings) -> Callable[[Array, Any, Any, Any], tuple[Any, Any]]:
+def _optimizer_step(
+    spec: Spec, settings: Settings
+) -> Callable[[Array, Any, Any, Any], tuple[Any, Any]]:
     """Return the update of the local optimizer: (k, y, d, memory) -> y, memory."""
 
     def sgd(k: Array, y: Any, d: Any, memory: Any) -> tuple[Any, Any]:

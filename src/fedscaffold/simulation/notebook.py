@@ -28,7 +28,9 @@ def to_pandas(history: Mapping[str, NDArray[Any]]) -> Any:
     try:
         import pandas as pd
     except ModuleNotFoundError:
-        raise InputError("run.to_pandas() needs pandas: pip install pandas; run.history has the same columns") from None
+        raise InputError(
+            "run.to_pandas() needs pandas: pip install pandas; run.history has the same columns"
+        ) from None
     return pd.DataFrame(dict(history)).set_index("round")
 
 
@@ -49,7 +51,9 @@ def plot(history: Mapping[str, NDArray[Any]], metrics: str | Sequence[str] | Non
         names = [name for name in known if name not in COSTS] or ["residual"]
     for name in names:
         choice("metric", name, known)
-    _, axes = plt.subplots(1, len(names), figsize=(5 * len(names), 3.2), layout="constrained", squeeze=False)
+    _, axes = plt.subplots(
+        1, len(names), figsize=(5 * len(names), 3.2), layout="constrained", squeeze=False
+    )
     for panel, name in zip(axes[0], names, strict=True):
         there = history[name] == history[name]  # skip NaN: rounds that were not evaluated
         panel.plot(history["round"][there], history[name][there])
@@ -60,9 +64,19 @@ def plot(history: Mapping[str, NDArray[Any]], metrics: str | Sequence[str] | Non
 
 def table(run: Run) -> str:
     """Return an HTML table of a run's final metrics and outcome."""
-    last = {name.replace("_", " "): f"{column[-1]:.6g}" for name, column in run.history.items()} if run.rounds else {}
-    facts = {"parameters": str(run.vector.size), "target reached in round": run.reached_at, "advice": run.advice}
+    last = (
+        {name.replace("_", " "): f"{column[-1]:.6g}" for name, column in run.history.items()}
+        if run.rounds
+        else {}
+    )
+    facts = {
+        "parameters": str(run.vector.size),
+        "target reached in round": run.reached_at,
+        "advice": run.advice,
+    }
     rows = last | {name: str(value) for name, value in facts.items() if value is not None}
     rows |= {} if run.fault is None else {"fault": run.fault}
-    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
+    cells = (
+        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items()
+    )
     return f"<table>{''.join(cells)}</table>"

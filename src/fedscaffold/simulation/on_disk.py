@@ -25,16 +25,17 @@ def problem_on_disk(
 ) -> Problem:
     """Return a problem whose records are read when a round needs them.
 
-    Use it with `simulate(..., client_state="sparse")` or "file", which read a cohort's records only. Values are not
+    Use it with `simulate(..., client_state="sparse")` or "file", which read a cohort's records
+    only. Values are not
     validated beforehand: a NaN among them shows up as a divergence.
 
     Args:
         loss: As for `Problem`.
         params: As for `Problem`.
-        source: A `fedscaffold.state.Records` (written client by client with `write_records`), or a pytree of arrays,
-            possibly memory-mapped, with all clients' records concatenated.
-        offsets: (N + 1,) offsets of the clients' records in `source`: client i has rows offsets[i] to offsets[i + 1].
-            Not needed for `Records`.
+        source: A `fedscaffold.state.Records` (written client by client with `write_records`), or a
+            pytree of arrays, possibly memory-mapped, with all clients' records concatenated.
+        offsets: (N + 1,) offsets of the clients' records in `source`: client i has rows offsets[i]
+            to offsets[i + 1]. Not needed for `Records`.
         **more: Further arguments of `Problem`.
 
     Raises:
@@ -48,12 +49,21 @@ def problem_on_disk(
     if isinstance(source, Records):
         offsets, source = source.offsets, memory_map(source)
     if offsets is None:
-        raise InputError("offsets must say where each client's records begin, and where the last one's end")
+        raise InputError(
+            "offsets must say where each client's records begin, and where the last one's end"
+        )
     bounds: NDArray[np.int64] = np.asarray(offsets, np.int64)
     lengths = {len(column) for column in jax.tree.leaves(source)}
-    if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < 1).any() or lengths != {bounds[-1]}:
+    if (
+        bounds.ndim != 1
+        or len(bounds) < 2
+        or bounds[0] != 0
+        or (np.diff(bounds) < 1).any()
+        or lengths != {bounds[-1]}
+    ):
         raise InputError(
-            f"offsets must rise from 0 to the number of records, which all columns share; got columns of {lengths}"
+            f"offsets must rise from 0 to the number of records, which all columns share; got "
+            f"columns of {lengths}"
         )
     first = jax.tree.map(lambda column: np.asarray(column[: bounds[1]]), source)
     problem = Problem(loss, params, [first], **more)
@@ -65,6 +75,8 @@ def memory_map(records: Records) -> dict[str, NDArray[Any]]:
     """Return the columns of a `Records` folder as memory maps."""
     total = int(records.offsets[-1])
     return {
-        name: np.memmap(records.folder / f"column-{place}", column.dtype, "r", shape=(total, *column.shape))
+        name: np.memmap(
+            records.folder / f"column-{place}", column.dtype, "r", shape=(total, *column.shape)
+        )
         for place, (name, column) in enumerate(records.columns.items())
     }

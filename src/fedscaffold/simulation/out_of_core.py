@@ -1,9 +1,10 @@
 """Out-of-core clients: state and data are loaded per cohort.
 
-The program is compiled for a federation of the cohort's size. Before a round the cohort's memory is read from a store
-and its records are gathered; after it the new memory is written, while the next cohort's is prefetched. Each of the N
-clients takes about 50 bytes of main memory. Random keys are derived from client numbers among all N, so results are
-those of client_state="array", to the rounding of sums that the compiler may order differently.
+The program is compiled for a federation of the cohort's size. Before a round the cohort's memory is
+read from a store and its records are gathered; after it the new memory is written, while the next
+cohort's is prefetched. Each of the N clients takes about 50 bytes of main memory. Random keys are
+derived from client numbers among all N, so results are those of client_state="array", to the
+rounding of sums that the compiler may order differently.
 """
 
 from __future__ import annotations
@@ -44,10 +45,15 @@ def resolve_client_state(config: RunConfig) -> RunConfig:
     if kind == "array" or not isinstance(problem, Problem):
         return config
     if kind == "auto":
-        kind = choose(problem.num_clients, problem.dim, config.precision, cohort_size(config), config.rounds)
+        kind = choose(
+            problem.num_clients, problem.dim, config.precision, cohort_size(config), config.rounds
+        )
     if kind != "array" and config.metrics is None:
         config = replace(
-            config, metrics=[name for name in default_metrics(problem) if name in out_of_core_metrics(problem)]
+            config,
+            metrics=[
+                name for name in default_metrics(problem) if name in out_of_core_metrics(problem)
+            ],
         )
     return replace(config, client_state=kind)
 
@@ -61,24 +67,43 @@ def refuse_out_of_core(config: RunConfig, spec: Spec) -> None:
     """Raise an InputError for arguments that need all clients in memory."""
     kind = f"client_state={config.client_state!r}"
     if spec.policy.drop_after is not None:
-        raise InputError(f"stale='drop' looks at all clients in every round; with {kind} use keep, decay or refresh")
+        raise InputError(
+            f"stale='drop' looks at all clients in every round; with {kind} use keep, decay or "
+            "refresh"
+        )
     if spec.algorithm.own is not None:
         raise InputError(
-            f"{config.algorithm.name}'s clients keep models of their own, which {kind} does not; use 'array'"
+            f"{config.algorithm.name}'s clients keep models of their own, which {kind} does not; "
+            "use 'array'"
         )
     begun: Any = None if spec.algorithm.memory is None else spec.algorithm.memory(np.ones(1))
     if begun is not None and any(np.any(value) for value in begun):
-        raise InputError(f"what {config.algorithm.name}'s clients remember does not begin at 0, as {kind} takes it to")
+        raise InputError(
+            f"what {config.algorithm.name}'s clients remember does not begin at 0, as {kind} takes "
+            "it to"
+        )
     if spec.local_buffers:
-        raise InputError(f"buffers='local' keeps a state at every client, which {kind} does not; use 'array'")
+        raise InputError(
+            f"buffers='local' keeps a state at every client, which {kind} does not; use 'array'"
+        )
     if spec.errors:
-        raise InputError(f"compressed moves leave an error at every client, which {kind} does not keep; use 'array'")
+        raise InputError(
+            f"compressed moves leave an error at every client, which {kind} does not keep; use "
+            "'array'"
+        )
     if config.problem.offsets[-1] >= 2**31:
-        raise InputError(f"records are counted in 32 bits: at most {2**31 - 1}, got {config.problem.offsets[-1]}")
-    needy = [name for name in spec.metrics if name not in out_of_core_metrics(config.problem) | spec.own_columns]
+        raise InputError(
+            f"records are counted in 32 bits: at most {2**31 - 1}, got {config.problem.offsets[-1]}"
+        )
+    needy = [
+        name
+        for name in spec.metrics
+        if name not in out_of_core_metrics(config.problem) | spec.own_columns
+    ]
     if needy:
         raise InputError(
-            f"{', '.join(needy)} would look at all clients in a round; with {kind} measure drift, distance, "
+            f"{', '.join(needy)} would look at all clients in a round; with {kind} measure drift, "
+            "distance, "
             "or accuracy on test data: metrics=(...)"
         )
 
@@ -91,7 +116,10 @@ def row_width(spec: Spec) -> int:
 def field_slices(spec: Spec) -> dict[str, slice]:
     """Return the slice of each memory field in a client's row."""
     ends = np.cumsum([0, *spec.widths.values()]).tolist()
-    return {name: slice(begin, end) for name, (begin, end) in zip(spec.widths, pairwise(ends), strict=True)}
+    return {
+        name: slice(begin, end)
+        for name, (begin, end) in zip(spec.widths, pairwise(ends), strict=True)
+    }
 
 
 def open_store(config: RunConfig, spec: Spec) -> Store:
@@ -100,7 +128,9 @@ def open_store(config: RunConfig, spec: Spec) -> Store:
     if config.client_state == "sparse":
         return SparseStore(*shape)
     if config.checkpoint is None:
-        raise InputError("client_state='file' keeps rows in the checkpoint folder: give checkpoint=DIR")
+        raise InputError(
+            "client_state='file' keeps rows in the checkpoint folder: give checkpoint=DIR"
+        )
     return Prefetched(FileStore(config.checkpoint, *shape))
 
 
@@ -134,7 +164,9 @@ class OutOfCoreClients(NamedTuple):
         federation, slots = self.federation(who)
         draws = self.draws(self.drawer.draw(self.seed, round, 1, 1), slots)
         with enable_float64():
-            state, row = program(federation, settings, state, draws, np.int32(1), np.int32(every), np.int32(round))
+            state, row = program(
+                federation, settings, state, draws, np.int32(1), np.int32(every), np.int32(round)
+            )
         if self.spec.keeps and len(who):
             rows = [np.asarray(a)[: len(who)].reshape(len(who), -1) for a in state.memory]
             self.store.write(who, np.concatenate(rows, axis=1))
@@ -150,7 +182,9 @@ class OutOfCoreClients(NamedTuple):
             rows = np.zeros((slots, row_width(self.spec)), state.x.dtype)
             rows[: len(who)] = self.store.read(who)
             fields = [rows[:, place] for place in field_slices(self.spec).values()]
-            memory = type(state.memory)(*(a.reshape(b.shape) for a, b in zip(fields, state.memory, strict=True)))
+            memory = type(state.memory)(
+                *(a.reshape(b.shape) for a, b in zip(fields, state.memory, strict=True))
+            )
             state = state._replace(memory=jax.device_put(memory, may_alias=False))
         if self.heard_at is not None:
             heard = np.zeros(slots, np.int32)
@@ -169,7 +203,9 @@ class OutOfCoreClients(NamedTuple):
         if own is not None and own.ndim == 3 and len(own) > 1:
             noise = own[slots].astype(noise.dtype)
         return self.template._replace(
-            records=gather_records(self.problem, slots, self.spec.max_rows, self.template.weights.dtype),
+            records=gather_records(
+                self.problem, slots, self.spec.max_rows, self.template.weights.dtype
+            ),
             counts=(self.problem.offsets[slots + 1] - self.problem.offsets[slots]).astype(np.int32),
             steps=self.steps[slots].astype(np.int32),
             weights=weights,
@@ -205,7 +241,13 @@ class OutOfCoreClients(NamedTuple):
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Restore the clients' state from the arrays of a checkpoint."""
-        self.store.restore({name.removeprefix("rows."): a for name, a in arrays.items() if name.startswith("rows.")})
+        self.store.restore(
+            {
+                name.removeprefix("rows."): a
+                for name, a in arrays.items()
+                if name.startswith("rows.")
+            }
+        )
         if self.heard_at is not None:
             self.heard_at[:] = arrays["heard_at"]
 
@@ -231,4 +273,6 @@ def open_clients(config: RunConfig, ready: Any) -> OutOfCoreClients:
     store = open_store(config, spec)
     p = weights_of(problem, config.weights)
     drawer = ready.drawer._replace(known=ready.drawer.shape)
-    return OutOfCoreClients(problem, drawer, spec, config.seed, store, heard_at, p, drawer.steps, ready.federation)
+    return OutOfCoreClients(
+        problem, drawer, spec, config.seed, store, heard_at, p, drawer.steps, ready.federation
+    )

@@ -1,8 +1,8 @@
 """User-defined metrics: functions of the model and a data set, on all data or client by client.
 
-Functions never see padded data. For a metric by client, clients with equally many records are vectorised, so each
-distinct number of records is compiled separately. Functions that JAX cannot trace are called on the host, between
-chunks of rounds, which end at the rounds to evaluate.
+Functions never see padded data. For a metric by client, clients with equally many records are
+vectorised, so each distinct number of records is compiled separately. Functions that JAX cannot
+trace are called on the host, between chunks of rounds, which end at the rounds to evaluate.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class OwnMetrics(NamedTuple):
         places = tuple(tuple(map(spec.metrics.index, measure.columns)) for measure in called)
         stop = spec.stop
         mine = stop is not None and any(stop.metric in measure.columns for measure in called)
-        goal = (stop, spec.metrics.index(stop.metric), target) if stop is not None and mine else None
+        goal = (
+            (stop, spec.metrics.index(stop.metric), target) if stop is not None and mine else None
+        )
         p = weights_of(config.problem, config.weights)
         return OnHost(called, self.host, places, config.algorithm, config.problem.layout, p, goal)
 
@@ -127,7 +129,11 @@ class OwnMetrics(NamedTuple):
 def own_metrics(config: RunConfig) -> OwnMetrics:
     """Check the user's metrics, determine which JAX can trace, and prepare their data."""
     listed = config.metrics if isinstance(config.metrics, Collection) else ()
-    asked = [one if isinstance(one, Metric) else metric(one) for one in listed if not isinstance(one, str)]
+    asked = [
+        one if isinstance(one, Metric) else metric(one)
+        for one in listed
+        if not isinstance(one, str)
+    ]
     _refuse_names(asked)
     measures, data, host = [], [], []
     for one in asked:
@@ -147,7 +153,10 @@ def _refuse_names(asked: Sequence[Metric]) -> None:
     seen = {"round", *METRICS, *ALWAYS}
     for column in (column for one in asked for column in one.columns):
         if column in seen:
-            raise InputError(f"two metrics are called {column!r}: give yours another name, fs.metric(..., name='...')")
+            raise InputError(
+                f"two metrics are called {column!r}: give yours another name, fs.metric(..., "
+                "name='...')"
+            )
         seen.add(column)
 
 
@@ -155,21 +164,29 @@ def _refuse(config: RunConfig, one: Metric) -> None:
     """Raise an InputError for a metric that this run cannot measure."""
     n, trained = config.problem.num_clients, isinstance(one.on, str) and one.on == "train"
     if isinstance(one.on, str) and one.on == "test" and config.problem.test is None:
-        raise InputError(f"{one.name} is measured on test data, and {config.problem.name} has none; give on=data")
+        raise InputError(
+            f"{one.name} is measured on test data, and {config.problem.name} has none; give on=data"
+        )
     if one.by_client and isinstance(one.on, list) and len(one.on) != n:
-        raise InputError(f"{one.name} by client needs one data set for each of the {n} clients, got {len(one.on)}")
+        raise InputError(
+            f"{one.name} by client needs one data set for each of the {n} clients, got "
+            f"{len(one.on)}"
+        )
     if one.model == "own" and config.algorithm.personal is None:
         raise InputError(
-            f"{config.algorithm.name} gives clients no models of their own to measure {one.name} on; take ditto"
+            f"{config.algorithm.name} gives clients no models of their own to measure {one.name} "
+            "on; take ditto"
         )
     if trained and config.client_state != "array":
         raise InputError(
-            f"{one.name} would look at all clients in a round; with client_state={config.client_state!r} measure it "
+            f"{one.name} would look at all clients in a round; with "
+            f"client_state={config.client_state!r} measure it "
             "on test data or on data of your own"
         )
     if trained and not one.by_client and config.devices not in (None, 1):
         raise InputError(
-            f"{one.name} looks at all clients' records together, which are spread over devices; measure it by client, "
+            f"{one.name} looks at all clients' records together, which are spread over devices; "
+            "measure it by client, "
             "or on data of your own"
         )
 
@@ -183,21 +200,40 @@ def _data_sets(problem: Problem, one: Metric) -> Callable[[int], Any]:
         records, bounds = problem.records, problem.offsets
         if not one.by_client:
             return lambda client: records
-        return lambda client: jax.tree.map(lambda a: a[bounds[client] : bounds[client + 1]], records)
+        return lambda client: jax.tree.map(
+            lambda a: a[bounds[client] : bounds[client + 1]], records
+        )
     same = problem.test if isinstance(one.on, str) else jax.tree.map(np.asarray, one.on)
     return lambda client: same
 
 
 def _measure(config: RunConfig, one: Metric, sets: Callable[[int], Any]) -> Measure:
-    """Return the `Measure` of a metric: compiled if JAX can trace it, unless the user set `compiled`."""
-    better = {True: "min", False: "max", None: "worst"}  # the worst client has the least value if larger is better
-    summary = tuple(better[one.maximize] if s == "worst" else s for s in one.summary) if one.by_client else ()
-    measure = Measure(one.name, one.function, one.columns, summary, one.model == "own", said=_describe(one))
+    """Return the `Measure` of a metric.
+
+    Compiled if JAX can trace it, unless the user set `compiled`.
+    """
+    better = {
+        True: "min",
+        False: "max",
+        None: "worst",
+    }  # the worst client has the least value if larger is better
+    summary = (
+        tuple(better[one.maximize] if s == "worst" else s for s in one.summary)
+        if one.by_client
+        else ()
+    )
+    measure = Measure(
+        one.name, one.function, one.columns, summary, one.model == "own", said=_describe(one)
+    )
     dtype, buffers = config.precision, config.problem.state
-    params = config.problem.layout.unflatten(config.problem.layout.flatten(config.problem.params, dtype))
+    params = config.problem.layout.unflatten(
+        config.problem.layout.flatten(config.problem.params, dtype)
+    )
     if one.compiled is not False:
         try:
-            shape = jax.eval_shape(_bind_buffers(one.function, buffers), params, _cast(sets(0), dtype))
+            shape = jax.eval_shape(
+                _bind_buffers(one.function, buffers), params, _cast(sets(0), dtype)
+            )
         except Exception as error:
             if one.compiled:
                 raise InputError(
@@ -208,7 +244,8 @@ def _measure(config: RunConfig, one: Metric, sets: Callable[[int], Any]) -> Meas
             return measure
     if jax.process_count() > 1:
         raise InputError(
-            f"{one.name} is no JAX function, and several processes cannot call it; write it with jax.numpy"
+            f"{one.name} is no JAX function, and several processes cannot call it; write it with "
+            "jax.numpy"
         )
     measure = measure._replace(compiled=False, said=f"{measure.said}, on the host")
     try:
@@ -247,7 +284,11 @@ def _describe(one: Metric) -> str:
     """Describe the data that a metric is measured on."""
     own = ", with its own model" if one.model == "own" else ""
     if isinstance(one.on, str) and one.on == "train":
-        return f"all records of each client at once{own}" if one.by_client else "all clients' records together"
+        return (
+            f"all records of each client at once{own}"
+            if one.by_client
+            else "all clients' records together"
+        )
     what = "the test data" if isinstance(one.on, str) else "the user's own data"
     each = " of each client" if isinstance(one.on, list) and one.by_client else ""
     return f"{what}{each} at once{own}"
@@ -263,12 +304,19 @@ def _prepare_data(config: RunConfig, one: Metric, sets: Callable[[int], Any]) ->
     trained = isinstance(one.on, str) and one.on == "train"
     if not one.by_client:
         return Data(None if trained else _cast(sets(0), dtype))
-    clients, weights = np.arange(problem.num_clients), weights_of(problem, config.weights).astype(dtype)
+    clients, weights = (
+        np.arange(problem.num_clients),
+        weights_of(problem, config.weights).astype(dtype),
+    )
     model = problem.dim * np.dtype(dtype).itemsize
     if not trained and not isinstance(one.on, list):
         data = _cast(sets(0), dtype)
         width = max(1, EVALUATION_BYTES // (_bytes(data) + model))
-        return Data(data, [_group(clients, np.zeros_like(clients), None, problem.num_clients, width)], weights)
+        return Data(
+            data,
+            [_group(clients, np.zeros_like(clients), None, problem.num_clients, width)],
+            weights,
+        )
     records, offsets = (problem.records, problem.offsets) if trained else _concatenate(one)
     counts = np.diff(offsets)
     row = _bytes(records) // max(1, int(offsets[-1]))
@@ -289,7 +337,9 @@ def _bytes(tree: Any) -> int:
     return sum(a.size * a.itemsize for a in jax.tree.leaves(tree))
 
 
-def _group(clients: NDArray[Any], first: NDArray[Any], size: int | None, ghost: int, width: int) -> Group:
+def _group(
+    clients: NDArray[Any], first: NDArray[Any], size: int | None, ghost: int, width: int
+) -> Group:
     width = min(len(clients), width)
     rows = -(-len(clients) // width)
 
@@ -308,7 +358,10 @@ def _like(xp: Any, mean: Array, rows: Array) -> Array:
 
 
 def mean_buffers(spec: Spec, federation: Federation, state: State) -> Any:
-    """Return the state that metrics of the common model use: the averaged one, or the mean of the clients' own."""
+    """Return the state that metrics of the common model use.
+
+    The averaged one, or the mean of the clients' own.
+    """
     if not spec.local_buffers:
         return state.buffers
 
@@ -338,13 +391,20 @@ def evaluate_compiled(spec: Spec, federation: Federation, state: State) -> dict[
             each = _evaluate_clients(spec, federation, state, measure, records, data, buffers)
             values = [summarise(jnp, one, each, data.weights) for one in measure.summary]
         columns |= {
-            column: jnp.asarray(value, state.x.dtype) for column, value in zip(measure.columns, values, strict=True)
+            column: jnp.asarray(value, state.x.dtype)
+            for column, value in zip(measure.columns, values, strict=True)
         }
     return columns
 
 
 def _evaluate_clients(
-    spec: Spec, federation: Federation, state: State, measure: Measure, records: Any, data: Data, buffers: Any
+    spec: Spec,
+    federation: Federation,
+    state: State,
+    measure: Measure,
+    records: Any,
+    data: Data,
+    buffers: Any,
 ) -> Array:
     """Return the (N,) values of the clients, each with its own buffers where it has some."""
     here = 0 if federation.who is None else federation.who[0]  # the first client on this device
@@ -364,7 +424,9 @@ def _evaluate_clients(
     values = jnp.zeros(len(data.weights), state.x.dtype)
     for group in data.groups or ():
 
-        def row(values: Array, entries: tuple[Array, Array], place: Array = group.place) -> tuple[Array, None]:
+        def row(
+            values: Array, entries: tuple[Array, Array], place: Array = group.place
+        ) -> tuple[Array, None]:
             client, first = entries
             new = jax.vmap(lambda c, f: one(c, f, place))(client, first)
             return values.at[client].set(new, mode="drop"), None

@@ -1,7 +1,7 @@
 """User-defined participation: sampling by a function or weights, availability by a function.
 
-Functions are called on the host, possibly several times per round, so they must depend on their arguments only. Rounds
-count from 1, as in a run's history.
+Functions are called on the host, possibly several times per round, so they must depend on their
+arguments only. Rounds count from 1, as in a run's history.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.problems.records import reals
 
-__all__ = ["Availability", "Sampling", "call_sampler", "check_availability", "check_sampling", "sample_by_weight"]
+__all__ = [
+    "Availability",
+    "Sampling",
+    "call_sampler",
+    "check_availability",
+    "check_sampling",
+    "sample_by_weight",
+]
 
 Ints: TypeAlias = NDArray[np.int64]
 Sampling: TypeAlias = Callable[[int, np.random.Generator], Any] | NDArray[np.float64]
@@ -29,7 +36,8 @@ def check_sampling(sampling: Any, num_clients: int, size: int) -> Sampling | Non
 
     >>> check_sampling([1, 1, 0], 3, 3)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: sampling draws cohorts of 3 among clients of weight above 0, got 2 of these
+    fedscaffold.checks.InputError: sampling draws cohorts of 3 among clients of weight above 0, got
+        2 of these
     """
     if callable(sampling):
         _check_arguments("sampling", sampling, "round", "rng")
@@ -38,16 +46,23 @@ def check_sampling(sampling: Any, num_clients: int, size: int) -> Sampling | Non
         if sampling == "uniform":
             return None
         raise InputError(
-            f"sampling must be 'uniform', one weight for each client, or a function (round, rng) -> clients, "
+            f"sampling must be 'uniform', one weight for each client, or a function (round, rng) "
+            "-> clients, "
             f"got {sampling!r}"
         )
     weights = reals("sampling", sampling)
     if weights.shape != (num_clients,):
-        raise InputError(f"sampling must be one weight for each of the {num_clients} clients, got {weights.shape}")
+        raise InputError(
+            f"sampling must be one weight for each of the {num_clients} clients, got "
+            f"{weights.shape}"
+        )
     if not np.isfinite(weights).all() or (weights < 0).any():
         raise InputError("sampling must be weights that are finite and not negative")
     if (positive := int(np.count_nonzero(weights))) < size:
-        raise InputError(f"sampling draws cohorts of {size} among clients of weight above 0, got {positive} of these")
+        raise InputError(
+            f"sampling draws cohorts of {size} among clients of weight above 0, got {positive} of "
+            "these"
+        )
     return None if size == num_clients else weights
 
 
@@ -60,15 +75,25 @@ def _check_arguments(name: str, function: Callable[..., Any], *arguments: str) -
     try:
         signature.bind(*arguments)
     except TypeError:
-        raise InputError(f"{name} must be a function of ({', '.join(arguments)}), got {signature}") from None
+        raise InputError(
+            f"{name} must be a function of ({', '.join(arguments)}), got {signature}"
+        ) from None
 
 
-def _refuse_nondeterministic(function: Callable[..., Any], num_clients: int, size: int) -> Callable[..., Any]:
-    """Raise an InputError for a function that is not deterministic: such a run could not be resumed."""
-    first, again = (call_sampler(function, 1, np.random.default_rng(0), num_clients, size) for _ in range(2))
+def _refuse_nondeterministic(
+    function: Callable[..., Any], num_clients: int, size: int
+) -> Callable[..., Any]:
+    """Raise an InputError for a function that is not deterministic.
+
+    Such a run could not be resumed.
+    """
+    first, again = (
+        call_sampler(function, 1, np.random.default_rng(0), num_clients, size) for _ in range(2)
+    )
     if not np.array_equal(first, again):
         raise InputError(
-            "sampling must depend on round and rng only: asked twice for the same round it named other clients; "
+            "sampling must depend on round and rng only: asked twice for the same round it named "
+            "other clients; "
             "draw from the rng that it is given"
         )
     return function
@@ -91,23 +116,29 @@ def call_sampler(
     except ValueError:  # rows of unlike lengths
         clients = np.empty(())
     clients = clients.astype(np.int64) if clients.size == 0 and clients.ndim == 1 else clients
-    sound = clients.ndim == 1 and clients.dtype.kind in "iu" and len(np.unique(clients)) == len(clients)
+    sound = (
+        clients.ndim == 1 and clients.dtype.kind in "iu" and len(np.unique(clients)) == len(clients)
+    )
     if not sound or (len(clients) and not 0 <= clients.min() <= clients.max() < num_clients):
         raise InputError(
-            f"sampling must name clients 0 to {num_clients - 1}, each once, got {checks.shown(named)} in round {round}"
+            f"sampling must name clients 0 to {num_clients - 1}, each once, got "
+            f"{checks.shown(named)} in round {round}"
         )
     if len(clients) > size:
         raise InputError(
-            f"sampling must name at most as many clients as cohort says, {size}, got {len(clients)} in round {round}"
+            f"sampling must name at most as many clients as cohort says, {size}, got "
+            f"{len(clients)} in round {round}"
         )
     return np.sort(clients.astype(np.int64))
 
 
-def sample_by_weight(weights: NDArray[np.float64], among: Ints, size: int, rng: np.random.Generator) -> Ints:
+def sample_by_weight(
+    weights: NDArray[np.float64], among: Ints, size: int, rng: np.random.Generator
+) -> Ints:
     """Sample clients without replacement, one after the other, each with probability proportional to its weight.
 
-    These are the `size` clients of smallest E_i / w_i, with E_i exponential (Efraimidis and Spirakis 2006). Fewer are
-    returned if fewer have positive weight.
+    These are the `size` clients of smallest E_i / w_i, with E_i exponential (Efraimidis and
+    Spirakis 2006). Fewer are returned if fewer have positive weight.
     """
     waiting = rng.standard_exponential(len(among))
     with np.errstate(divide="ignore"):
@@ -117,7 +148,9 @@ def sample_by_weight(weights: NDArray[np.float64], among: Ints, size: int, rng: 
 
 
 def check_availability(function: Callable[[int], Any], num_clients: int) -> Availability:
-    """Wrap the user's availability function: (round, counted from 1) -> checked mask of available clients.
+    """Wrap the user's availability function.
+
+    (round, counted from 1) -> checked mask of available clients.
 
     >>> check_availability(lambda round: [1, 0], 3)
     Traceback (most recent call last):
@@ -131,12 +164,20 @@ def check_availability(function: Callable[[int], Any], num_clients: int) -> Avai
             mask = np.asarray(given)
         except ValueError:  # rows of unlike lengths
             mask = np.empty(())
-        if mask.shape != (num_clients,) or mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
+        if (
+            mask.shape != (num_clients,)
+            or mask.dtype.kind not in "biuf"
+            or not np.isin(mask, (0, 1)).all()
+        ):
             raise InputError(
-                f"availability must return {num_clients} zeros and ones, got {checks.shown(given)} for round {round}"
+                f"availability must return {num_clients} zeros and ones, got {checks.shown(given)} "
+                f"for round {round}"
             )
         return mask.astype(bool)
 
     if not np.array_equal(reached(1), reached(1)):
-        raise InputError("availability must depend on the round only: asked twice for the same it gave other clients")
+        raise InputError(
+            "availability must depend on the round only: asked twice for the same it gave other "
+            "clients"
+        )
     return reached

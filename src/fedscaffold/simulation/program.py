@@ -84,7 +84,9 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
     slots = -(-size // block) * block
     drawer = _make_drawer(config, size, slots, steps, batch, shuffle, mean_steps)
     own = own_metrics(config)
-    stop, target = (None, math.nan) if config.stop_at is None else stop_of(config.stop_at, own.rises)
+    stop, target = (
+        (None, math.nan) if config.stop_at is None else stop_of(config.stop_at, own.rises)
+    )
     metrics = _resolve_metrics(config, stop, own)
     kinds = problem.inspected.kinds
     ragged = bool((problem.counts != problem.counts[0]).any())
@@ -113,18 +115,38 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         silences=_may_be_silent(config, drawer),
         kinds=kinds,
         batch_sizes=drawer.sizes if branches and drawer.ragged else (),
-        client_sizes=tuple(np.unique(problem.counts).tolist()) if branches and ragged and whole else (),
+        client_sizes=tuple(np.unique(problem.counts).tolist())
+        if branches and ragged and whole
+        else (),
         own=own.measures,
         local_buffers=problem.state is not None and config.buffers == "local",
     )
     shards = None if config.devices in (None, 1) else make_shards(config, size, touched, block)
     if shards is not None:
         spec = shards.spec(spec)
-    rows = slots if away else problem.num_clients if shards is None else shards.own.stop - shards.own.start
-    federation = _cohort_federation(config, spec, slots) if away else _federation(config, spec, steps)
+    rows = (
+        slots
+        if away
+        else problem.num_clients
+        if shards is None
+        else shards.own.stop - shards.own.start
+    )
+    federation = (
+        _cohort_federation(config, spec, slots) if away else _federation(config, spec, steps)
+    )
     federation, host = federation._replace(measured=own.data), own.on_host(config, spec, target)
     lr, fitting = resolve.lr(config, steps), max(1, CACHE // (block * touched))
-    return PreparedRun(spec, federation, drawer, _initial_state(config, spec, rows), lr, target, fitting, shards, host)
+    return PreparedRun(
+        spec,
+        federation,
+        drawer,
+        _initial_state(config, spec, rows),
+        lr,
+        target,
+        fitting,
+        shards,
+        host,
+    )
 
 
 def _check_types(config: RunConfig) -> None:
@@ -137,7 +159,10 @@ def _check_types(config: RunConfig) -> None:
 def _resolve_policy(config: RunConfig) -> Policy:
     wanted: Any = config.stale
     if not isinstance(wanted, (str, Policy)):
-        raise InputError(f"stale must be a policy such as fs.stale.drop(20) or 'drop:20', got {checks.shown(wanted)}")
+        raise InputError(
+            f"stale must be a policy such as fs.stale.drop(20) or 'drop:20', got "
+            f"{checks.shown(wanted)}"
+        )
     return stale.of(wanted) if isinstance(wanted, str) else wanted
 
 
@@ -145,7 +170,9 @@ def _resolve_compressor(config: RunConfig) -> Compressor | None:
     wanted: Any = config.compression
     if wanted is not None and not isinstance(wanted, (str, Compressor)):
         example = "fs.compression.top_k(0.1) or 'top_k:0.1'"
-        raise InputError(f"compression must be a compressor such as {example}, got {checks.shown(wanted)}")
+        raise InputError(
+            f"compression must be a compressor such as {example}, got {checks.shown(wanted)}"
+        )
     return compression.of(wanted) if isinstance(wanted, str) else wanted
 
 
@@ -180,9 +207,15 @@ def _make_drawer(
 def _may_be_silent(config: RunConfig, drawer: Drawer) -> bool:
     """Return whether a round may have no client of positive weight."""
     trace, sampling = drawer.available, drawer.sampling
-    if callable(trace) or callable(config.sampling) or not weights_of(config.problem, config.weights).all():
+    if (
+        callable(trace)
+        or callable(config.sampling)
+        or not weights_of(config.problem, config.weights).all()
+    ):
         return True
-    if trace is not None and sampling is not None:  # those who are available may have weight 0 in the draw
+    if (
+        trace is not None and sampling is not None
+    ):  # those who are available may have weight 0 in the draw
         return True
     if trace is not None:
         return not bool(trace.any(axis=1).all())
@@ -194,7 +227,8 @@ def _resolve_metrics(config: RunConfig, stop: Stop | None, own: OwnMetrics) -> t
     problem, wanted = config.problem, config.metrics
     if wanted is not None and (isinstance(wanted, str) or not isinstance(wanted, Collection)):
         raise InputError(
-            f"metrics must be a list of names such as ['loss'], or of functions, got {checks.shown(wanted)}"
+            f"metrics must be a list of names such as ['loss'], or of functions, got "
+            f"{checks.shown(wanted)}"
         )
     names = [name for name in wanted or () if isinstance(name, str)]
     for name in names:
@@ -206,7 +240,8 @@ def _resolve_metrics(config: RunConfig, stop: Stop | None, own: OwnMetrics) -> t
             problem.optimum(config.weights)
         if name == "accuracy" and problem.functions.accuracy is None:
             raise InputError(
-                f"{problem.name} has no accuracy; give Problem(..., accuracy=function) or choose another metric"
+                f"{problem.name} has no accuracy; give Problem(..., accuracy=function) or choose "
+                "another metric"
             )
     return (*(name for name in METRICS if name in asked), *own.columns, "residual")
 
@@ -215,7 +250,9 @@ def _federation(config: RunConfig, spec: Spec, steps: NDArray[np.int64]) -> Fede
     problem, dtype = config.problem, config.precision
     p = weights_of(problem, config.weights)
     # with several devices the records stay on the host: each process copies its own shard
-    records, test = problem.on_device(dtype) if spec.mesh is None else (problem.records, problem.test)
+    records, test = (
+        problem.on_device(dtype) if spec.mesh is None else (problem.records, problem.test)
+    )
     optimum = controls = optimal_loss = record_weights = None
     if set(spec.metrics) & NEEDS_OPTIMUM:
         optimum = problem.optimum(config.weights)
@@ -260,11 +297,16 @@ def _test_batches(problem: Problem, spec: Spec, dtype: str) -> dict[str, list[Ba
     if problem.test is None or "accuracy" not in spec.metrics:
         return {}
     offsets = np.array([0, len(jax.tree.leaves(problem.test)[0])])
-    return evaluation_batches(problem, {spec.kinds.accuracy}, problem.test, offsets, np.ones(1, dtype))
+    return evaluation_batches(
+        problem, {spec.kinds.accuracy}, problem.test, offsets, np.ones(1, dtype)
+    )
 
 
 def _cohort_federation(config: RunConfig, spec: Spec, slots: int) -> Federation:
-    """Return the cohort-sized federation of out-of-core clients: shapes, and what is constant over rounds."""
+    """Return the cohort-sized federation of out-of-core clients.
+
+    Shapes, and what is constant over rounds.
+    """
     refuse_out_of_core(config, spec)
     problem, dtype = config.problem, np.dtype(config.precision)
 
@@ -284,7 +326,9 @@ def _cohort_federation(config: RunConfig, spec: Spec, slots: int) -> Federation:
         numbers,
         np.zeros(slots, dtype),
         jax.tree.map(cast, problem.test) if "accuracy" in spec.metrics else None,
-        noise if noise is None or noise.ndim < 3 or len(noise) == 1 else np.resize(noise, (slots, *noise.shape[1:])),
+        noise
+        if noise is None or noise.ndim < 3 or len(noise) == 1
+        else np.resize(noise, (slots, *noise.shape[1:])),
         problem.optimum(config.weights).astype(dtype) if "distance" in spec.metrics else None,
         None,
         None,
@@ -310,7 +354,8 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
     )
 
     buffers = jax.tree.map(
-        lambda a: a.astype(dtype if is_float(a) else jax.dtypes.canonicalize_dtype(a.dtype)), problem.state
+        lambda a: a.astype(dtype if is_float(a) else jax.dtypes.canonicalize_dtype(a.dtype)),
+        problem.state,
     )
 
     def table(record: Any) -> Any:
@@ -319,16 +364,23 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
     return State(
         server,
         None if memory is None else table(memory),
-        tuple(np.broadcast_to(np.asarray(getattr(memory, of), np.float64), problem.dim) for _, of in algorithm.means),
+        tuple(
+            np.broadcast_to(np.asarray(getattr(memory, of), np.float64), problem.dim)
+            for _, of in algorithm.means
+        ),
         np.zeros((), dtype),
         np.int32(0),
         np.bool_(False),
-        None if spec.server_optimizer is None else jax.tree.map(np.asarray, spec.server_optimizer.init(vector)),
+        None
+        if spec.server_optimizer is None
+        else jax.tree.map(np.asarray, spec.server_optimizer.init(vector)),
         np.zeros(rows, np.int32) if spec.ages else None,
         {name: np.zeros((rows, problem.dim), dtype) for name in spec.errors} or None,
         None if algorithm.own is None else table(algorithm.own(vector)),
         None if spec.local_buffers else buffers,
-        jax.tree.map(lambda a: np.repeat(a[None], rows, axis=0), buffers) if spec.local_buffers else None,
+        jax.tree.map(lambda a: np.repeat(a[None], rows, axis=0), buffers)
+        if spec.local_buffers
+        else None,
     )
 
 
@@ -336,7 +388,10 @@ def _flat_model(problem: Problem, x: Any, dtype: str) -> NDArray[Any]:
     """Return the initial model as a flat vector, from a flat vector or a pytree like the problem's params."""
     flat = isinstance(x, (np.ndarray, jax.Array)) and x.shape == (problem.dim,)
     if not flat and Layout.of(x) != problem.layout:
-        raise InputError(f"x0 must be shaped like the problem's params, or a flat vector of {problem.dim} numbers")
+        raise InputError(
+            f"x0 must be shaped like the problem's params, or a flat vector of {problem.dim} "
+            "numbers"
+        )
     vector = np.asarray(x, dtype) if flat else problem.layout.flatten(x, dtype)
     if not np.isfinite(vector).all():
         raise InputError("x0 must be finite, got NaN or infinite values")

@@ -1,4 +1,7 @@
-"""Resolve a `RunConfig` against its problem: local steps, batch sizes, cohort size, block size, step sizes."""
+"""Resolve a `RunConfig` against its problem.
+
+Local steps, batch sizes, cohort size, block size, step sizes.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,31 @@ from fedscaffold.checks import InputError
 from fedscaffold.problems.batches import work_bytes
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import MOST, RunConfig
-from fedscaffold.simulation.participation import Availability, Sampling, check_availability, check_sampling
+from fedscaffold.simulation.participation import (
+    Availability,
+    Sampling,
+    check_availability,
+    check_sampling,
+)
 from fedscaffold.simulation.step_sizes import in_precision, schedule_of
 
-__all__ = ["availability", "batch", "block", "cohort_size", "footprint", "lr", "lr_by_round", "sampling", "steps"]
+__all__ = [
+    "availability",
+    "batch",
+    "block",
+    "cohort_size",
+    "footprint",
+    "lr",
+    "lr_by_round",
+    "sampling",
+    "steps",
+]
 
-CACHE = 1 << 20  # bytes that a block of clients may touch at every step: about a core's second-level cache
-MOST_CLIENTS = 256  # in a block: sums over clients are sums of block sums, which keeps their rounding errors small
+CACHE = (
+    1 << 20
+)  # bytes that a block of clients may touch at every step: about a core's second-level cache
+# in a block: sums over clients are sums of block sums, which keeps their rounding errors small
+MOST_CLIENTS = 256
 
 
 def steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -49,32 +70,44 @@ def _requested_steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDAr
         epochs = config.local_epochs
         each = np.ones_like(count) if batch is None else -(-count // batch)
         if epochs * int(each.max()) > MOST:
-            raise InputError(f"local_epochs must make at most {MOST} local steps in a round, got {epochs} epochs")
+            raise InputError(
+                f"local_epochs must make at most {MOST} local steps in a round, got {epochs} epochs"
+            )
         return epochs * each
     if not _is_row(config.local_steps):
         return np.full_like(count, checks.whole("local_steps", config.local_steps, at_most=MOST))
     steps = wholes("local_steps", config.local_steps, at_most=MOST)
     if steps.shape != count.shape:
         raise InputError(
-            f"local_steps must be one number or one for each of the {len(count)} clients, got {len(steps)}"
+            f"local_steps must be one number or one for each of the {len(count)} clients, got "
+            f"{len(steps)}"
         )
     return steps
 
 
-def wholes(name: str, values: Any, *, at_least: int = 1, at_most: int = checks.LARGEST) -> NDArray[np.int64]:
+def wholes(
+    name: str, values: Any, *, at_least: int = 1, at_most: int = checks.LARGEST
+) -> NDArray[np.int64]:
     """Return a list or array of integers as int64, after checking the bounds of each.
 
     >>> wholes("local_steps", [5, True])
     Traceback (most recent call last):
     fedscaffold.checks.InputError: local_steps must be a whole number of at least 1, got True
     """
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu" and values.size:
+    if (
+        isinstance(values, np.ndarray)
+        and values.ndim == 1
+        and values.dtype.kind in "iu"
+        and values.size
+    ):
         for extreme in (values.min(), values.max()):
             checks.whole(name, extreme, at_least=at_least, at_most=at_most)
         return values.astype(np.int64)
     if not _is_row(values):
         raise InputError(f"{name} must be a list of whole numbers, got {checks.shown(values)}")
-    return np.array([checks.whole(name, k, at_least=at_least, at_most=at_most) for k in values], np.int64)
+    return np.array(
+        [checks.whole(name, k, at_least=at_least, at_most=at_most) for k in values], np.int64
+    )
 
 
 def _is_row(values: Any) -> bool:
@@ -86,11 +119,18 @@ def _is_row(values: Any) -> bool:
 
 def batch(config: RunConfig) -> tuple[NDArray[np.int64] | None, bool]:
     """Return the (N,) batch sizes (None for full batches), and whether to shuffle or sample with replacement."""
-    shuffle = config.draw == "shuffle" or (config.draw == "auto" and config.local_epochs is not None)
+    shuffle = config.draw == "shuffle" or (
+        config.draw == "auto" and config.local_epochs is not None
+    )
     if config.local_epochs is not None and config.draw == "replacement":
-        raise InputError("an epoch goes through all records once: give local_steps with draw='replacement'")
+        raise InputError(
+            "an epoch goes through all records once: give local_steps with draw='replacement'"
+        )
     count = config.problem.counts
-    if config.batch_size is None or work_of(config.algorithm, 1, config.batch_size).batch_size is None:
+    if (
+        config.batch_size is None
+        or work_of(config.algorithm, 1, config.batch_size).batch_size is None
+    ):
         return None, shuffle
     size = config.batch_size
     if isinstance(size, int):
@@ -116,35 +156,53 @@ def _schedule_size(cohorts: Sequence[Sequence[int]], rounds: int, n: int) -> int
         wanted = "cohorts must be a list with the clients' numbers for each round, such as [[0, 3], [1, 2]]"
         raise InputError(f"{wanted}, got {checks.shown(cohorts)}")
     if len(cohorts) < rounds:
-        raise InputError(f"cohorts must list the clients of all {rounds} rounds, got {len(cohorts)}")
+        raise InputError(
+            f"cohorts must list the clients of all {rounds} rounds, got {len(cohorts)}"
+        )
     sizes = [1]
     for r, cohort in enumerate(cohorts):
         try:
             ids = wholes("a client's number", cohort, at_least=0, at_most=n - 1)
         except InputError as error:
-            raise InputError(f"cohorts must name clients 0 to {n - 1}, in round {r + 1}: {error}") from None
+            raise InputError(
+                f"cohorts must name clients 0 to {n - 1}, in round {r + 1}: {error}"
+            ) from None
         if len(np.unique(ids)) != len(ids):
-            raise InputError(f"cohorts must name a client once a round, got {checks.shown(cohort)} in round {r + 1}")
+            raise InputError(
+                f"cohorts must name a client once a round, got {checks.shown(cohort)} in round "
+                f"{r + 1}"
+            )
         sizes.append(len(ids))
     return max(sizes)
 
 
 def sampling(config: RunConfig, size: int) -> Sampling | None:
     """Return how cohorts are sampled: a function, weights, or None for uniformly."""
-    if config.cohorts is not None and not (isinstance(config.sampling, str) and config.sampling == "uniform"):
-        raise InputError("give either sampling or cohorts: a schedule of cohorts says already who comes")
+    if config.cohorts is not None and not (
+        isinstance(config.sampling, str) and config.sampling == "uniform"
+    ):
+        raise InputError(
+            "give either sampling or cohorts: a schedule of cohorts says already who comes"
+        )
     if callable(config.sampling) and config.availability is not None:
-        raise InputError("give either availability or a function for sampling, which says already who comes")
+        raise InputError(
+            "give either availability or a function for sampling, which says already who comes"
+        )
     return check_sampling(config.sampling, config.problem.num_clients, size)
 
 
 def availability(config: RunConfig) -> NDArray[np.bool_] | Availability | None:
-    """Return the (T, N) availability mask, repeated every T rounds, or a function; None if all are always available."""
+    """Return the (T, N) availability mask, repeated every T rounds, or a function.
+
+    None if all are always available.
+    """
     if config.availability is None:
         return None
     n = config.problem.num_clients
     if config.cohorts is not None:
-        raise InputError("give either availability or cohorts: a schedule of cohorts says already who comes")
+        raise InputError(
+            "give either availability or cohorts: a schedule of cohorts says already who comes"
+        )
     if callable(config.availability):
         return check_availability(config.availability, n)
     wanted = f"availability must be rows of {n} zeros and ones, one for each round"
@@ -162,10 +220,12 @@ def availability(config: RunConfig) -> NDArray[np.bool_] | Availability | None:
 
 
 def block(config: RunConfig, size: int, footprint: int) -> int:
-    """Return the number of clients to vectorise over: as many as fit the cache, preferably a divisor of `size`.
+    """Return the number of clients to vectorise over.
 
-    If no divisor is within a factor of two, blocks are as even as possible and the last is padded with clients of
-    weight 0 (at most one per block).
+    As many as fit the cache, preferably a divisor of `size`.
+
+    If no divisor is within a factor of two, blocks are as even as possible and the last is padded
+    with clients of weight 0 (at most one per block).
     """
     if config.block is not None:
         return checks.whole("block", config.block, at_most=size)
@@ -177,11 +237,16 @@ def block(config: RunConfig, size: int, footprint: int) -> int:
 
 
 def footprint(config: RunConfig, steps: NDArray[np.int64], batch: NDArray[np.int64] | None) -> int:
-    """Return the bytes that a client touches per local step: four model-sized vectors, batch, draws and patches."""
+    """Return the bytes that a client touches per local step.
+
+    Four model-sized vectors, batch, draws and patches.
+    """
     problem = config.problem
     records = max(1, int(problem.offsets[-1]))
     itemsize = np.dtype(config.precision).itemsize
-    row = sum(a.size * min(a.itemsize, itemsize) for a in jax.tree.leaves(problem.records)) // records
+    row = (
+        sum(a.size * min(a.itemsize, itemsize) for a in jax.tree.leaves(problem.records)) // records
+    )
     rows = int(problem.counts.max() if batch is None else batch.max())
     model = 4 * problem.dim * itemsize
     drawn = 0 if batch is None else 4 * int(steps.max()) * rows
@@ -192,7 +257,10 @@ def footprint(config: RunConfig, steps: NDArray[np.int64], batch: NDArray[np.int
 
 
 def _patches(problem: Problem, rows: int, precision: str) -> int:
-    """Return the bytes that convolutions of a batch take as matrix products; 0 if there are none."""
+    """Return the bytes that convolutions of a batch take as matrix products.
+
+    0 if there are none.
+    """
     dtype = np.dtype(precision)
 
     def shaped(array: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -211,17 +279,23 @@ def lr(config: RunConfig, steps: NDArray[np.int64]) -> NDArray[Any]:
     """Return the step size, () or (steps,); for a schedule over rounds, that of the first round."""
     if config.local_optimizer is not None:
         if config.lr is not None:
-            raise InputError("give either lr or local_optimizer: an optimizer brings its own step size")
+            raise InputError(
+                "give either lr or local_optimizer: an optimizer brings its own step size"
+            )
         return np.zeros((), config.precision)
     if config.lr is None:
-        raise InputError("lr must be given: a number above 0, or a schedule over rounds or local steps")
+        raise InputError(
+            "lr must be given: a number above 0, or a schedule over rounds or local steps"
+        )
     schedule = schedule_of(config.lr)
     if schedule is not None:
         return schedule.values(1, int(steps.max()), config.precision)
     return in_precision(config.lr, config.precision)
 
 
-def lr_by_round(config: RunConfig, steps: NDArray[np.int64]) -> Callable[[int], NDArray[Any]] | None:
+def lr_by_round(
+    config: RunConfig, steps: NDArray[np.int64]
+) -> Callable[[int], NDArray[Any]] | None:
     """Return a function (round) -> step sizes; None if they are the same in all rounds."""
     schedule = schedule_of(config.lr)
     if schedule is None or not schedule.by_round:

@@ -21,7 +21,12 @@ from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.distributed import is_distributed
 from fedscaffold.simulation.engine import Seconds
 from fedscaffold.simulation.evaluation_batches import describe
-from fedscaffold.simulation.invariants import describe_fault, exact_mean, explained_residual, residual_of
+from fedscaffold.simulation.invariants import (
+    describe_fault,
+    exact_mean,
+    explained_residual,
+    residual_of,
+)
 from fedscaffold.simulation.out_of_core import OutOfCoreClients
 from fedscaffold.simulation.program import PreparedRun
 from fedscaffold.simulation.spec import State
@@ -37,17 +42,21 @@ class Clients(NamedTuple):
         return brief(self)
 
     memory: Any
-    """Client memory as the algorithm's record, each field with one row per client; None for stateless algorithms."""
+    """Client memory as the algorithm's record, each field with one row per client; None for
+    stateless algorithms."""
     age: NDArray[Any] | None
-    """(N,) rounds since each client last took part; kept with the metric `age` or a `stale` policy, else None."""
+    """(N,) rounds since each client last took part; kept with the metric `age` or a `stale` policy,
+    else None."""
     who: NDArray[Any] | None = None
-    """Client numbers of the rows, in a run on several processes, each of which holds its own clients."""
+    """Client numbers of the rows, in a run on several processes, each of which holds its own
+    clients."""
     own: Any = None
     """Private client state as the algorithm's record (personal models), or None."""
     models: NDArray[Any] | None = None
     """(N, d) personal models as flat vectors, for algorithms that have them; see `Run.model`."""
     state: Any = None
-    """The state that the loss updates, one row per client, where each keeps its own (`buffers="local"`)."""
+    """The state that the loss updates, one row per client, where each keeps its own
+    (`buffers="local"`)."""
 
     @property
     def c_i(self) -> NDArray[Any] | None:
@@ -59,9 +68,15 @@ class Run(NamedTuple):
     """Result of a run."""
 
     def __repr__(self) -> str:
-        last = {name: column[-1] for name, column in self.history.items() if name != "round"} if self.rounds else {}
+        last = (
+            {name: column[-1] for name, column in self.history.items() if name != "round"}
+            if self.rounds
+            else {}
+        )
         said = [f"{self.rounds} rounds", f"d = {self.vector.size}"]
-        said += [f"{name} {value:.4g}" for name, value in last.items() if not name.startswith("bytes")]
+        said += [
+            f"{name} {value:.4g}" for name, value in last.items() if not name.startswith("bytes")
+        ]
         said += [] if self.reached_at is None else [f"target reached in round {self.reached_at}"]
         said += [] if self.diverged_at is None else [f"diverged in round {self.diverged_at}"]
         said += [] if self.fault is None else ["FAULT"]
@@ -85,7 +100,8 @@ class Run(NamedTuple):
             client: The client's number.
 
         Returns:
-            Its personal model where the algorithm gives it one (Ditto, FedBN), else the common model `x`.
+            Its personal model where the algorithm gives it one (Ditto, FedBN), else the common
+            model `x`.
 
         Raises:
             InputError: There is no such client, or another process holds it.
@@ -98,7 +114,10 @@ class Run(NamedTuple):
         """
         here = range(self.num_clients) if self.clients.who is None else self.clients.who.tolist()
         if client not in here:
-            raise InputError(f"client must be one of the {len(here)} clients here, counted from 0, got {client!r}")
+            raise InputError(
+                f"client must be one of the {len(here)} clients here, counted from 0, got "
+                f"{client!r}"
+            )
         models = self.clients.models
         return self.x if models is None else Layout.of(self.x).unflatten(models[here.index(client)])
 
@@ -107,15 +126,19 @@ class Run(NamedTuple):
     vector: NDArray[Any]
     """The model as a flat vector."""
     server: Any
-    """Server state as the algorithm's record, in which `x` is the flat model; means over clients, such as `c`, are
+    """Server state as the algorithm's record, in which `x` is the flat model.
+
+    Means over clients, such as `c`, are
     float64."""
     clients: Clients
     history: dict[str, NDArray[Any]]
-    """Columns with one entry per round: `round`, the metrics asked for, `residual`, `bytes_up`, `bytes_down`."""
+    """Columns with one entry per round: `round`, the metrics asked for, `residual`, `bytes_up`,
+    `bytes_down`."""
     rounds: int
     """Number of rounds run."""
     outcome: str
-    """How the run ended: "finished" (all rounds), "target", "diverged", or "stopped" by a callback."""
+    """How the run ended: "finished" (all rounds), "target", "diverged", or "stopped" by a callback.
+    """
     reached_at: int | None
     """Round in which `stop_at` was reached, or None."""
     diverged_at: int | None
@@ -132,13 +155,16 @@ class Run(NamedTuple):
     digest: str
     """Hash of the model's bytes; equal digests mean bit-identical models."""
     fault: str | None
-    """Description of the violated invariant, if the residual is larger than rounding explains; else None."""
+    """Description of the violated invariant, if the residual is larger than rounding explains; else
+    None."""
     measured: dict[str, str]
-    """For each metric on records, the data it was measured on: record by record, or in which batches."""
+    """For each metric on records, the data it was measured on: record by record, or in which
+    batches."""
     num_clients: int
     """Number of clients N."""
     state: Any = None
-    """The state that the loss updates, such as running statistics, averaged over clients; None if there is none."""
+    """The state that the loss updates, such as running statistics, averaged over clients; None if
+    there is none."""
 
 
 def finish(
@@ -163,7 +189,9 @@ def finish(
     else:
         mean = _exact_mean(config, ready, state)
     clients = config.problem.num_clients
-    memory = jax.tree.map(lambda a: a.astype(state.x.dtype, copy=False), decay_memory(ready.spec, state, state.memory))
+    memory = jax.tree.map(
+        lambda a: a.astype(state.x.dtype, copy=False), decay_memory(ready.spec, state, state.memory)
+    )
     age = None if state.heard_at is None else ages(state)
     algorithm = ready.spec.algorithm
     models = None if algorithm.personal is None else personal_model(algorithm, state.x, state.own)
@@ -206,13 +234,26 @@ def _exact_mean(config: RunConfig, ready: PreparedRun, state: State) -> tuple[ND
 
 def _local_clients(ready: PreparedRun) -> NDArray[Any] | None:
     """Return the client numbers of this process; None if there is only one process."""
-    return np.arange(ready.drawer.num_clients)[ready.shards.own] if is_distributed(ready) and ready.shards else None
+    return (
+        np.arange(ready.drawer.num_clients)[ready.shards.own]
+        if is_distributed(ready) and ready.shards
+        else None
+    )
 
 
-def find_fault(config: RunConfig, ready: PreparedRun, away: OutOfCoreClients | None, state: State) -> str | None:
-    """Check the invariant c = sum p_i c_i on the stored c_i; return a message if it is violated, else None."""
+def find_fault(
+    config: RunConfig, ready: PreparedRun, away: OutOfCoreClients | None, state: State
+) -> str | None:
+    """Check the invariant c = sum p_i c_i on the stored c_i.
+
+    Return a message if it is violated, else None.
+    """
     on_devices = ready.shards is not None and isinstance(state.x, jax.Array)
-    state = ready.shards.collect(state) if on_devices and ready.shards else jax.tree.map(np.asarray, state)
+    state = (
+        ready.shards.collect(state)
+        if on_devices and ready.shards
+        else jax.tree.map(np.asarray, state)
+    )
     mean = _exact_mean(config, ready, state) if away is None else away.mean(int(state.round))
     return describe_fault(ready.spec, state, mean, config.problem.num_clients)
 

@@ -2,9 +2,10 @@
 
     x = 2 x_lr - x_2lr
 
-The limit of a method with a bias is x* + lr b + O(lr^2), so the first order cancels. It is a combinator over any
-algorithm, not an algorithm: both runs have the same seed, hence the same cohorts and batches. The price is a second
-run, and up to nine times the variance where the two runs' noise is independent.
+The limit of a method with a bias is x* + lr b + O(lr^2), so the first order cancels. It is a
+combinator over any
+algorithm, not an algorithm: both runs have the same seed, hence the same cohorts and batches. The
+price is a second run, and up to nine times the variance where the two runs' noise is independent.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Richardson(NamedTuple):
 
 
 def richardson(algorithm: Algorithm, problem: Problem, *, lr: float, **same: Any) -> Richardson:
-    """Run `algorithm` with lr and with 2 lr, and extrapolate; the other arguments are those of `simulate`.
+    """Run `algorithm` with lr and with 2 lr, and extrapolate.
+
+    The other arguments are those of `simulate`.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=4, dim=3, mu=0.2, seed=1)

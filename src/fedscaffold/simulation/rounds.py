@@ -1,9 +1,10 @@
 """The compiled program: rounds, blocks of clients, server step.
 
-A round runs its cohort block by block (the clients of a block under vmap), sums their messages and applies the server
-step. With several devices, each runs its own clients; the sums are reduced over devices and every device takes the same
-server step. Rounds run in one while loop whose length is an argument, so one program serves any number of rounds; the
-loop ends early at a target or at the first non-finite value.
+A round runs its cohort block by block (the clients of a block under vmap), sums their messages and
+applies the server step. With several devices, each runs its own clients; the sums are reduced over
+devices and every device takes the same server step. Rounds run in one while loop whose length is an
+argument, so one program serves any number of rounds; the loop ends early at a target or at the
+first non-finite value.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from fedscaffold.algorithms.round import absorb, shift_of
-from fedscaffold.simulation.double_precision import enable_float64, in_float64, prevent_recomputation, to_float64
+from fedscaffold.simulation.double_precision import (
+    enable_float64,
+    in_float64,
+    prevent_recomputation,
+    to_float64,
+)
 from fedscaffold.simulation.evaluation import evaluate
 from fedscaffold.simulation.local import ClientState, Reply, Work, gradient_at_x, train
 from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Draws, Federation, Settings, Spec, State
-from fedscaffold.simulation.staleness import apply_policy, decay_memory, needs_refresh, store_rows, update_heard_at
+from fedscaffold.simulation.staleness import (
+    apply_policy,
+    decay_memory,
+    needs_refresh,
+    store_rows,
+    update_heard_at,
+)
 
 __all__ = ["Sums", "loop_length", "rounds", "select_cohort", "with_round_lr"]
 
@@ -61,13 +73,14 @@ def rounds(
 ) -> tuple[State, Array]:
     """Run the first `number` rounds of `draws` and return the new state and one row of metrics per round.
 
-    `start` is the number of rounds before them. It is shared by all runs of a sweep, so that the condition to evaluate
-    is not vectorised and rounds that are not due skip the evaluation.
+    `start` is the number of rounds before them. It is shared by all runs of a sweep, so that the
+    condition to evaluate is not vectorised and rounds that are not due skip the evaluation.
     """
     given = (federation, settings, state, draws, number, every, start)
     with jax.enable_x64(state.x.dtype == jnp.float64):
         traced, shape = jax.make_jaxpr(partial(_rounds, spec), return_shape=True)(*given)
-    # Trace here in the run's precision, but map over runs with x64 on: without it vmap would demote float64 to float32.
+    # Trace here in the run's precision, but map over runs with x64 on: without it vmap would demote
+    # float64 to float32.
     results = jaxpr_as_fun(traced)(*jax.tree.leaves(given))
     outcome: tuple[State, Array] = jax.tree.unflatten(jax.tree.structure(shape), results)
     return outcome
@@ -99,7 +112,13 @@ def _rounds(
 
 
 def _round(
-    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws, due: Array, never: Array
+    spec: Spec,
+    federation: Federation,
+    settings: Settings,
+    state: State,
+    draw: Draws,
+    due: Array,
+    never: Array,
 ) -> tuple[State, Array]:
     settings = with_round_lr(settings, draw)
     before = state = apply_policy(spec, federation, state, len(draw.cohort))
@@ -112,7 +131,9 @@ def _round(
     old = ServerState(state.server, state.mean, state.scale)
     new, drift = (in_float64(step) if spec.keeps else step)(settings.lr, old, state.told, sums)
     with enable_float64():
-        server, kept_up, scale = jax.tree.map(lambda after, kept: after.astype(kept.dtype), new, old)
+        server, kept_up, scale = jax.tree.map(
+            lambda after, kept: after.astype(kept.dtype), new, old
+        )
     x, optimizer = _apply_server_optimizer(spec, state, server.x)
     server = server._replace(x=x)
     if spec.silences:
@@ -146,11 +167,18 @@ def _runs_to_the_end(spec: Spec) -> bool:
 
 
 def _unless_done(last: State, new: State) -> State:
-    """Return the new state, or the last one of a run that has ended; tables of clients are kept by `_run_cohort`."""
-    last, kept = (one._replace(memory=None, errors=None, own=None, own_buffers=None) for one in (last, new))
+    """Return the new state, or the last one of a run that has ended.
+
+    Tables of clients are kept by `_run_cohort`.
+    """
+    last, kept = (
+        one._replace(memory=None, errors=None, own=None, own_buffers=None) for one in (last, new)
+    )
     with enable_float64():
         frozen: State = jax.tree.map(lambda a, b: jnp.where(last.done, a, b), last, kept)
-    return frozen._replace(memory=new.memory, errors=new.errors, own=new.own, own_buffers=new.own_buffers)
+    return frozen._replace(
+        memory=new.memory, errors=new.errors, own=new.own, own_buffers=new.own_buffers
+    )
 
 
 def with_round_lr(settings: Settings, draw: Draws) -> Settings:
@@ -166,12 +194,16 @@ class ServerState(NamedTuple):
     scale: Array
 
 
-def _server_step(spec: Spec, lr: Array, old: ServerState, told: Any, sums: Sums) -> tuple[ServerState, Array]:
+def _server_step(
+    spec: Spec, lr: Array, old: ServerState, told: Any, sums: Sums
+) -> tuple[ServerState, Array]:
     """Apply the server step; return its new fields and the drift of the cohort."""
     safe = jnp.where(sums.heard > 0, sums.heard, 1)
     mean = jax.tree.map(lambda total: total / safe, sums.message)
     if spec.rebuilt is not None and getattr(mean, spec.rebuilt) is None:
-        mean = mean._replace(**{spec.rebuilt: (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))})
+        mean = mean._replace(
+            **{spec.rebuilt: (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))}
+        )
     server = spec.algorithm.update(old.server, told, mean, sums.heard)
     for changes in (sums.renewed, sums.rounded):
         server = server if changes is None else absorb(spec.algorithm, server, changes)
@@ -184,7 +216,10 @@ def _server_step(spec: Spec, lr: Array, old: ServerState, told: Any, sums: Sums)
 
 
 def _average_buffers(old: Any, sums: Sums) -> Any:
-    """Return the weighted mean of the buffers of the clients heard; means of whole numbers are rounded."""
+    """Return the weighted mean of the buffers of the clients heard.
+
+    Means of whole numbers are rounded.
+    """
 
     def mean(before: Array, total: Array) -> Array:
         new = total / jnp.where(sums.heard > 0, sums.heard, 1)
@@ -211,7 +246,9 @@ class Cohort(NamedTuple):
     """Weights; float64 for algorithms with client memory, and so are all sums over clients."""
 
 
-def select_cohort(spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws) -> Cohort:
+def select_cohort(
+    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws
+) -> Cohort:
     """Return the cohort of a round and its work."""
     everyone = jnp.arange(len(federation.first))
     client = everyone if spec.everyone else jnp.minimum(draw.cohort, len(federation.first) - 1)
@@ -220,10 +257,18 @@ def select_cohort(spec: Spec, federation: Federation, settings: Settings, state:
         p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), weights[client], 0)
     key = jax.random.fold_in(settings.key, state.round)
     random = federation.noise is not None or spec.compressor is not None or spec.functions.random
-    who = client if federation.who is None else federation.who if spec.everyone else federation.who[client]
+    who = (
+        client
+        if federation.who is None
+        else federation.who
+        if spec.everyone
+        else federation.who[client]
+    )
     keys = jax.vmap(partial(jax.random.fold_in, key))(who) if random else None
     steps = federation.steps[client]
-    work = Work(client, steps, keys, draw.rows, draw.row_weights, needs_refresh(spec, state, client))
+    work = Work(
+        client, steps, keys, draw.rows, draw.row_weights, needs_refresh(spec, state, client)
+    )
     return Cohort(work, p)
 
 
@@ -231,7 +276,9 @@ def _split_into_blocks(spec: Spec, cohort: Any) -> Any:
     return jax.tree.map(lambda a: a.reshape(-1, spec.block, *a.shape[1:]), cohort)
 
 
-def _mean_gradient(spec: Spec, federation: Federation, state: State, draw: Draws, cohort: Cohort) -> Array:
+def _mean_gradient(
+    spec: Spec, federation: Federation, state: State, draw: Draws, cohort: Cohort
+) -> Array:
     """Return the weighted mean of the cohort's gradients at x, for algorithms that exchange it first."""
 
     def one(work: Work) -> Array:
@@ -244,13 +291,22 @@ def _mean_gradient(spec: Spec, federation: Federation, state: State, draw: Draws
         return total + _weighted_sum(part.p, _map_clients(spec, one, part.work))
 
     total, heard = sum_over_devices(
-        spec, (_fold_blocks(spec, federation, draw, block, jnp.zeros_like(state.x), cohort), cohort.p.sum())
+        spec,
+        (
+            _fold_blocks(spec, federation, draw, block, jnp.zeros_like(state.x), cohort),
+            cohort.p.sum(),
+        ),
     )
     return total / jnp.where(heard > 0, heard, 1)
 
 
-def _fold_blocks(spec: Spec, federation: Federation, draw: Draws, block: Any, begin: Any, cohort: Any) -> Any:
-    """Fold `block` over the blocks of a cohort; with several devices, over those that hold members of it."""
+def _fold_blocks(
+    spec: Spec, federation: Federation, draw: Draws, block: Any, begin: Any, cohort: Any
+) -> Any:
+    """Fold `block` over the blocks of a cohort.
+
+    With several devices, over those that hold members of it.
+    """
     parts = _split_into_blocks(spec, cohort)
     if spec.mesh is None:
         return jax.lax.scan(lambda value, part: (block(value, part), None), begin, parts)[0]
@@ -273,17 +329,21 @@ def _run_cohort(
 ) -> tuple[ClientState, Sums]:
     """Run the cohort block by block and return the updated client tables and the weighted sums.
 
-    The cohort's rows are gathered once and written once, so XLA updates the tables in place and a round costs O(S), not
-    O(N). With several devices rows are gathered and written per block, because a device has room for more members than
-    usually come.
+    The cohort's rows are gathered once and written once, so XLA updates the tables in place and a
+    round costs O(S), not O(N). With several devices rows are gathered and written per block,
+    because a device has room for more members than usually come.
     """
     tables = ClientState(state.memory, state.own, state.errors, state.own_buffers)
     run = partial(_run_block, spec, federation, settings, state, draw, never)
     if spec.mesh is not None:
 
-        def turn(carry: tuple[ClientState, Sums], part: tuple[Cohort, Array]) -> tuple[ClientState, Sums]:
+        def turn(
+            carry: tuple[ClientState, Sums], part: tuple[Cohort, Array]
+        ) -> tuple[ClientState, Sums]:
             own, slots = part
-            sums, rows = run(carry[1], (own, _read_client_state(spec, state, carry[0], own.work.client)))
+            sums, rows = run(
+                carry[1], (own, _read_client_state(spec, state, carry[0], own.work.client))
+            )
             return jax.tree.map(partial(store_rows, spec, slots), carry[0], rows), sums
 
         begin = (tables, _zero_sums(spec, state))
@@ -328,7 +388,9 @@ def _run_block(
     replies = prevent_recomputation(never, _map_clients(spec, client, (old, work)))
     with enable_float64():
         if spec.rebuilt is not None and spec.unequal:
-            move = (work.steps * settings.lr)[:, None] * getattr(replies.message, str(spec.exchange.d))
+            move = (work.steps * settings.lr)[:, None] * getattr(
+                replies.message, str(spec.exchange.d)
+            )
             replies = replies._replace(message=replies.message._replace(**{spec.rebuilt: move}))
         held, renewed, rounded = _update_memory(spec, state, replies, old)
         new = _sum_block(spec, p, replies, old, held)._replace(
@@ -339,19 +401,27 @@ def _run_block(
         return jax.tree.map(jnp.add, sums, new), held
 
 
-def _update_memory(spec: Spec, state: State, replies: Reply, old: ClientState) -> tuple[ClientState, Any, Any]:
+def _update_memory(
+    spec: Spec, state: State, replies: Reply, old: ClientState
+) -> tuple[ClientState, Any, Any]:
     """Return the clients' new state, and the changes of their memories by renewal and by rounding.
 
-    The new memory is computed in float64 and then rounded to the run's precision, so that the rounding error can be
-    added to the server's mean.
+    The new memory is computed in float64 and then rounded to the run's precision, so that the
+    rounding error can be added to the server's mean.
     """
-    kept = ClientState(None, replies.own, replies.errors, replies.buffers if spec.local_buffers else None)
+    kept = ClientState(
+        None, replies.own, replies.errors, replies.buffers if spec.local_buffers else None
+    )
     if spec.algorithm.remember is None:
         return kept, None, None
     dtype = state.x.dtype
-    before, told, message = (jax.tree.map(to_float64, a) for a in (old.memory, state.told, replies.message))
+    before, told, message = (
+        jax.tree.map(to_float64, a) for a in (old.memory, state.told, replies.message)
+    )
     begun = before if replies.memory is None else jax.tree.map(to_float64, replies.memory)
-    exact = jax.vmap(lambda memory, message: _new_memory(spec, told, memory, message))(begun, message)
+    exact = jax.vmap(lambda memory, message: _new_memory(spec, told, memory, message))(
+        begun, message
+    )
     new = jax.tree.map(lambda a: a.astype(dtype), exact)
     renewed = None if replies.memory is None else jax.tree.map(jnp.subtract, begun, before)
     rounded = None
@@ -374,7 +444,10 @@ def _sum_block(spec: Spec, p: Array, replies: Reply, old: ClientState, held: Cli
         p.sum(),
         _weighted_sums(p, replies.message),
         tuple(_weighted_sum(p, a - b) for a, b in zip(new, was, strict=True)),
-        sum((_weighted_square_sum(p, getattr(held.memory, of)) for of in fields), jnp.zeros((), p.dtype)),
+        sum(
+            (_weighted_square_sum(p, getattr(held.memory, of)) for of in fields),
+            jnp.zeros((), p.dtype),
+        ),
         _weighted_sum(p, replies.move),
         _weighted_square_sum(p, replies.move),
     )
@@ -438,4 +511,8 @@ def _weighted_sum(p: Array, rows: Array) -> Array:
 
 def _weighted_square_sum(p: Array, rows: Array) -> Array:
     """Return sum p_i |row_i|^2; 0 if `rows` is None."""
-    return jnp.zeros((), p.dtype) if rows is None else _weighted_sum(p, jnp.sum(rows * rows, axis=1, keepdims=True))[0]
+    return (
+        jnp.zeros((), p.dtype)
+        if rows is None
+        else _weighted_sum(p, jnp.sum(rows * rows, axis=1, keepdims=True))[0]
+    )

@@ -1,8 +1,8 @@
 """Sampling of cohorts and batches: all random choices of a run except gradient noise.
 
-Every round has its own random streams, seeded with (seed, round, purpose), so draws do not depend on how rounds are
-grouped and a run can resume at any round. Drawing on the host takes a few nanoseconds per record and no time that grows
-with N, unless cohorts are sampled by weight.
+Every round has its own random streams, seeded with (seed, round, purpose), so draws do not depend
+on how rounds are grouped and a run can resume at any round. Drawing on the host takes a few
+nanoseconds per record and no time that grows with N, unless cohorts are sampled by weight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.simulation.participation import Availability, Sampling, call_sampler, sample_by_weight
+from fedscaffold.simulation.participation import (
+    Availability,
+    Sampling,
+    call_sampler,
+    sample_by_weight,
+)
 from fedscaffold.simulation.spec import Draws
 
 __all__ = ["Drawer", "most_steps"]
@@ -45,7 +50,8 @@ class Drawer(NamedTuple):
     precision: str = "float64"
     """Dtype of the record weights."""
     available: NDArray[np.bool_] | Availability | None = None
-    """(T, N) availability mask, repeated every T rounds, or a function (round, counted from 1) -> (N,) mask."""
+    """(T, N) availability mask, repeated every T rounds, or a function (round, counted from 1) ->
+    (N,) mask."""
     mean_steps: int | None = None
     """Mean number of local steps if it is geometric and shared by all clients, else None."""
     known: tuple[int, int, bool] | None = None
@@ -58,7 +64,11 @@ class Drawer(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, bool]:
         """Largest number of local steps, largest batch size, and whether batch sizes differ."""
-        return int(self.steps.max()), 0 if self.batch is None else int(self.batch.max()), self.ragged
+        return (
+            int(self.steps.max()),
+            0 if self.batch is None else int(self.batch.max()),
+            self.ragged,
+        )
 
     @property
     def ragged(self) -> bool:
@@ -92,7 +102,9 @@ class Drawer(NamedTuple):
             among = np.arange(self.num_clients) if reached is None else reached
             return sample_by_weight(self.sampling, among, self.size, stream)
         if reached is not None:
-            return np.sort(stream.choice(reached, min(self.size, len(reached)), replace=False, shuffle=False))
+            return np.sort(
+                stream.choice(reached, min(self.size, len(reached)), replace=False, shuffle=False)
+            )
         return np.sort(stream.choice(self.num_clients, self.size, replace=False, shuffle=False))
 
     def _available_clients(self, round: int) -> Ints | None:
@@ -132,7 +144,9 @@ class Drawer(NamedTuple):
         steps = None
         if self.mean_steps is not None:
             steps = np.zeros(room, np.int32)
-            steps[:number] = [draw_local_steps(streams, start + r, self.mean_steps) for r in range(number)]
+            steps[:number] = [
+                draw_local_steps(streams, start + r, self.mean_steps) for r in range(number)
+            ]
         lr = self._step_sizes(start, number, room)
         if self.batch is None and self.always:
             cohort[:, : self.size] = np.arange(self.size)
@@ -143,9 +157,15 @@ class Drawer(NamedTuple):
             cohort[r, : len(chosen)] = chosen
             if rows is not None:
                 streams.start(start + r, ROWS)
-                # only the steps of this round are drawn: draws must not depend on the largest number of any round
+                # only the steps of this round are drawn: draws must not depend on the largest
+                # number of any round
                 own = None if steps is None else int(steps[r])
-                fill(streams, chosen, rows[r, :, :own], None if weights is None else weights[r, :, :own])
+                fill(
+                    streams,
+                    chosen,
+                    rows[r, :, :own],
+                    None if weights is None else weights[r, :, :own],
+                )
         return Draws(cohort, rows, weights, steps, lr)
 
     def _step_sizes(self, start: int, number: int, room: int) -> NDArray[Any] | None:
@@ -160,7 +180,10 @@ class Drawer(NamedTuple):
     def _sample_with_replacement(
         self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
     ) -> None:
-        """Sample records with replacement: 32-bit words scaled to the client's count (bias below count / 2^32)."""
+        """Sample records with replacement.
+
+        32-bit words scaled to the client's count (bias below count / 2^32).
+        """
         assert self.batch is not None
         words = streams.words(len(chosen), *rows.shape[1:])
         scaled = (words * self.counts[chosen, None, None].astype(np.uint64)) >> np.uint64(32)
@@ -173,14 +196,19 @@ class Drawer(NamedTuple):
     def _sample_epochs(
         self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
     ) -> None:
-        """Shuffle each client's records per epoch and split them into batches; the last may be smaller."""
+        """Shuffle each client's records per epoch and split them into batches.
+
+        The last may be smaller.
+        """
         assert self.batch is not None
         for slot, client in enumerate(chosen):
             count, batch = int(self.counts[client]), int(self.batch[client])
             steps = min(int(self.steps[client]), rows.shape[1])
             per_epoch = -(-count // batch)
             epochs = -(-steps // per_epoch)
-            order = streams.generator.permuted(np.broadcast_to(np.arange(count), (epochs, count)), axis=1)
+            order = streams.generator.permuted(
+                np.broadcast_to(np.arange(count), (epochs, count)), axis=1
+            )
             padded = np.full((epochs, per_epoch * batch), -1)
             padded[:, :count] = order
             batches = padded.reshape(-1, batch)[:steps]
@@ -201,7 +229,9 @@ def most_steps(mean: int, seeds: Sequence[int], rounds: int) -> int:
     >>> most_steps(5, [0], 100) % 5
     0
     """
-    most = max(draw_local_steps(streams, r, mean) for streams in map(Streams, seeds) for r in range(rounds))
+    most = max(
+        draw_local_steps(streams, r, mean) for streams in map(Streams, seeds) for r in range(rounds)
+    )
     return mean * -(-most // mean)
 
 
@@ -214,9 +244,17 @@ class Streams:
         self.generator = np.random.Generator(self.bits)
 
     def start(self, round: int, purpose: int) -> np.random.Generator:
-        """Return the generator at the start of a stream: SFC64 seeded with three words as its author recommends."""
+        """Return the generator at the start of a stream.
+
+        SFC64 seeded with three words as its author recommends.
+        """
         words = np.array([self.seed, round, purpose, 1], np.uint64)
-        self.bits.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
+        self.bits.state = {
+            "bit_generator": "SFC64",
+            "state": {"state": words},
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
         self.bits.random_raw(WARM_UP, output=False)
         return self.generator
 

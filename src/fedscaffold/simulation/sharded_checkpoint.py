@@ -4,10 +4,11 @@
     folder/part-500-1000/state-00000003-<SHA-256>.safetensors
     folder/state-00000003-<SHA-256>.safetensors                  x, c, metrics, and which parts belong to it
 
-Parts are ordinary commits. Once all of them are on disk, process 0 commits the shared arrays with the names of the
-parts, which contain their checksums: so a checkpoint is complete or absent, whichever process is killed at any time.
-Any number of processes can read it; each reads the parts with its own clients. Parts that no commit names are removed
-after the next commit.
+Parts are ordinary commits. Once all of them are on disk, process 0 commits the shared arrays with
+the names of the
+parts, which contain their checksums: so a checkpoint is complete or absent, whichever process is
+killed at any time. Any number of processes can read it; each reads the parts with its own clients.
+Parts that no commit names are removed after the next commit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def read(folder: Path, parts: Sequence[str], own: slice) -> dict[str, NDArray[An
             break
         path = folder / name
         if not path.is_file():
-            raise StateError(f"{name} is not in {folder}: all processes' parts must be in the one folder")
+            raise StateError(
+                f"{name} is not in {folder}: all processes' parts must be in the one folder"
+            )
         rows = load(path).arrays
         pieces.append({key: a[at - first : own.stop - first] for key, a in rows.items()})
         at = min(last, own.stop)

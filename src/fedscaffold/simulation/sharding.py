@@ -1,8 +1,8 @@
 """Clients sharded over devices: each device holds a range of clients, with their state and records.
 
-Every device runs the same program on its members of the cohort; one psum per round reduces their sums. The server state
-is replicated. On the host a process holds the rows of its own clients contiguously; on its devices every shard is
-padded to the same number of rows.
+Every device runs the same program on its members of the cohort; one psum per round reduces their
+sums. The server state is replicated. On the host a process holds the rows of its own clients
+contiguously; on its devices every shard is padded to the same number of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 __all__ = ["Shards", "make_shards", "on_all_devices", "sum_over_devices"]
 
 AXIS = "clients"
-OF_CLIENTS = ("memory", "heard_at", "errors", "own", "own_buffers")  # fields of a state with one row per client
+OF_CLIENTS = (
+    "memory",
+    "heard_at",
+    "errors",
+    "own",
+    "own_buffers",
+)  # fields of a state with one row per client
 EVENLY = 4  # blocks per device if cohorts are sampled, as a device's number of members varies
 
 
@@ -41,10 +47,17 @@ def sum_over_devices(spec: Spec, sums: Any) -> Any:
 
 
 def on_all_devices(spec: Spec, program: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
-    """Wrap the program of one device in shard_map, for arguments that are already placed; the third is the state."""
+    """Wrap the program of one device in shard_map, for arguments that are already placed.
+
+    The third is the state.
+    """
     places = jax.tree.map(lambda a: a.sharding.spec, arguments)
     return jax.shard_map(
-        program, mesh=spec.mesh, in_specs=places, out_specs=(places[2], PartitionSpec()), check_vma=False
+        program,
+        mesh=spec.mesh,
+        in_specs=places,
+        out_specs=(places[2], PartitionSpec()),
+        check_vma=False,
     )
 
 
@@ -63,7 +76,8 @@ class Shards(NamedTuple):
     slots: int
     """Members of a cohort that a device has room for."""
     alone: int
-    """Block size on a single device; part of the run's fingerprint, which does not depend on the devices."""
+    """Block size on a single device; part of the run's fingerprint, which does not depend on the
+    devices."""
 
     @property
     def own(self) -> slice:
@@ -89,7 +103,9 @@ class Shards(NamedTuple):
             return a.astype(dtype, copy=False) if np.issubdtype(a.dtype, np.floating) else a
 
         def some(tree: Any, places: NDArray[np.int64]) -> Any:
-            return self.put(jax.tree.map(lambda a: cast(np.asarray(_take_rows(a, places))), tree), 0)
+            return self.put(
+                jax.tree.map(lambda a: cast(np.asarray(_take_rows(a, places))), tree), 0
+            )
 
         each = host.noise is not None and host.noise.ndim == 3 and len(host.noise) > 1
         first = self.offsets[clients] - np.repeat(begins[self.devices], self.rows)
@@ -107,19 +123,29 @@ class Shards(NamedTuple):
             self.put(host.optimal_loss, None),
             self.put(host.record_weights[records] * there.astype(dtype), 0) if weighed else None,
             self.put(clients.astype(np.int32), 0),
-            {kind: [self._shard_batches(part, begins) for part in parts] for kind, parts in host.evaluation.items()},
+            {
+                kind: [self._shard_batches(part, begins) for part in parts]
+                for kind, parts in host.evaluation.items()
+            },
             self.put(host.test_evaluation, None),
             None if host.shares is None else self.put(host.shares[clients] * real, 0),
             tuple(self._shard_metric_data(data, begins) for data in host.measured),
         )
 
     def _shard_metric_data(self, data: Any, begins: NDArray[np.int64]) -> Any:
-        """Copy the data of a user's metric: replicated, but for the clients to measure, which are sharded."""
+        """Copy the data of a user's metric.
+
+        Replicated, but for the clients to measure, which are sharded.
+        """
         if data.groups is None:
             return self.put(data, None)
         inside = begins if data.records is None else np.zeros_like(begins)
         groups = [self._shard_group(group, inside) for group in data.groups]
-        return data._replace(records=self.put(data.records, None), groups=groups, weights=self.put(data.weights, None))
+        return data._replace(
+            records=self.put(data.records, None),
+            groups=groups,
+            weights=self.put(data.weights, None),
+        )
 
     def _shard_group(self, group: Any, begins: NDArray[np.int64]) -> Any:
         """Distribute a group of clients to the devices that hold them, padded to equally many rows."""
@@ -129,7 +155,9 @@ class Shards(NamedTuple):
         device = np.searchsorted(self.bounds, client, side="right") - 1
         width = group.client.shape[1]
         rows = max(1, -(-int(np.bincount(device).max()) // width))
-        tables = [np.full((len(self.devices), rows * width), filling, np.int32) for filling in (ghost, 0)]
+        tables = [
+            np.full((len(self.devices), rows * width), filling, np.int32) for filling in (ghost, 0)
+        ]
         for place, own in enumerate(self.devices.tolist()):
             here = device == own
             tables[0][place, : here.sum()] = client[here]
@@ -154,7 +182,9 @@ class Shards(NamedTuple):
             return self.put(tables.reshape(-1, width), 0)
 
         within = (first - begins[device]).astype(np.int32)
-        return Batches(laid(within, 0), laid(count, 1), laid(share, 0), self.put(batches.place, None))
+        return Batches(
+            laid(within, 0), laid(count, 1), laid(share, 0), self.put(batches.place, None)
+        )
 
     def state(self, host: State) -> State:
         """Copy a state with the rows of this process's clients to the devices."""
@@ -175,19 +205,25 @@ class Shards(NamedTuple):
         def rows(a: Any) -> Any:
             here = sorted(a.addressable_shards, key=lambda shard: shard.index[0].start or 0)
             pieces = [np.asarray(shard.data) for shard in here]
-            return _take_rows(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), np.flatnonzero(real))
+            return _take_rows(
+                pieces[0] if len(pieces) == 1 else np.concatenate(pieces), np.flatnonzero(real)
+            )
 
         def same(a: Any) -> Any:
             return np.asarray(a.addressable_data(0))
 
         fields = state._asdict().items()
-        return State(*(jax.tree.map(rows if name in OF_CLIENTS else same, leaf) for name, leaf in fields))
+        return State(
+            *(jax.tree.map(rows if name in OF_CLIENTS else same, leaf) for name, leaf in fields)
+        )
 
     def draws(self, drawn: Draws) -> Draws:
         """Distribute draws: each device gets its members of the cohorts, renumbered within it, and their records."""
         room, slots = len(drawn.cohort), len(self.devices) * self.slots
         cohort = np.full((room, slots), self.rows, np.int32)
-        dealt = [(np.zeros((room, slots, *a.shape[2:]), a.dtype), a) for a in drawn[1:3] if a is not None]
+        dealt = [
+            (np.zeros((room, slots, *a.shape[2:]), a.dtype), a) for a in drawn[1:3] if a is not None
+        ]
         for place, device in enumerate(self.devices.tolist()):
             first, end = self.bounds[device], self.bounds[device + 1]
             for r, clients in enumerate(drawn.cohort):
@@ -203,7 +239,10 @@ class Shards(NamedTuple):
         return Draws(self.put(cohort, 1), rows, weights, *self.put((drawn.steps, drawn.lr), None))
 
     def put(self, tree: Any, axis: int | None) -> Any:
-        """Copy arrays to the devices: split along `axis` over this process's devices, or replicated if None."""
+        """Copy arrays to the devices.
+
+        Split along `axis` over this process's devices, or replicated if None.
+        """
         own = self.mesh.devices[self.devices].tolist()
 
         def leaf(a: Any) -> Any:
@@ -213,8 +252,13 @@ class Shards(NamedTuple):
             shape = list(pieces[0].shape)
             if axis is not None:
                 shape[axis] *= self.mesh.size
-            placed = [jax.device_put(piece, to, may_alias=False) for piece, to in zip(pieces, own, strict=True)]
-            return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(self.mesh, place), placed)
+            placed = [
+                jax.device_put(piece, to, may_alias=False)
+                for piece, to in zip(pieces, own, strict=True)
+            ]
+            return jax.make_array_from_single_device_arrays(
+                tuple(shape), NamedSharding(self.mesh, place), placed
+            )
 
         with enable_float64():
             return jax.tree.map(leaf, tree)
@@ -226,7 +270,9 @@ class Shards(NamedTuple):
         pieces = np.zeros((len(self.devices), len(vector)))
         pieces[0] = vector
         with enable_float64():
-            summed = jax.jit(lambda a: a.sum(axis=0), out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+            summed = jax.jit(
+                lambda a: a.sum(axis=0), out_shardings=NamedSharding(self.mesh, PartitionSpec())
+            )
             return np.array(summed(self.put(pieces, 0)).addressable_data(0))
 
     def _padded_rows(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -239,7 +285,11 @@ class Shards(NamedTuple):
 def _take_rows(a: Any, places: NDArray[np.int64]) -> Any:
     """Return rows of an array by ascending indices; a view if they are contiguous."""
     first, last = int(places[0]), int(places[-1])
-    return a[first : last + 1] if last - first + 1 == len(places) and (np.diff(places) == 1).all() else a[places]
+    return (
+        a[first : last + 1]
+        if last - first + 1 == len(places) and (np.diff(places) == 1).all()
+        else a[places]
+    )
 
 
 def make_shards(config: RunConfig, size: int, footprint: int, alone: int) -> Shards:
@@ -248,17 +298,23 @@ def make_shards(config: RunConfig, size: int, footprint: int, alone: int) -> Sha
     problem = config.problem
     every = np.array(jax.devices())
     if number > problem.num_clients:
-        raise InputError(f"devices must be at most as many as clients, {problem.num_clients}, got {number}")
+        raise InputError(
+            f"devices must be at most as many as clients, {problem.num_clients}, got {number}"
+        )
     if number > len(every):
         raise InputError(
-            f"devices={number}, but JAX has {len(every)}: jax.config.update('jax_num_cpu_devices', {number}) before "
+            f"devices={number}, but JAX has {len(every)}: jax.config.update('jax_num_cpu_devices', "
+            f"{number}) before "
             "JAX starts, or --devices on the command line"
         )
     if jax.process_count() > 1 and number < len(every):
-        raise InputError(f"on several processes devices must be all that they have, {len(every)}, got {number}")
+        raise InputError(
+            f"on several processes devices must be all that they have, {len(every)}, got {number}"
+        )
     if config.client_state != "array":
         raise InputError(
-            f"client_state={config.client_state!r} reads its rows for one device: with devices keep 'array', whose "
+            f"client_state={config.client_state!r} reads its rows for one device: with devices "
+            "keep 'array', whose "
             "rows are spread over them"
         )
     bounds = np.arange(number + 1) * problem.num_clients // number
@@ -268,7 +324,9 @@ def make_shards(config: RunConfig, size: int, footprint: int, alone: int) -> Sha
         block = min(block, -(-share // EVENLY))
     most = min(size, rows)
     block = min(block, most)
-    mine = [j for j, device in enumerate(every[:number]) if device.process_index == jax.process_index()]
+    mine = [
+        j for j, device in enumerate(every[:number]) if device.process_index == jax.process_index()
+    ]
     return Shards(
         Mesh(every[:number], (AXIS,)),
         bounds,

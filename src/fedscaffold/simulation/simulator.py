@@ -41,13 +41,15 @@ __all__ = ["Simulator", "simulate"]
 
 
 class Simulator:
-    """Simulator of a federation: `run` runs all rounds; `init` and `step` run them one call at a time.
+    """Simulator of a federation: `run` runs all rounds.
 
-    Both ways give bit-identical results. States are immutable: `step` returns a new state and does not modify its
-    argument, so a run can continue from any earlier state, or from a modified one
-    (`state._replace(server=state.server._replace(x=...))`). `state.server` is the algorithm's server record, in which
-    `x` is the model as a flat vector; `state.memory` and `state.own` are the clients' records, each field an array with
-    one row per client.
+    `init` and `step` run them one call at a time.
+
+    Both ways give bit-identical results. States are immutable: `step` returns a new state and does
+    not modify its argument, so a run can continue from any earlier state, or from a modified one
+    (`state._replace(server=state.server._replace(x=...))`). `state.server` is the algorithm's
+    server record, in which `x` is the model as a flat vector; `state.memory` and `state.own` are
+    the clients' records, each field an array with one row per client.
 
     Args:
         algorithm: The algorithm to run, such as `fs.scaffold()`.
@@ -97,11 +99,12 @@ class Simulator:
             rounds: Number of rounds to run. One call with many rounds is faster than many calls.
 
         Returns:
-            The new state, and the metrics of these rounds as columns, as in `run.history`. A run that diverges or
-            reaches its target ends at that round; later calls return no rows.
+            The new state, and the metrics of these rounds as columns, as in `run.history`. A run
+            that diverges or reaches its target ends at that round; later calls return no rows.
 
         Raises:
-            InputError: The state is not one of this simulator, or `cohorts` does not cover the rounds asked for.
+            InputError: The state is not one of this simulator, or `cohorts` does not cover the
+                rounds asked for.
         """
         state = self._check_state(state)
         done = int(state.round)
@@ -123,11 +126,15 @@ class Simulator:
         return state, columns | count_bytes(self.config, self.ready, done, stop, heard_at)
 
     def _check_state(self, state: State) -> State:
-        """Return a state with the types of this simulator's; raise an InputError if it has other shapes."""
+        """Return a state with the types of this simulator's.
+
+        Raise an InputError if it has other shapes.
+        """
         start = self.ready.start
         structure: Any = jax.tree.structure(state)
         if structure != jax.tree.structure(start) or any(
-            np.shape(a) != np.shape(b) for a, b in zip(*map(jax.tree.leaves, (state, start)), strict=True)
+            np.shape(a) != np.shape(b)
+            for a, b in zip(*map(jax.tree.leaves, (state, start)), strict=True)
         ):
             raise InputError("state must be one of this simulator, from init() or step()")
         typed: State = jax.tree.map(lambda a, b: np.asarray(a, np.asarray(b).dtype), state, start)
@@ -142,13 +149,16 @@ class Simulator:
 
         Args:
             state: A state returned by `step`.
-            rows: Metrics of the last rounds, as returned by `step`; earlier rounds are filled with NaN.
+            rows: Metrics of the last rounds, as returned by `step`; earlier rounds are filled with
+                NaN.
         """
         done = int(state.round)
         table = np.full((done, len(self.ready.spec.metrics)), np.nan, self.config.precision)
         for j, name in enumerate(self.ready.spec.metrics):
             table[done - len(rows[name]) :, j] = rows[name]
-        return finish(self.config, self.ready, jax.tree.map(np.asarray, state), table, Seconds(0.0, 0.0, 0.0))
+        return finish(
+            self.config, self.ready, jax.tree.map(np.asarray, state), table, Seconds(0.0, 0.0, 0.0)
+        )
 
     def run(self) -> Run:
         """Run all rounds, resuming from the checkpoint if there is one.
@@ -159,9 +169,17 @@ class Simulator:
         """
         config, ready = self.config, self.ready
         with self._precision(), ExitStack() as stack:
-            identity = facts(config, ready) if config.checkpoint is not None or is_distributed(ready) else {}
+            identity = (
+                facts(config, ready)
+                if config.checkpoint is not None or is_distributed(ready)
+                else {}
+            )
             if is_distributed(ready):
-                agreed = {"rounds": config.rounds, "every": config.every, "checkpoint": config.checkpoint is not None}
+                agreed = {
+                    "rounds": config.rounds,
+                    "every": config.every,
+                    "checkpoint": config.checkpoint is not None,
+                }
                 check_same_run(identity | agreed)
                 stack.enter_context(detect_lost_processes())
             if config.checkpoint is not None:
@@ -179,7 +197,14 @@ class Simulator:
                 signals = stack.enter_context(catch_signals())
                 folder = Path(config.checkpoint)
                 checkpoint = Checkpoint(
-                    folder, config.every, identity, config.rounds, monitor, signals, away, ready.shards
+                    folder,
+                    config.every,
+                    identity,
+                    config.rounds,
+                    monitor,
+                    signals,
+                    away,
+                    ready.shards,
                 )
             observers = Observers(config, ready, monitor, checkpoint)
             now, seconds = self._run(observers, checkpoint, away)
@@ -191,7 +216,10 @@ class Simulator:
     def _run(
         self, observers: Observers, checkpoint: Checkpoint | None, away: OutOfCoreClients | None
     ) -> tuple[Progress, Seconds]:
-        """Compile and run the remaining rounds; the returned progress holds the state on the host."""
+        """Compile and run the remaining rounds.
+
+        The returned progress holds the state on the host.
+        """
         config, ready = self.config, self.ready
         began = time.perf_counter()
         now = Progress(ready.start, [], 0) if checkpoint is None else checkpoint.begin(ready.start)
@@ -202,8 +230,12 @@ class Simulator:
         now = now._replace(state=engine.place(now.state))
         compiled, cpu = time.perf_counter(), time.process_time()
         observers.begin(now, compiled - began)
-        now = run_rounds(engine._replace(draw=observers.time_draws(engine.draw)), now, config.rounds, observers)
-        seconds = Seconds(compiled - began, time.perf_counter() - compiled, time.process_time() - cpu)
+        now = run_rounds(
+            engine._replace(draw=observers.time_draws(engine.draw)), now, config.rounds, observers
+        )
+        seconds = Seconds(
+            compiled - began, time.perf_counter() - compiled, time.process_time() - cpu
+        )
         return now._replace(state=engine.collect(now.state)), seconds
 
     @cached_property
@@ -212,14 +244,18 @@ class Simulator:
         config = self.config
         if config.client_state != "array" or self.ready.shards is not None:
             what = "devices" if self.ready.shards is not None else "client_state"
-            raise InputError(f"{what} is for run(): step() keeps its clients in memory, on one device")
+            raise InputError(
+                f"{what} is for run(): step() keeps its clients in memory, on one device"
+            )
         with self._precision():
             return compile_rounds(self.ready, [config.seed], config.evaluate_every)
 
     def _refuse_rounds(self, done: int, stop: int) -> None:
         most_rounds = MOST
         if self.config.cohorts is not None or work_of(self.config.algorithm, 1).geometric:
-            most_rounds = self.config.rounds  # cohorts, or geometric step counts, exist for these rounds only
+            most_rounds = (
+                self.config.rounds
+            )  # cohorts, or geometric step counts, exist for these rounds only
         if stop > most_rounds:
             raise InputError(
                 f"the simulator was made for {most_rounds} rounds and {done} are done: "
@@ -256,7 +292,10 @@ def simulate(algorithm: Algorithm, problem: Problem, **arguments: Any) -> Run:  
 
 
 def _lock_checkpoint(folder: Path, stack: ExitStack, ready: PreparedRun) -> None:
-    """Lock the checkpoint folder for the duration of the run; with several processes, process 0 does."""
+    """Lock the checkpoint folder for the duration of the run.
+
+    With several processes, process 0 does.
+    """
     if not is_distributed(ready):
         stack.enter_context(owned(folder))
         return

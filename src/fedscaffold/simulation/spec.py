@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Draws", "Federation", "Measure", "Settings", "Spec", "State"]
 
-Array: TypeAlias = Any  # jax.Array inside the program, numpy.ndarray outside; None for unused fields
+Array: TypeAlias = (
+    Any  # jax.Array inside the program, numpy.ndarray outside; None for unused fields
+)
 
 
 class Spec(NamedTuple):
-    """Static description of a program. Runs with equal specs and shapes share one compiled program."""
+    """Static description of a program.
+
+    Runs with equal specs and shapes share one compiled program.
+    """
 
     algorithm: Algorithm
     functions: Functions
@@ -66,12 +71,14 @@ class Spec(NamedTuple):
     kinds: Kinds = Kinds()
     """How each of the functions is evaluated on records."""
     batch_sizes: tuple[int, ...] = ()
-    """Possible sizes of batches (`client_sizes`: of full batches) if each needs a branch of its own; else empty."""
+    """Possible sizes of batches (`client_sizes`: of full batches) if each needs a branch of its
+    own; else empty."""
     client_sizes: tuple[int, ...] = ()
     own: tuple[Measure, ...] = ()
     """The user's metrics."""
     local_buffers: bool = False
-    """Each client keeps the state that the loss updates; otherwise it is averaged like the model."""
+    """Each client keeps the state that the loss updates; otherwise it is averaged like the model.
+    """
 
     @property
     def own_columns(self) -> frozenset[str]:
@@ -130,7 +137,11 @@ class Spec(NamedTuple):
     def errors(self) -> tuple[str, ...]:
         """Fields of the message that have error feedback."""
         known = dict(self.algorithm.references)
-        return () if self.compressor is None else tuple(name for name in self.sent if name not in known)
+        return (
+            ()
+            if self.compressor is None
+            else tuple(name for name in self.sent if name not in known)
+        )
 
 
 class Measure(NamedTuple):
@@ -140,7 +151,8 @@ class Measure(NamedTuple):
     function: Callable[[Any, Any], Any]
     columns: tuple[str, ...]
     summary: tuple[str | float, ...] = ()
-    """For each column, the statistic of the clients' values; empty for a metric that is not by client."""
+    """For each column, the statistic of the clients' values; empty for a metric that is not by
+    client."""
     personal: bool = False
     """Measured on each client's personal model."""
     compiled: bool = True
@@ -197,7 +209,8 @@ class State(NamedTuple):
     """State of a federation between rounds."""
 
     server: Any
-    """The algorithm's server record; means over clients are float64, other fields of the run's precision."""
+    """The algorithm's server record; means over clients are float64, other fields of the run's
+    precision."""
     memory: Any
     """The algorithm's memory record, each field with one row per client."""
     mean: tuple[Array, ...]
@@ -216,7 +229,8 @@ class State(NamedTuple):
     own: Any = None
     """The algorithm's record of private client state, each field with one row per client."""
     buffers: Any = None
-    """State that the loss updates, such as running statistics, averaged over clients; None if there is none."""
+    """State that the loss updates, such as running statistics, averaged over clients; None if there
+    is none."""
     own_buffers: Any = None
     """The same, one row per client, where each client keeps its own."""
 

@@ -1,7 +1,7 @@
 """Staleness policies for control variates; every policy preserves c = sum p_i c_i exactly.
 
-The age of c_i is the number of rounds since client i was last heard: N/S - 1 on average when S of N are drawn
-uniformly.
+The age of c_i is the number of rounds since client i was last heard: N/S - 1 on average when S of N
+are drawn uniformly.
 
     keep              nothing: the default
     decay(rate)       all c_i and c are multiplied by `rate` at the start of every round
@@ -9,7 +9,8 @@ uniformly.
     refresh(after)    a client that returns after `after` missed rounds first takes c_i = grad f_i(x), over all its data
                       (option I, one more vector up); c gains p_i times the change
 
-Every change of c_i is applied to c with weight p_i in the same round, so the residual stays at rounding level.
+Every change of c_i is applied to c with weight p_i in the same round, so the residual stays at
+rounding level.
 """
 
 from __future__ import annotations

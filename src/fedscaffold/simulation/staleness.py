@@ -1,6 +1,9 @@
-"""Staleness policies inside the compiled program: ages of control variates, decay, drop and refresh.
+"""Staleness policies inside the compiled program.
 
-Rounds count from 1. A client last heard in round h has age r - h after round r; h = 0 means never heard.
+Ages of control variates, decay, drop and refresh.
+
+Rounds count from 1. A client last heard in round h has age r - h after round r; h = 0 means never
+heard.
 """
 
 from __future__ import annotations
@@ -16,28 +19,45 @@ from fedscaffold.simulation.double_precision import enable_float64, to_float64
 from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Federation, Spec, State
 
-__all__ = ["ages", "apply_policy", "decay_factor", "decay_memory", "needs_refresh", "store_rows", "update_heard_at"]
+__all__ = [
+    "ages",
+    "apply_policy",
+    "decay_factor",
+    "decay_memory",
+    "needs_refresh",
+    "store_rows",
+    "update_heard_at",
+]
 
 
 def apply_policy(spec: Spec, federation: Federation, state: State, slots: int) -> State:
-    """Apply the policy at the start of a round: decay control variates, or drop those of clients long not heard.
+    """Apply the policy at the start of a round.
 
-    At most `slots` clients were last heard in any one round, so at most that many are dropped. Decay multiplies only c
-    and the mean; rows are multiplied when they are read.
+    Decay control variates, or drop those of clients long not heard.
+
+    At most `slots` clients were last heard in any one round, so at most that many are dropped.
+    Decay multiplies only c and the mean; rows are multiplied when they are read.
     """
     if spec.policy.rate is not None:
         with enable_float64():
-            scaled = {field: spec.policy.rate * getattr(state.server, field) for field, _ in spec.algorithm.means}
+            scaled = {
+                field: spec.policy.rate * getattr(state.server, field)
+                for field, _ in spec.algorithm.means
+            }
             mean = tuple(spec.policy.rate * mean for mean in state.mean)
             return state._replace(server=state.server._replace(**scaled), mean=mean)
     if spec.policy.drop_after is None:
         return state
     last = state.round - spec.policy.drop_after
-    gone = jnp.nonzero((state.heard_at == last) & (last > 0), size=slots, fill_value=len(state.heard_at))[0]
+    gone = jnp.nonzero(
+        (state.heard_at == last) & (last > 0), size=slots, fill_value=len(state.heard_at)
+    )[0]
     there = gone < len(state.heard_at)
     rows = jax.tree.map(lambda table: table.at[gone].get(mode="fill", fill_value=0), state.memory)
     zeroed = jax.tree.map(
-        lambda table, a: store_rows(spec, gone, table, jnp.zeros_like(a), some=True), state.memory, rows
+        lambda table, a: store_rows(spec, gone, table, jnp.zeros_like(a), some=True),
+        state.memory,
+        rows,
     )
     with enable_float64():
         p = jnp.where(there, federation.shares.at[gone].get(mode="fill", fill_value=0), 0)
@@ -48,7 +68,9 @@ def apply_policy(spec: Spec, federation: Federation, state: State, slots: int) -
         return state._replace(server=server, mean=mean, memory=zeroed)
 
 
-def decay_memory(spec: Spec, state: State, memory: Any, client: Array | slice = slice(None), ahead: int = 0) -> Any:
+def decay_memory(
+    spec: Spec, state: State, memory: Any, client: Array | slice = slice(None), ahead: int = 0
+) -> Any:
     """Return decayed memory rows in float64, after the state's round or `ahead` rounds later."""
     if spec.policy.rate is None:
         return memory
@@ -57,13 +79,18 @@ def decay_memory(spec: Spec, state: State, memory: Any, client: Array | slice = 
         return jax.tree.map(lambda rows: rows * factor, memory)
 
 
-def decay_factor(spec: Spec, state: State, client: Array | slice = slice(None), ahead: int = 0) -> Array:
+def decay_factor(
+    spec: Spec, state: State, client: Array | slice = slice(None), ahead: int = 0
+) -> Array:
     """Return the factor by which each row has decayed since it was stored, in float64."""
     return np.float64(spec.policy.rate) ** (state.round + ahead - state.heard_at[client])
 
 
 def needs_refresh(spec: Spec, state: State, client: Array) -> Array:
-    """Return which clients renew their memory under the `refresh` policy; None for other policies."""
+    """Return which clients renew their memory under the `refresh` policy.
+
+    None for other policies.
+    """
     if spec.policy.refresh_after is None:
         return None
     return state.round - state.heard_at[client] >= spec.policy.refresh_after
@@ -85,10 +112,12 @@ def ages(state: State) -> Array:
 
 
 def store_rows(spec: Spec, cohort: Array, table: Array, new: Array, some: bool = False) -> Array:
-    """Write the cohort's rows into a table, without padding (at the end); `some` if the cohort is not everyone.
+    """Write the cohort's rows into a table, without padding (at the end).
 
-    Rows are written one by one, which XLA does in place, whereas a scatter copies the table. Under vmap single writes
-    become scatters too, so one scatter is faster there.
+    `some` if the cohort is not everyone.
+
+    Rows are written one by one, which XLA does in place, whereas a scatter copies the table. Under
+    vmap single writes become scatters too, so one scatter is faster there.
     """
     if spec.everyone and not some:
         return new

@@ -14,7 +14,9 @@ from fedscaffold.checks import InputError
 
 __all__ = ["Schedule", "by_step", "in_precision", "schedule_of"]
 
-WANTED = "lr must be a number above 0, or a function of `round`, of `step`, or of both by these names"
+WANTED = (
+    "lr must be a number above 0, or a function of `round`, of `step`, or of both by these names"
+)
 
 
 class Schedule(NamedTuple):
@@ -24,7 +26,8 @@ class Schedule(NamedTuple):
     by_round: bool
     by_step: bool
     named: bool = True
-    """Whether arguments are passed by the names `round` and `step`; a single argument of another name is the step."""
+    """Whether arguments are passed by the names `round` and `step`; a single argument of another
+    name is the step."""
 
     def values(self, round: int, steps: int, dtype: str) -> NDArray[Any]:
         """Return the step sizes of a round: shape (), or (steps,) if they vary over local steps.
@@ -40,7 +43,9 @@ class Schedule(NamedTuple):
         values = in_precision([self._at(round, k) for k in range(steps)], dtype)
         if not values.any():
             where = f" of round {round}" if self.by_round else ""
-            raise InputError(f"lr must be above 0 at some of the {steps} local steps{where}, got zeros only")
+            raise InputError(
+                f"lr must be above 0 at some of the {steps} local steps{where}, got zeros only"
+            )
         return values
 
     def _at(self, round: int, step: int | None) -> float:
@@ -54,7 +59,9 @@ class Schedule(NamedTuple):
 
 
 def in_precision(lr: Any, dtype: str) -> NDArray[Any]:
-    """Return step sizes in the run's precision; raise an InputError if one overflows it, or vanishes in it.
+    """Return step sizes in the run's precision.
+
+    Raise an InputError if one overflows it, or vanishes in it.
 
     >>> in_precision(1e-50, "float32")
     Traceback (most recent call last):
@@ -63,19 +70,23 @@ def in_precision(lr: Any, dtype: str) -> NDArray[Any]:
     wanted, limits = np.array(lr, np.float64), np.finfo(dtype)
     wrong = wanted[(wanted > limits.max) | ((wanted != 0) & (wanted < limits.tiny))]
     if wrong.size:
-        raise InputError(f"lr must be from {limits.tiny:.2g} to {limits.max:.2g} in {dtype}, got {wrong[0]:g}")
+        raise InputError(
+            f"lr must be from {limits.tiny:.2g} to {limits.max:.2g} in {dtype}, got {wrong[0]:g}"
+        )
     return wanted.astype(dtype)
 
 
 def schedule_of(lr: Any) -> Schedule | None:
-    """Return the schedule of a function, according to the names of its arguments; None for a number.
+    """Return the schedule of a function, according to the names of its arguments.
+
+    None for a number.
 
     >>> schedule_of(0.1) is None, schedule_of(lambda k: 0.1).by_step, schedule_of(lambda round: 0.1).by_step
     (True, True, False)
     >>> schedule_of(lambda epoch, k: 0.1)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: lr must be a number above 0, or a function of `round`, of `step`, or of both by
-    these names, got one of (epoch, k)
+    fedscaffold.checks.InputError: lr must be a number above 0, or a function of `round`, of `step`,
+    or of both by these names, got one of (epoch, k)
     """
     if not callable(lr):
         return None

@@ -1,7 +1,7 @@
 """`sweep`: seeds and step sizes in one compiled program.
 
-Small runs are vectorised with vmap, as many as fit the cache; large ones run one after the other. Both compile once,
-and each run's result is that of `simulate` with the same seed and step size.
+Small runs are vectorised with vmap, as many as fit the cache; large ones run one after the other.
+Both compile once, and each run's result is that of `simulate` with the same seed and step size.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Sweep(NamedTuple):
 
 REFUSED = dict.fromkeys(
     ("checkpoint", "every", "client_state", "devices", "callbacks"),
-    "it is not checkpointed and keeps its clients in memory, on one device; run simulate for each lr and seed",
+    "it is not checkpointed and keeps its clients in memory, on one device; run simulate for each "
+    "lr and seed",
 ) | {
     "local_optimizer": "it varies lr, and a local_optimizer brings its own; run simulate for each instead",
     "seed": "give seeds, a list or how many",
@@ -80,7 +81,9 @@ def sweep(  # noqa: D417
     >>> len(found.runs), len(found.runs[0])
     (2, 3)
     """
-    refuse_arguments("sweep", [name for name, value in arguments.items() if value is not None], REFUSED)
+    refuse_arguments(
+        "sweep", [name for name, value in arguments.items() if value is not None], REFUSED
+    )
     steps = [lr] if callable(lr) else _step_sizes(lr)
     chosen = list(range(checks.whole("seeds", seeds))) if np.ndim(seeds) == 0 else list(seeds)  # type: ignore[arg-type]
     if not steps or not chosen:
@@ -96,7 +99,9 @@ def sweep(  # noqa: D417
         now = Progress(engine.place(ready.start), [], 0)
         compiled, cpu = time.perf_counter(), time.process_time()
         now = run_rounds(engine, now, config.rounds, ProgressLine(config.progress, config.rounds))
-        seconds = Seconds(compiled - began, time.perf_counter() - compiled, time.process_time() - cpu)
+        seconds = Seconds(
+            compiled - began, time.perf_counter() - compiled, time.process_time() - cpu
+        )
         states, table = engine.collect(now.state), np.concatenate(now.table, axis=-2)
     done = iter(range(len(grid)))
 
@@ -111,12 +116,17 @@ def sweep(  # noqa: D417
 def _step_sizes(lr: Any) -> list[Any]:
     listed = np.atleast_1d(np.asarray(lr, dtype=object)).tolist()
     if any(map(callable, listed)):
-        raise InputError("a sweep takes numbers for lr, or one schedule: run a sweep for each schedule")
+        raise InputError(
+            "a sweep takes numbers for lr, or one schedule: run a sweep for each schedule"
+        )
     return [checks.number("lr", value, above=0) for value in listed]
 
 
 def _choose_group(ready: PreparedRun, number: int) -> tuple[PreparedRun, int]:
-    """Choose the number of runs to vectorise over: a divisor of their number that fits the cache, or 1."""
+    """Choose the number of runs to vectorise over.
+
+    A divisor of their number that fits the cache, or 1.
+    """
     group = max(g for g in range(1, min(number, ready.fitting) + 1) if number % g == 0)
     group = group if group >= WORTHWHILE and not ready.spec.one_by_one else 1
     return ready._replace(spec=ready.spec._replace(side_by_side=group > 1)), group

@@ -4,7 +4,8 @@ A folder holds one file for each generation, the last two by default:
 
     state-00000007-<SHA-256 of the file, 64 hexadecimal digits>.safetensors
 
-Its metadata hold `fedscaffold` (the version of the format, "1"), `generation` and `facts` (a JSON object). A commit
+Its metadata hold `fedscaffold` (the version of the format, "1"), `generation` and `facts` (a JSON
+object). A commit
 
     1  takes the lock of the folder              flock on .lock: one writer at a time
     2  writes a temporary file                   .commit.tmp, in the same folder, hashed on its way
@@ -13,12 +14,15 @@ Its metadata hold `fedscaffold` (the version of the format, "1"), `generation` a
     5  fsyncs the folder                         the name is on the disk: only now is the generation committed
     6  removes generations too old to keep
 
-A process killed, or a machine losing power, between any two of these leaves the old or the new generation as the
-latest, bit for bit, never a mixture: before 4 the old one is untouched and the temporary file has no valid name;
-after 4 the new one is complete, as its bytes were synced in 3; nothing old is removed before 5 is done.
+A process killed, or a machine losing power, between any two of these leaves the old or the new
+generation as the
+latest, bit for bit, never a mixture: before 4 the old one is untouched and the temporary file has
+no valid name; after 4 the new one is complete, as its bytes were synced in 3; nothing old is
+removed before 5 is done.
 
-Reading validates everything: the name against the bytes (`sha256sum` can check it too), the header against the size,
-the generation against the name. A file that fails is skipped for the generation before it, with a warning.
+Reading validates everything: the name against the bytes (`sha256sum` can check it too), the header
+against the size, the generation against the name. A file that fails is skipped for the generation
+before it, with a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +36,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fedscaffold import checks
 from fedscaffold.state import safetensors_io
-from fedscaffold.state.files import StateError, create, locked, make_folder, refuse_link, reported, sync_folder
+from fedscaffold.state.files import (
+    StateError,
+    create,
+    locked,
+    make_folder,
+    refuse_link,
+    reported,
+    sync_folder,
+)
 from fedscaffold.state.safetensors_io import Array
 
 __all__ = ["JSON", "Snapshot", "commit", "latest", "load"]
@@ -74,13 +86,14 @@ def commit(
         arrays: Arrays of bool, integers, or floats of 16 to 64 bits.
         facts: A JSON object; numbers that may be NaN or infinite belong in an array.
         keep: Number of newest generations to keep, at least 2.
-        after: The generation that this state continues, as returned by `latest`. Damaged newer files, which `latest`
-            skipped, are then removed; an intact newer file, written by another process, is an error.
+        after: The generation that this state continues, as returned by `latest`. Damaged newer
+            files, which `latest` skipped, are then removed; an intact newer file, written by
+            another process, is an error.
         private: Whether only the owner can read the files (mode 0600, new folders 0700).
 
     Raises:
-        StateError: The commit failed (disk full, no permission, unsupported dtype, another writer); the state
-            committed before is intact.
+        StateError: The commit failed (disk full, no permission, unsupported dtype, another writer);
+            the state committed before is intact.
 
     >>> import tempfile, numpy as np
     >>> folder = tempfile.mkdtemp()
@@ -112,11 +125,13 @@ def commit(
 def latest(folder: Path | str, accept: Callable[[Snapshot], None] | None = None) -> Snapshot | None:
     """Return the newest intact generation of `folder`; None if nothing was ever committed.
 
-    Damaged generations are skipped with a warning. The folder is not changed, so that of a running process can be read.
+    Damaged generations are skipped with a warning. The folder is not changed, so that of a running
+    process can be read.
 
     Args:
         folder: The folder.
-        accept: May raise StateError to skip an intact snapshot, for example if a file it depends on is damaged.
+        accept: May raise StateError to skip an intact snapshot, for example if a file it depends on
+            is damaged.
 
     Raises:
         StateError: There are generations, but none is intact.
@@ -133,11 +148,15 @@ def latest(folder: Path | str, accept: Callable[[Snapshot], None] | None = None)
             if accept is not None:
                 accept(snapshot)
         except StateError as error:
-            if not os.path.lexists(path):  # removed by a concurrent writer: there are newer generations
+            if not os.path.lexists(
+                path
+            ):  # removed by a concurrent writer: there are newer generations
                 return latest(folder, accept)
             reasons.append(str(error))
             continue
-        passed = tuple(f"{reason}; generation {snapshot.generation} is used instead" for reason in reasons)
+        passed = tuple(
+            f"{reason}; generation {snapshot.generation} is used instead" for reason in reasons
+        )
         return snapshot._replace(warnings=passed + foreign(folder))
     if found:
         raise StateError(f"no whole state in {folder}: {'; '.join(reasons)}")
@@ -149,13 +168,19 @@ def load(path: Path | str) -> Snapshot:
     path = Path(path)
     match = NAME.fullmatch(path.name)
     if match is None:
-        raise StateError(f"{path.name} is not the name of a state; expected state-<generation>-<sha256>.safetensors")
+        raise StateError(
+            f"{path.name} is not the name of a state; expected "
+            "state-<generation>-<sha256>.safetensors"
+        )
     arrays, metadata, digest = safetensors_io.read(path)
     if digest != match[2]:
         raise StateError(f"{path.name} is damaged: its bytes do not match the checksum in its name")
     if metadata.get("fedscaffold") != VERSION:
         found = metadata.get("fedscaffold")
-        raise StateError(f"{path.name} has format {found!r}, and this version reads {VERSION!r}: update fedscaffold")
+        raise StateError(
+            f"{path.name} has format {found!r}, and this version reads {VERSION!r}: update "
+            "fedscaffold"
+        )
     if metadata.get("generation") != str(int(match[1])):
         raise StateError(f"{path.name} was written as generation {metadata.get('generation')!r}")
     facts = safetensors_io.strict_json(metadata.get("facts", ""), f"facts of {path.name}")
@@ -173,7 +198,9 @@ def generations(folder: Path) -> list[tuple[int, Path]]:
 
 def foreign(folder: Path) -> tuple[str, ...]:
     """Return a warning for every safetensors file in the folder that is not a commit."""
-    strangers = sorted(path.name for path in folder.glob("*.safetensors") if not NAME.fullmatch(path.name))
+    strangers = sorted(
+        path.name for path in folder.glob("*.safetensors") if not NAME.fullmatch(path.name)
+    )
     return tuple(f"{name} is not a state of this folder; it is ignored" for name in strangers)
 
 
@@ -185,11 +212,15 @@ def continued(before: list[tuple[int, Path]], after: int, folder: Path) -> list[
                 load(path)
             except StateError:
                 continue
-            raise StateError(f"{folder} has moved on to generation {number} while this run continued {after}")
+            raise StateError(
+                f"{folder} has moved on to generation {number} while this run continued {after}"
+            )
     return [(number, path) for number, path in before if number <= after]
 
 
-def publish(folder: Path, encoded: safetensors_io.Encoded, generation: int, private: bool = False) -> None:
+def publish(
+    folder: Path, encoded: safetensors_io.Encoded, generation: int, private: bool = False
+) -> None:
     """Write the temporary file, sync it, rename it, sync the folder."""
     temporary = folder / TEMPORARY
     try:
@@ -208,7 +239,9 @@ def publish(folder: Path, encoded: safetensors_io.Encoded, generation: int, priv
 
 def encode(arrays: Mapping[str, Array], facts: str, generation: int) -> safetensors_io.Encoded:
     """Encode the file of one generation."""
-    return safetensors_io.encode(arrays, {"fedscaffold": VERSION, "generation": str(generation), "facts": facts})
+    return safetensors_io.encode(
+        arrays, {"fedscaffold": VERSION, "generation": str(generation), "facts": facts}
+    )
 
 
 def plain(facts: Mapping[str, JSON]) -> str:
@@ -216,7 +249,8 @@ def plain(facts: Mapping[str, JSON]) -> str:
 
     >>> plain({"shape": (3, 4)})
     Traceback (most recent call last):
-    fedscaffold.state.files.StateError: facts must be plain JSON that comes back as given (text keys, lists, finite
+    fedscaffold.state.files.StateError: facts must be plain JSON that comes back as given (text
+        keys, lists, finite
     numbers, no tuples): 'shape' does not
     """
     for key, value in facts.items():
@@ -225,6 +259,8 @@ def plain(facts: Mapping[str, JSON]) -> str:
         except (TypeError, ValueError, RecursionError):
             same = False
         if not same:
-            allowed = "plain JSON that comes back as given (text keys, lists, finite numbers, no tuples)"
+            allowed = (
+                "plain JSON that comes back as given (text keys, lists, finite numbers, no tuples)"
+            )
             raise StateError(f"facts must be {allowed}: {key!r} does not")
     return json.dumps(dict(facts), separators=(",", ":"), sort_keys=True)

@@ -1,7 +1,7 @@
 """File system primitives for durable state: atomic writes, locks, syncs.
 
-Everything goes through `os`, one function per system call, so that tests can stop a writer between any two. POSIX only
-(Linux, macOS): folders are synced, locks are `flock`.
+Everything goes through `os`, one function per system call, so that tests can stop a writer between
+any two. POSIX only (Linux, macOS): folders are synced, locks are `flock`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ from typing import Any
 from fedscaffold.checks import InputError
 
 __all__ = [
-    "StateError", "create", "locked", "make_folder", "open_file", "owned", "refuse_link", "reported", "sync_folder",
-    "write_all", "write_private", "write_whole",
-]  # fmt: skip
+    "StateError",
+    "create",
+    "locked",
+    "make_folder",
+    "open_file",
+    "owned",
+    "refuse_link",
+    "reported",
+    "sync_folder",
+    "write_all",
+    "write_private",
+    "write_whole",
+]
 
 CHUNK = 8 << 20
 """Largest number of bytes per system call, so that signals are handled in between."""
@@ -41,8 +51,8 @@ def reported(doing: str, *, intact: str = "what was committed before is intact")
     >>> with reported("writing the model"):
     ...     raise OSError(errno.ENOSPC, "No space left on device")
     Traceback (most recent call last):
-    fedscaffold.state.files.StateError: writing the model failed: the disk or the quota is full (No space left on
-    device); what was committed before is intact; free some space and resume
+    fedscaffold.state.files.StateError: writing the model failed: the disk or the quota is full (No
+    space left on device); what was committed before is intact; free some space and resume
     """
     try:
         yield
@@ -74,7 +84,9 @@ def create(path: Path, private: bool = False) -> int:
     return fd
 
 
-def write_whole(path: Path, data: bytes | str | Callable[[int], object], *, private: bool = False) -> None:
+def write_whole(
+    path: Path, data: bytes | str | Callable[[int], object], *, private: bool = False
+) -> None:
     """Write a file atomically. Unlike a commit it is not synced, so a power cut may lose it.
 
     Args:
@@ -82,7 +94,9 @@ def write_whole(path: Path, data: bytes | str | Callable[[int], object], *, priv
         data: Its bytes, its text (UTF-8), or a function that writes them to a file descriptor.
         private: Whether only its owner may read it, whatever the umask.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # another process may write the same file
+    temporary = path.with_name(
+        f"{path.name}.{os.getpid()}.part"
+    )  # another process may write the same file
     fd = create(temporary, private)
     try:
         if callable(data):
@@ -100,7 +114,9 @@ def write_private(path: Path, data: bytes | str | Callable[[int], object]) -> No
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open an existing regular file without blocking; raise StateError for links, pipes, devices and folders.
+    """Open an existing regular file without blocking.
+
+    Raise StateError for links, pipes, devices and folders.
 
     >>> open_file(Path("/dev/null"))
     Traceback (most recent call last):
@@ -124,7 +140,10 @@ def refuse_link(folder: Path) -> None:
     >>> refuse_link(Path("nowhere"))
     """
     if folder.is_symlink():
-        raise StateError(f"{folder} is a symbolic link, and state is not written through links; give the folder itself")
+        raise StateError(
+            f"{folder} is a symbolic link, and state is not written through links; give the folder "
+            "itself"
+        )
 
 
 def sync_folder(folder: Path) -> None:
@@ -157,7 +176,9 @@ def locked(path: Path) -> Iterator[int]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StateError(f"{path.parent} is in use by another process; end it or take another folder") from None
+            raise StateError(
+                f"{path.parent} is in use by another process; end it or take another folder"
+            ) from None
         yield fd
     finally:
         os.close(fd)
@@ -165,7 +186,9 @@ def locked(path: Path) -> Iterator[int]:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Lock a folder for the duration of a run; raise StateError with the process number if another holds it.
+    """Lock a folder for the duration of a run.
+
+    Raise StateError with the process number if another holds it.
 
     A killed owner leaves only an unlocked file behind.
 
@@ -174,7 +197,8 @@ def owned(folder: Path) -> Iterator[None]:
     >>> with owned(place), owned(place):
     ...     pass
     Traceback (most recent call last):
-    fedscaffold.state.files.StateError: ... is in use by process ...: wait until it ends, or take another folder
+    fedscaffold.state.files.StateError: ... is in use by process ...: wait until it ends, or take
+        another folder
     """
     path = folder / OWNER
     make_folder(folder)

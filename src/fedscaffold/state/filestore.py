@@ -1,19 +1,23 @@
-"""File store of client vectors: limited by the disk only, at a cost per round independent of the number of clients.
+"""File store of client vectors.
+
+Limited by the disk only, at a cost per round independent of the number of clients.
 
 Files of a store, named after a random identity so that two runs never mix:
 
     rows-<id>            the base: row i of N at offset i * stride; sparse, clients never heard take no space
     rows-<id>-<number>   a segment: the rows written between two commits, in order of writing
 
-Rows are written to the current segment only: nothing that a commit refers to is changed, and no fsync is needed before
-the next commit. `snapshot` syncs the segment and returns what the commit must hold: the bitmap of clients seen, and the
-segments above the base with their clients and checksums. After a crash, `restore` uses these and ignores later writes.
+Rows are written to the current segment only: nothing that a commit refers to is changed, and no
+fsync is needed before the next commit. `snapshot` syncs the segment and returns what the commit
+must hold: the bitmap of clients seen, and the segments above the base with their clients and
+checksums. After a crash, `restore` uses these and ignores later writes.
 
-Segments are merged into the base. Let s(g) be the rows written between the commits g-1 and g. Commit g lists s(g-1) and
-s(g), so once it is done, both generations that may have to be restored, g and g-1, list s(g-1): its rows may be copied
-to the base, as many with each write as are written, the rest with the next snapshot. Either generation still reads them
-from the segment, so a partly written base does no harm. A segment is deleted when neither of the last two commits lists
-it; older generations can then not be restored.
+Segments are merged into the base. Let s(g) be the rows written between the commits g-1 and g.
+Commit g lists s(g-1) and s(g), so once it is done, both generations that may have to be restored, g
+and g-1, list s(g-1): its rows may be copied to the base, as many with each write as are written,
+the rest with the next snapshot. Either generation still reads them from the segment, so a partly
+written base does no harm. A segment is deleted when neither of the last two commits lists it; older
+generations can then not be restored.
 """
 
 from __future__ import annotations
@@ -28,7 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedscaffold import checks
-from fedscaffold.state.files import StateError, locked, make_folder, refuse_link, reported, sync_folder
+from fedscaffold.state.files import (
+    StateError,
+    locked,
+    make_folder,
+    refuse_link,
+    reported,
+    sync_folder,
+)
 from fedscaffold.state.rowfile import RowFile, Segment
 from fedscaffold.state.safetensors_io import Array
 from fedscaffold.state.stores import Clients, known, members, part, vectors
@@ -41,8 +52,9 @@ INTACT = "the generations committed before are intact; resume from the last"
 class FileStore:
     """Store of client vectors in files of `folder`; see the module docstring.
 
-    One process may write. With `read_only`, other processes may restore a generation and read it; their reads are valid
-    if the commit still exists afterwards, as nothing that it refers to changes before it is deleted.
+    One process may write. With `read_only`, other processes may restore a generation and read it;
+    their reads are valid if the commit still exists afterwards, as nothing that it refers to
+    changes before it is deleted.
 
     >>> import tempfile
     >>> store = FileStore(tempfile.mkdtemp(), 1_000_000, 3, "float64")
@@ -62,15 +74,23 @@ class FileStore:
         *,
         read_only: bool = False,
     ) -> None:
-        self.folder, self.num_clients, self.dim = Path(folder), checks.whole("num_clients", num_clients), dim
+        self.folder, self.num_clients, self.dim = (
+            Path(folder),
+            checks.whole("num_clients", num_clients),
+            dim,
+        )
         self.dtype = np.dtype(dtype)
         self.identity = secrets.token_hex(8)
         self.seen = np.zeros((num_clients + 7) // 8, np.uint8)
         self.base: RowFile | None = None
-        self.spent: list[Segment] = []  # listed by the last commit but one only; merged into the base
+        self.spent: list[
+            Segment
+        ] = []  # listed by the last commit but one only; merged into the base
         self.listed: list[Segment] = []  # listed by the last commit, the newer one last
         self.current: Segment | None = None
-        self.due: list[int] = []  # clients of the older listed segment whose rows are not yet in the base
+        self.due: list[
+            int
+        ] = []  # clients of the older listed segment whose rows are not yet in the base
         self.pending = False  # between snapshot() and committed(): no writes
         self.read_only, self.held = read_only, ExitStack()
         if not read_only:
@@ -85,7 +105,8 @@ class FileStore:
         rows = np.zeros((len(who), self.dim), self.dtype)
         heard = np.flatnonzero(bits(self.seen, who))
         places = [
-            (place, client, self.segment(client)) for place, client in zip(heard, who[heard].tolist(), strict=True)
+            (place, client, self.segment(client))
+            for place, client in zip(heard, who[heard].tolist(), strict=True)
         ]
         with reported(f"reading client rows in {self.folder}", intact=INTACT):
             for _, client, segment in places:
@@ -115,12 +136,18 @@ class FileStore:
         """Yield the clients ever written and their vectors, `size` at a time."""
         step = 1 << 16
         for start in range(0, len(self.seen), step):
-            heard = np.flatnonzero(np.unpackbits(self.seen[start : start + step], bitorder="little")) + 8 * start
+            heard = (
+                np.flatnonzero(np.unpackbits(self.seen[start : start + step], bitorder="little"))
+                + 8 * start
+            )
             for first in range(0, len(heard), size):
                 yield heard[first : first + size], self.read(heard[first : first + size])
 
     def snapshot(self) -> dict[str, Array]:
-        """Sync all rows and return the arrays that the commit must hold; no writes until `committed`."""
+        """Sync all rows and return the arrays that the commit must hold.
+
+        No writes until `committed`.
+        """
         with reported(f"keeping client rows in {self.folder}", intact=INTACT):
             segment = self.opened()
             self.settle(len(self.due))
@@ -143,7 +170,9 @@ class FileStore:
     def committed(self) -> None:
         """Start a new segment and delete those that neither of the last two commits lists."""
         if not self.pending or self.current is None:
-            raise StateError("committed() must follow snapshot() and the commit of what it returned")
+            raise StateError(
+                "committed() must follow snapshot() and the commit of what it returned"
+            )
         for segment in self.spent:
             segment.file.close()
         self.spent, self.listed = self.listed[:-1], [*self.listed[-1:], self.current]
@@ -178,7 +207,9 @@ class FileStore:
     def bottom(self) -> RowFile:
         """Return the base file; raise StateError if it is missing."""
         if self.base is None:
-            raise StateError(f"{self.path().name} is missing from {self.folder}; it holds rows of clients")
+            raise StateError(
+                f"{self.path().name} is missing from {self.folder}; it holds rows of clients"
+            )
         return self.base
 
     def opened(self) -> Segment:
@@ -213,7 +244,9 @@ class FileStore:
             self.listed.append(segment)
             segment.slots = {client: slot for slot, client in enumerate(clients.tolist())}
             segment.sums.extend(sums.tolist())
-            with reported(f"reading {segment.file.path}", intact="an older generation may be whole"):
+            with reported(
+                f"reading {segment.file.path}", intact="an older generation may be whole"
+            ):
                 for client in segment.slots:
                     segment.get(client, row)
         above = {client for segment in self.listed for client in segment.slots}
@@ -224,12 +257,16 @@ class FileStore:
 
     def existing(self, path: Path) -> RowFile:
         """Open an existing file of rows."""
-        with reported(f"opening {path.name} in {self.folder}", intact="an older generation may be whole"):
+        with reported(
+            f"opening {path.name} in {self.folder}", intact="an older generation may be whole"
+        ):
             return RowFile(path, self.dim, self.dtype, os.O_RDONLY if self.read_only else os.O_RDWR)
 
     def path(self, number: int | None = None) -> Path:
         """Return the path of the base, or of a segment."""
-        return self.folder / (f"rows-{self.identity}" + ("" if number is None else f"-{number:08d}"))
+        return self.folder / (
+            f"rows-{self.identity}" + ("" if number is None else f"-{number:08d}")
+        )
 
     def numbers(self) -> set[int]:
         """Return the numbers of this store's segments on disk."""
@@ -257,7 +294,9 @@ def described(
     identity = part(arrays, "identity", np.uint8, (8,)).tobytes().hex()
     shape = part(arrays, "shape", np.int64, (3,)).tolist()
     if shape != [num_clients, dim, dtype.itemsize]:
-        raise StateError(f"the snapshot has {shape[0]} clients, d = {shape[1]} and {shape[2]} bytes for a number")
+        raise StateError(
+            f"the snapshot has {shape[0]} clients, d = {shape[1]} and {shape[2]} bytes for a number"
+        )
     seen = part(arrays, "seen", np.uint8, ((num_clients + 7) // 8,)).copy()
     numbers = part(arrays, "segments", np.int64, (None,))
     counts = part(arrays, "counts", np.int64, (len(numbers),))

@@ -1,7 +1,8 @@
 """Prefetching: the next cohort's rows are read from disk while the current round computes.
 
-One thread does all reads and writes of the store in order, so no row is read while it is written. Clients that are also
-in the current cohort, whose new rows are not written yet, are not prefetched; they are read after the write.
+One thread does all reads and writes of the store in order, so no row is read while it is written.
+Clients that are also in the current cohort, whose new rows are not written yet, are not prefetched;
+they are read after the write.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Prefetched:
         ...                             # compute
         store.write(cohort, new_rows)   # starts writing; `new_rows` must not be modified afterwards
 
-    Clients that were read but not yet written are not prefetched, as their rows would be stale. Errors of the thread
-    are raised by the next call.
+    Clients that were read but not yet written are not prefetched, as their rows would be stale.
+    Errors of the thread are raised by the next call.
 
     >>> from fedscaffold.state.stores import ArrayStore
     >>> store = Prefetched(ArrayStore(3, 1, "float64"))

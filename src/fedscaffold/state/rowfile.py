@@ -2,8 +2,8 @@
 
     a row     d numbers, then their CRC-32, seeded with the client number, which detects misplaced rows too
 
-Rows are read with pread and written with pwrite. A memory map would read ahead far more than the wanted row, signal
-disk errors with SIGBUS, and count as memory of the process.
+Rows are read with pread and written with pwrite. A memory map would read ahead far more than the
+wanted row, signal disk errors with SIGBUS, and count as memory of the process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ class RowFile:
     Creates a new file, or opens an existing one if `flags` is given.
     """
 
-    def __init__(self, path: Path, dim: int, dtype: npt.DTypeLike, flags: int | None = None) -> None:
+    def __init__(
+        self, path: Path, dim: int, dtype: npt.DTypeLike, flags: int | None = None
+    ) -> None:
         self.path, self.stride = path, dim * np.dtype(dtype).itemsize + 4
         self.fd = create(path) if flags is None else open_file(path, flags)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)  # rows are read in random order: no readahead
+            os.posix_fadvise(
+                self.fd, 0, 0, os.POSIX_FADV_RANDOM
+            )  # rows are read in random order: no readahead
 
     def soon(self, slot: int) -> None:
         """Advise the system to prefetch a row."""
@@ -41,7 +45,10 @@ class RowFile:
             os.posix_fadvise(self.fd, slot * self.stride, self.stride, os.POSIX_FADV_WILLNEED)
 
     def get(self, slot: int, client: int, row: Array) -> int:
-        """Read the row at `slot` into `row` and return its checksum; raise StateError if it is not that client's."""
+        """Read the row at `slot` into `row` and return its checksum.
+
+        Raise StateError if it is not that client's.
+        """
         stored = bytearray(4)
         count = os.preadv(self.fd, [row.view(np.uint8).data, stored], slot * self.stride)
         total = checksum(row, client)
@@ -89,7 +96,9 @@ class Segment:
         """Read the row of a client; raise StateError if it is not the one written."""
         slot = self.slots[client]
         if self.file.get(slot, client, row) != self.sums[slot]:
-            raise StateError(f"the row of client {client} in {self.file.path.name} is not the one committed")
+            raise StateError(
+                f"the row of client {client} in {self.file.path.name} is not the one committed"
+            )
 
 
 def checksum(row: Array, client: int) -> int:

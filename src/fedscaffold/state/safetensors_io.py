@@ -4,9 +4,11 @@
     n bytes    JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
     the rest   the arrays' bytes, one after the other without holes, little-endian, C order
 
-NumPy has no bfloat16, so such arrays are pairs of bytes (V2). Any safetensors reader opens these files. The format is
-implemented here because the SHA-256 is computed while writing, without copying the arrays, and because files may come
-from untrusted sources: everything is validated, and arrays take no more memory than the file has bytes.
+NumPy has no bfloat16, so such arrays are pairs of bytes (V2). Any safetensors reader opens these
+files. The format is implemented here because the SHA-256 is computed while writing, without copying
+the arrays, and because files may come
+from untrusted sources: everything is validated, and arrays take no more memory than the file has
+    bytes.
 """
 
 from __future__ import annotations
@@ -29,10 +31,20 @@ __all__ = ["Array", "Encoded", "bfloat16", "encode", "read", "strict_json", "wri
 Array: TypeAlias = npt.NDArray[Any]
 
 DTYPES = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "|V2", "BOOL": "|b1",
-    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1",
-}  # fmt: skip
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "|V2",
+    "BOOL": "|b1",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "|i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "|u1",
+}
 BYTES = np.dtype("V2")
 CODES = {np.dtype(text): code for code, text in DTYPES.items()}
 HEADER_LIMIT = 3 << 20
@@ -48,32 +60,47 @@ class Encoded(NamedTuple):
 
 
 def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> Encoded:
-    """Check arrays and metadata and encode the header; arrays are copied only to make them C-ordered little-endian.
+    """Check arrays and metadata and encode the header.
+
+    Arrays are copied only to make them C-ordered little-endian.
 
     >>> encode({"x": np.array([1j])}, {})
     Traceback (most recent call last):
-    fedscaffold.state.files.StateError: array 'x' has dtype complex128, which cannot be kept; allowed: bool, float16,
-    float32, float64, int16, int32, int64, int8, uint16, uint32, uint64, uint8
+    fedscaffold.state.files.StateError: array 'x' has dtype complex128, which cannot be kept;
+    allowed: bool, float16, float32, float64, int16, int32, int64, int8, uint16, uint32, uint64,
+    uint8
     """
     header: dict[str, Any] = {METADATA: dict(metadata)}
     ordered: list[Array] = []
     given = {name: np.asarray(array) for name, array in arrays.items()}
     begin = 0
-    for name in sorted(given, key=lambda name: (-given[name].itemsize, name)):  # widest first: all aligned
+    for name in sorted(
+        given, key=lambda name: (-given[name].itemsize, name)
+    ):  # widest first: all aligned
         array = given[name]
         little = array.dtype.newbyteorder("<")
         if little not in CODES or name == METADATA:
             allowed = ", ".join(sorted(dtype.name for dtype in CODES if dtype != BYTES))
-            reason = "is a reserved name" if name == METADATA else f"has dtype {array.dtype}, which cannot be kept"
+            reason = (
+                "is a reserved name"
+                if name == METADATA
+                else f"has dtype {array.dtype}, which cannot be kept"
+            )
             raise StateError(f"array {name!r} {reason}; allowed: {allowed}")
         end = begin + array.nbytes
-        header[name] = {"dtype": CODES[little], "shape": list(array.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": CODES[little],
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
         ordered.append(np.asarray(array, dtype=little, order="C"))
         begin = end
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
-        raise StateError(f"facts and names take {len(text)} bytes, at most {HEADER_LIMIT} are kept; use arrays")
+        raise StateError(
+            f"facts and names take {len(text)} bytes, at most {HEADER_LIMIT} are kept; use arrays"
+        )
     return Encoded(len(text).to_bytes(8, "little") + text, ordered)
 
 
@@ -102,7 +129,10 @@ def write(fd: int, encoded: Encoded) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Array], dict[str, str], str]:
-    """Return the arrays, the metadata and the SHA-256 of a file; raise StateError if it is invalid."""
+    """Return the arrays, the metadata and the SHA-256 of a file.
+
+    Raise StateError if it is invalid.
+    """
     with reported(f"reading {path.name}"):
         fd = open_file(path)
         try:
@@ -112,16 +142,24 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str], str]:
 
 
 def contents(fd: int, size: int, name: str) -> tuple[dict[str, Array], dict[str, str], str]:
-    """Return the arrays, metadata and SHA-256 of an open file of `size` bytes; `name` is used in messages."""
+    """Return the arrays, metadata and SHA-256 of an open file of `size` bytes.
+
+    `name` is used in messages.
+    """
     digest = hashlib.sha256()
     if size < 8:
         raise StateError(f"{name} is truncated: {size} bytes")
     length = int.from_bytes(filled(fd, bytearray(8), digest, name), "little")
     if length > min(size - 8, HEADER_LIMIT):
-        raise StateError(f"{name} claims a header of {length} bytes; it has {size} and {HEADER_LIMIT} are allowed")
+        raise StateError(
+            f"{name} claims a header of {length} bytes; it has {size} and {HEADER_LIMIT} are "
+            "allowed"
+        )
     header = strict_json(filled(fd, bytearray(length), digest, name), name)
     metadata = header.pop(METADATA, None)
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise StateError(f"{name} has no metadata of texts")
     arrays = {}
     for key, (dtype, shape) in layout(header, size - 8 - length, name).items():
@@ -134,30 +172,47 @@ def contents(fd: int, size: int, name: str) -> tuple[dict[str, Array], dict[str,
     return arrays, metadata, digest.hexdigest()
 
 
-def layout(header: dict[str, Any], room: int, name: str) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+def layout(
+    header: dict[str, Any], room: int, name: str
+) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
     """Return dtype and shape of the arrays in file order, if they fill the `room` bytes after the header exactly."""
     rows = []
     for key, entry in header.items():
         wanted = {"dtype", "shape", "data_offsets"}
-        if not isinstance(entry, dict) or entry.keys() != wanted or entry["dtype"] not in list(DTYPES):
-            raise StateError(f"{name}: array {key!r} is not described by a known dtype, a shape and offsets")
+        if (
+            not isinstance(entry, dict)
+            or entry.keys() != wanted
+            or entry["dtype"] not in list(DTYPES)
+        ):
+            raise StateError(
+                f"{name}: array {key!r} is not described by a known dtype, a shape and offsets"
+            )
         shape, offsets = entry["shape"], entry["data_offsets"]
         if not (whole(shape) and whole(offsets)) or len(offsets) != 2 or len(shape) > 32:
-            raise StateError(f"{name}: array {key!r} has a shape or offsets that are not whole numbers")
+            raise StateError(
+                f"{name}: array {key!r} has a shape or offsets that are not whole numbers"
+            )
         dtype = np.dtype(DTYPES[entry["dtype"]])
         if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
-            raise StateError(f"{name}: array {key!r} of shape {shape} does not fit its offsets {offsets}")
+            raise StateError(
+                f"{name}: array {key!r} of shape {shape} does not fit its offsets {offsets}"
+            )
         rows.append((offsets, key, dtype, tuple(shape)))
     rows.sort(key=lambda row: row[0])
     edges = [edge for offsets, *_ in rows for edge in offsets]
     if [0, *edges[1::2]] != [*edges[::2], room]:
-        raise StateError(f"{name}: its arrays do not fill the {room} bytes after its header; it is cut or overlaps")
+        raise StateError(
+            f"{name}: its arrays do not fill the {room} bytes after its header; it is cut or "
+            "overlaps"
+        )
     return {key: (dtype, shape) for _, key, dtype, shape in rows}
 
 
 def whole(values: Any) -> bool:
     """Return whether `values` is a list of non-negative integers below 2^63."""
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 1 << 63 for value in values
+    )
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Array:

@@ -1,7 +1,8 @@
 """Client records on disk, read per cohort.
 
-A folder holds one file per column (`column-0`, `column-1`, ...: the records of all clients concatenated, little-endian,
-C order) and one commit (see `commit.py`) with the clients' offsets as an array and the columns' names, dtypes, shapes
+A folder holds one file per column (`column-0`, `column-1`, ...: the records of all clients
+concatenated, little-endian, C order) and one commit (see `commit.py`) with the clients' offsets as
+an array and the columns' names, dtypes, shapes
 and checksums as facts. The commit is written last: a folder without it is incomplete.
 """
 
@@ -56,7 +57,12 @@ class Records:
         if snapshot is None:
             raise StateError(f"{folder} holds no records; write some with write_records")
         offsets, columns = snapshot.arrays.get("offsets"), snapshot.facts.get("columns")
-        if offsets is None or offsets.dtype != np.int64 or offsets.ndim != 1 or not isinstance(columns, list):
+        if (
+            offsets is None
+            or offsets.dtype != np.int64
+            or offsets.ndim != 1
+            or not isinstance(columns, list)
+        ):
             raise StateError(f"{folder} holds a state, but no records")
         if len(offsets) < 2 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
             raise StateError(f"{folder}: the offsets of its records do not ascend from 0")
@@ -72,10 +78,16 @@ class Records:
         """Open the file of a column and check its size."""
         path = self.folder / f"column-{number}"
         try:
-            name, dtype, crc = str(facts["name"]), np.dtype(DTYPES[facts["dtype"]]), int(facts["crc"])
+            name, dtype, crc = (
+                str(facts["name"]),
+                np.dtype(DTYPES[facts["dtype"]]),
+                int(facts["crc"]),
+            )
             shape = tuple(checks.whole("shape", length) for length in facts["shape"])
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"{path} is not described by its name, dtype, shape and checksum") from error
+            raise StateError(
+                f"{path} is not described by its name, dtype, shape and checksum"
+            ) from error
         width = dtype.itemsize * math.prod(shape)
         with reported(f"opening {path}", intact="nothing was changed"):
             fd = open_file(path)
@@ -99,14 +111,21 @@ class Records:
         """Return the concatenated records of some clients, and their offsets."""
         who = np.asarray(clients, np.int64)
         if who.ndim != 1 or (who.size and (who.min() < 0 or who.max() >= len(self))):
-            raise checks.InputError(f"clients must be a list of numbers from 0 to {len(self) - 1}, got {clients!r}")
+            raise checks.InputError(
+                f"clients must be a list of numbers from 0 to {len(self) - 1}, got {clients!r}"
+            )
         begin, counts = self.offsets[who], self.offsets[who + 1] - self.offsets[who]
         ends = np.concatenate([[0], np.cumsum(counts)])
-        rows = {name: np.empty((int(ends[-1]), *column.shape), column.dtype) for name, column in self.columns.items()}
+        rows = {
+            name: np.empty((int(ends[-1]), *column.shape), column.dtype)
+            for name, column in self.columns.items()
+        }
         with reported(f"reading records in {self.folder}", intact="nothing was changed"):
             for name, column in self.columns.items():
                 view = raw(rows[name])
-                for start, end, place in zip(ends[:-1].tolist(), ends[1:].tolist(), begin.tolist(), strict=True):
+                for start, end, place in zip(
+                    ends[:-1].tolist(), ends[1:].tolist(), begin.tolist(), strict=True
+                ):
                     piece = view[start * column.width : end * column.width]
                     read_at(column.fd, piece, place * column.width)
         return rows, ends
@@ -150,8 +169,8 @@ def write_records(folder: Path | str, clients: Iterable[Mapping[str, npt.ArrayLi
 
     Args:
         folder: The folder; must hold no records or state.
-        clients: Yields a dict of columns per client, all with the same number of rows. Names, dtypes and row shapes
-            must be those of the first client.
+        clients: Yields a dict of columns per client, all with the same number of rows. Names,
+            dtypes and row shapes must be those of the first client.
     """
     folder = Path(folder)
     if latest(folder) is not None:
@@ -165,7 +184,9 @@ def write_records(folder: Path | str, clients: Iterable[Mapping[str, npt.ArrayLi
             for number, client in enumerate(clients):
                 given = {name: np.asarray(column) for name, column in client.items()}
                 if not columns:
-                    columns = [begun(folder, place, name, given[name]) for place, name in enumerate(given)]
+                    columns = [
+                        begun(folder, place, name, given[name]) for place, name in enumerate(given)
+                    ]
                     sums = [0] * len(columns)
                 counts.append(fitting(number, given, columns))
                 for place, column in enumerate(columns):
@@ -181,10 +202,19 @@ def write_records(folder: Path | str, clients: Iterable[Mapping[str, npt.ArrayLi
     if not counts:
         raise checks.InputError("clients must hold at least one client, got an empty iterable")
     facts = [
-        {"name": column.name, "dtype": CODES[column.dtype], "shape": list(column.shape), "crc": total}
+        {
+            "name": column.name,
+            "dtype": CODES[column.dtype],
+            "shape": list(column.shape),
+            "crc": total,
+        }
         for column, total in zip(columns, sums, strict=True)
     ]
-    commit(folder, {"offsets": np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])}, {"columns": facts})
+    commit(
+        folder,
+        {"offsets": np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])},
+        {"columns": facts},
+    )
     return Records(folder)
 
 
@@ -192,21 +222,34 @@ def begun(folder: Path, number: int, name: str, first: Array) -> Writing:
     """Create the file of a column, with dtype and row shape of the first client's."""
     little = first.dtype.newbyteorder("<")
     if little not in CODES or first.ndim == 0 or 0 in first.shape[1:] or not isinstance(name, str):
-        raise checks.InputError(f"column {name!r} must be an array of numbers with one row for each record")
-    return Writing(name, os.fdopen(create(folder / f"column-{number}"), "wb", 1 << 20), little, first.shape[1:])
+        raise checks.InputError(
+            f"column {name!r} must be an array of numbers with one row for each record"
+        )
+    return Writing(
+        name, os.fdopen(create(folder / f"column-{number}"), "wb", 1 << 20), little, first.shape[1:]
+    )
 
 
 def fitting(number: int, given: Mapping[str, Array], columns: list[Writing]) -> int:
-    """Return a client's number of records; raise InputError unless its columns match, are equally long and finite."""
+    """Return a client's number of records.
+
+    Raise InputError unless its columns match, are equally long and finite.
+    """
     if given.keys() != {column.name for column in columns}:
-        raise checks.InputError(f"client {number} has columns {sorted(given)}, the first has other ones")
+        raise checks.InputError(
+            f"client {number} has columns {sorted(given)}, the first has other ones"
+        )
     rows = {len(array) if array.ndim else -1 for array in given.values()}
     if len(rows) != 1:
         raise checks.InputError(f"client {number} has columns of different length")
     for column in columns:
         array = given[column.name]
         if array.dtype.newbyteorder("<") != column.dtype or array.shape[1:] != column.shape:
-            raise checks.InputError(f"client {number}: column {column.name!r} is not like the first client's")
+            raise checks.InputError(
+                f"client {number}: column {column.name!r} is not like the first client's"
+            )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise checks.InputError(f"client {number}: column {column.name!r} must be finite, found NaN or inf")
+            raise checks.InputError(
+                f"client {number}: column {column.name!r} must be finite, found NaN or inf"
+            )
     return rows.pop()

@@ -1,7 +1,7 @@
 """Stores of client vectors behind one interface: a dense array, a sparse table, or files.
 
-A client that was never written has the zero vector. All stores return exactly the bits that were written, and raise an
-InputError for a request that names a client twice.
+A client that was never written has the zero vector. All stores return exactly the bits that were
+written, and raise an InputError for a request that names a client twice.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ class Store(Protocol):
         """Yield (clients, vectors) of all clients that may be non-zero, `size` at a time, in ascending order."""
 
     def snapshot(self) -> dict[str, Array]:
-        """Return the arrays that the next commit must hold for `restore`; valid until the next write."""
+        """Return the arrays that the next commit must hold for `restore`.
+
+        Valid until the next write.
+        """
 
     def committed(self) -> None:
-        """Notify the store that the last snapshot was committed; what only older commits need may be deleted."""
+        """Notify the store that the last snapshot was committed.
+
+        What only older commits need may be deleted.
+        """
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Restore a snapshot; raise StateError if it does not fit this store or its files are damaged."""
@@ -55,16 +61,23 @@ def members(clients: npt.ArrayLike, num_clients: int) -> Clients:
 
     >>> members([3, 1, 3], 5)
     Traceback (most recent call last):
-    fedscaffold.checks.InputError: clients must be named once in a request, got client 3 more than once
+    fedscaffold.checks.InputError: clients must be named once in a request, got client 3 more than
+        once
     """
     given = np.asarray(clients)
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        raise checks.InputError(f"clients must be a list of whole numbers, got {given.dtype} of shape {given.shape}")
+        raise checks.InputError(
+            f"clients must be a list of whole numbers, got {given.dtype} of shape {given.shape}"
+        )
     order = np.sort(given)
     if order.size and (order[0] < 0 or order[-1] >= num_clients):
-        raise checks.InputError(f"clients must be from 0 to {num_clients - 1}, got {order[0]} to {order[-1]}")
+        raise checks.InputError(
+            f"clients must be from 0 to {num_clients - 1}, got {order[0]} to {order[-1]}"
+        )
     if (twice := order[1:][order[1:] == order[:-1]]).size:
-        raise checks.InputError(f"clients must be named once in a request, got client {twice[0]} more than once")
+        raise checks.InputError(
+            f"clients must be named once in a request, got client {twice[0]} more than once"
+        )
     return given.astype(np.int64)
 
 
@@ -80,17 +93,27 @@ def vectors(rows: Any, count: int, dim: int, dtype: np.dtype[Any]) -> Array:
     """Return rows as a contiguous array, after checking shape and dtype; nothing is cast."""
     given = np.asarray(rows)
     if given.shape != (count, dim) or given.dtype != dtype:
-        raise checks.InputError(f"rows must be {dtype} of shape {(count, dim)}, got {given.dtype} of {given.shape}")
+        raise checks.InputError(
+            f"rows must be {dtype} of shape {(count, dim)}, got {given.dtype} of {given.shape}"
+        )
     return np.ascontiguousarray(given)
 
 
-def part(arrays: Mapping[str, Array], name: str, dtype: npt.DTypeLike, shape: tuple[int | None, ...]) -> Array:
+def part(
+    arrays: Mapping[str, Array], name: str, dtype: npt.DTypeLike, shape: tuple[int | None, ...]
+) -> Array:
     """Return an array of a snapshot, after checking its dtype and shape (None: any length)."""
     array = arrays.get(name)
     if array is None or array.dtype != dtype or array.ndim != len(shape):
-        raise StateError(f"the snapshot has no {np.dtype(dtype)} array {name!r} of {len(shape)} dimensions")
-    if any(want is not None and have != want for have, want in zip(array.shape, shape, strict=True)):
-        raise StateError(f"{name!r} of the snapshot has shape {array.shape}; this store needs {shape}")
+        raise StateError(
+            f"the snapshot has no {np.dtype(dtype)} array {name!r} of {len(shape)} dimensions"
+        )
+    if any(
+        want is not None and have != want for have, want in zip(array.shape, shape, strict=True)
+    ):
+        raise StateError(
+            f"{name!r} of the snapshot has shape {array.shape}; this store needs {shape}"
+        )
     return array
 
 
@@ -105,7 +128,11 @@ class ArrayStore:
     """
 
     def __init__(self, num_clients: int, dim: int, dtype: npt.DTypeLike = np.float32) -> None:
-        self.num_clients, self.dim, self.dtype = checks.whole("num_clients", num_clients), dim, np.dtype(dtype)
+        self.num_clients, self.dim, self.dtype = (
+            checks.whole("num_clients", num_clients),
+            dim,
+            np.dtype(dtype),
+        )
         self.rows = np.zeros((num_clients, dim), dtype)
 
     def read(self, clients: npt.ArrayLike) -> Array:
@@ -120,7 +147,10 @@ class ArrayStore:
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
         """Yield all clients and their vectors, `size` at a time."""
         for start in range(0, self.num_clients, size):
-            yield np.arange(start, min(start + size, self.num_clients)), self.rows[start : start + size]
+            yield (
+                np.arange(start, min(start + size, self.num_clients)),
+                self.rows[start : start + size],
+            )
 
     def snapshot(self) -> dict[str, Array]:
         """Return all rows, not copied."""
@@ -138,7 +168,9 @@ class ArrayStore:
 
 
 class SparseStore:
-    """Sparse store: the vectors of clients ever written, in memory; the others are zero and take no space.
+    """Sparse store: the vectors of clients ever written, in memory.
+
+    The others are zero and take no space.
 
     >>> store = SparseStore(1_000_000_000, 2, "float64")
     >>> store.write([999_999_999, 5], np.array([[1.0, 2.0], [3.0, 4.0]]))
@@ -150,13 +182,19 @@ class SparseStore:
     """
 
     def __init__(self, num_clients: int, dim: int, dtype: npt.DTypeLike = np.float32) -> None:
-        self.num_clients, self.dim, self.dtype = checks.whole("num_clients", num_clients), dim, np.dtype(dtype)
+        self.num_clients, self.dim, self.dtype = (
+            checks.whole("num_clients", num_clients),
+            dim,
+            np.dtype(dtype),
+        )
         self.slots: dict[int, int] = {}
         self.rows = np.empty((0, dim), dtype)
 
     def read(self, clients: npt.ArrayLike) -> Array:
         """Return the (S, d) vectors of some clients, zero for those never written."""
-        places = [self.slots.get(client, -1) for client in members(clients, self.num_clients).tolist()]
+        places = [
+            self.slots.get(client, -1) for client in members(clients, self.num_clients).tolist()
+        ]
         slots = np.array(places, np.int64)
         out = np.zeros((len(slots), self.dim), self.dtype)
         out[slots >= 0] = self.rows[slots[slots >= 0]]
@@ -181,7 +219,10 @@ class SparseStore:
 
     def snapshot(self) -> dict[str, Array]:
         """Return the clients ever written, in order of first write, and their rows, not copied."""
-        return {"clients": np.array(list(self.slots), np.int64), "rows": self.rows[: len(self.slots)]}
+        return {
+            "clients": np.array(list(self.slots), np.int64),
+            "rows": self.rows[: len(self.slots)],
+        }
 
     def committed(self) -> None:
         """Nothing to let go."""
@@ -206,17 +247,27 @@ def mean(store: Store, weights: Array | None = None) -> npt.NDArray[np.float64]:
     """
     total = np.zeros(store.dim)
     for clients, rows in store.chunks():
-        share = np.full(len(clients), 1.0 / store.num_clients) if weights is None else np.asarray(weights)[clients]
+        share = (
+            np.full(len(clients), 1.0 / store.num_clients)
+            if weights is None
+            else np.asarray(weights)[clients]
+        )
         total += share.astype(np.float64) @ rows.astype(np.float64)
     return total
 
 
 def choose(
-    num_clients: int, dim: int, dtype: npt.DTypeLike, cohort: int, rounds: int, memory_limit: int = 1 << 30
+    num_clients: int,
+    dim: int,
+    dtype: npt.DTypeLike,
+    cohort: int,
+    rounds: int,
+    memory_limit: int = 1 << 30,
 ) -> str:
     """Choose the kind of store that fits `memory_limit` bytes: "array", else "sparse", else "file".
 
-    "array" holds all N vectors; "sparse" those of the clients expected to take part, N (1 - (1 - S/N)^R) plus a margin.
+    "array" holds all N vectors; "sparse" those of the clients expected to take part, N (1 - (1 -
+    S/N)^R) plus a margin.
 
     >>> choose(1000, 100, "float32", cohort=10, rounds=1000)
     'array'

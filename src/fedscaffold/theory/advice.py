@@ -1,21 +1,23 @@
 """Which of SGD, FedAvg and SCAFFOLD to use on a problem, with which step size and number of local steps, and why.
 
-Where f has an optimum, settings are compared by E f(x) - f(x*) after the T rounds that can be afforded, from the
-problem's own start, with its cohorts, weights and noise (`quadratic_model.py`): exact on quadratics, on the quadratic
-model at the optimum otherwise. Tried are
+Where f has an optimum, settings are compared by E f(x) - f(x*) after the T rounds that can be
+afforded, from the problem's own start, with its cohorts, weights and noise (`quadratic_model.py`):
+exact on quadratics, on the quadratic model at the optimum otherwise. Tried are
 
     step sizes      1/L and its halves, L the largest curvature of any client, at the optimum and at the start
     local steps     1 to 1000
     methods         SGD (one step on all data a round), FedAvg, SCAFFOLD
 
-on a grid that is searched downhill. Advised is the simplest method whose best setting is within SIMPLER times the best
-of all, with the fewest local steps that are: SGD and FedAvg send two vectors a round and client, SCAFFOLD three. Where
-the model is no promise, differences within half the sampling error do not count either: other records from the same
-sources would move grad f by a random e of covariance sum p_i^2 V_i / n_i, so the minimum itself is known to
-e' H^-1 e / 2 only (sampling_excess).
+on a grid that is searched downhill. Advised is the simplest method whose best setting is within
+SIMPLER times the best
+of all, with the fewest local steps that are: SGD and FedAvg send two vectors a round and client,
+SCAFFOLD three. Where the model is no promise, differences within half the sampling error do not
+count either: other records from the same sources would move grad f by a random e of covariance sum
+p_i^2 V_i / n_i, so the minimum itself is known to e' H^-1 e / 2 only (sampling_excess).
 
-Where no optimum is found (a network; separable data without l2) nothing can be predicted, and rules of thumb are used,
-with C~ the covariance of the cohort's mean gradient, D FedAvg's drift, and Delta what 50 gradient steps gained:
+Where no optimum is found (a network; separable data without l2) nothing can be predicted, and rules
+of thumb are used, with C~ the covariance of the cohort's mean gradient, D FedAvg's drift, and Delta
+what 50 gradient steps gained:
 
     step            1/L, or where noise asks for less, Delta / (5 T tr C~): with lr K = 10 / L, noise then adds no more
                     to the mean |grad f|^2 of the descent lemma than the distance to go does
@@ -38,7 +40,14 @@ from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.cohorts import Cohorts
 from fedscaffold.theory.derivatives import client_gradients, find_optimum, noise_level, solve
 from fedscaffold.theory.heterogeneity import Heterogeneity, drift
-from fedscaffold.theory.quadratic_model import LOCAL_STEPS, STRIDE, QuadraticModel, cohorts_of, model_of, search
+from fedscaffold.theory.quadratic_model import (
+    LOCAL_STEPS,
+    STRIDE,
+    QuadraticModel,
+    cohorts_of,
+    model_of,
+    search,
+)
 from fedscaffold.theory.round_map import form_of, is_quadratic
 from fedscaffold.theory.subsampling import looks_at, redrawn
 
@@ -48,7 +57,8 @@ SIMPLER = 1.25  # times the best error that a simpler method may leave
 ROUNDING = 1e-26  # of the gap at the start: nobody will see the difference
 HALVINGS = 21  # step sizes tried: 1/L and its halves, down to a millionth
 WITHIN = 0.5  # share of the sampling error within which differences do not matter
-ALIKE = 1.5  # (zeta_1 / chance)^2 up to which gradients may differ by chance only: then it is 1 on average
+# (zeta_1 / chance)^2 up to which gradients may differ by chance only: then it is 1 on average
+ALIKE = 1.5
 FEW = 4  # local steps below which FedAvg gains too little
 DRAWS = 3  # of the sampling error
 HARDLY = 0.95  # of the gap at the start: a setting that leaves more hardly beats the start
@@ -91,7 +101,9 @@ class Advice(NamedTuple):
 
     def __str__(self) -> str:
         steps = "" if self.algorithm == "sgd" else f" and {self.local_steps} local steps"
-        return f"Use {self.algorithm} with lr {self.lr:.2g}{steps}.\n" + "\n".join(f"- {line}" for line in self.why)
+        return f"Use {self.algorithm} with lr {self.lr:.2g}{steps}.\n" + "\n".join(
+            f"- {line}" for line in self.why
+        )
 
 
 class _Case(NamedTuple):
@@ -160,13 +172,18 @@ def _optimum(case: _Case) -> Floats | None:
         return None
 
 
-# --- by the model ---------------------------------------------------------------------------------------------------
+# --- by the model
+# ---------------------------------------------------------------------------------------------------
 
 
 def _by_model(case: _Case, best: Floats) -> Advice:
     found = case.found
     whole = model_of(case.problem, best, None, case.heard)
-    batches = whole if found.batch_size is None else model_of(case.problem, best, found.batch_size, case.heard)
+    batches = (
+        whole
+        if found.batch_size is None
+        else model_of(case.problem, best, found.batch_size, case.heard)
+    )
     choices = [_compared(case, whole, sgd())] if case.local_steps in (None, 1) else []
     choices += [_compared(case, batches, algorithm) for algorithm in (fedavg(), scaffold())]
     ends = [min(tried, key=lambda one: one.gap) for tried in choices]
@@ -176,7 +193,9 @@ def _by_model(case: _Case, best: Floats) -> Advice:
     slack = 0.0 if batches.exact else WITHIN * sampling
     allowed = max(SIMPLER * least, ROUNDING * start, least + slack)
     some = next(some for some in choices if min(one.gap for one in some) <= allowed)
-    chosen = min((one for one in some if one.gap <= allowed), key=lambda one: (one.local_steps, one.gap))
+    chosen = min(
+        (one for one in some if one.gap <= allowed), key=lambda one: (one.local_steps, one.gap)
+    )
     form = form_of(make(chosen.algorithm))
     assert form is not None
     promised, basis = (whole if chosen.algorithm == "sgd" else batches).promise(form)
@@ -185,7 +204,15 @@ def _by_model(case: _Case, best: Floats) -> Advice:
     said += [*_comparison(chosen, ends, sampling), *_fewer(chosen, tried)]
     said += _outlook(case, chosen, start, batches.steepest)
     return Advice(
-        chosen.algorithm, chosen.lr, chosen.local_steps, tuple(said), chosen.gap, start, promised, sampling, tried
+        chosen.algorithm,
+        chosen.lr,
+        chosen.local_steps,
+        tuple(said),
+        chosen.gap,
+        start,
+        promised,
+        sampling,
+        tried,
     )
 
 
@@ -197,20 +224,30 @@ def _compared(case: _Case, model: QuadraticModel, algorithm: Algorithm) -> list[
 
     def gap(lr: float, count: int) -> float:
         try:
-            errors, unsure[lr, count] = model.errors(algorithm, lr=lr, steps=count, rounds=case.rounds, gap=True)
+            errors, unsure[lr, count] = model.errors(
+                algorithm, lr=lr, steps=count, rounds=case.rounds, gap=True
+            )
         except InputError:  # a client alone overflows in one round
             return np.inf
         return float(errors[-1])
 
-    found = search(gap, lrs, tuple(dict.fromkeys(work_of(algorithm, count).steps for count in steps)))
-    return [Tried(algorithm.name, *pair, end, unsure.get(pair, 0.0)) for pair, end in sorted(found.items())]
+    found = search(
+        gap, lrs, tuple(dict.fromkeys(work_of(algorithm, count).steps for count in steps))
+    )
+    return [
+        Tried(algorithm.name, *pair, end, unsure.get(pair, 0.0))
+        for pair, end in sorted(found.items())
+    ]
 
 
 def _prediction(case: _Case, chosen: Tried, start: float, basis: str) -> str:
-    cohort = f" of {case.heard.size} of the {len(case.heard.p)} clients" * (case.heard.size < len(case.heard.p))
+    cohort = f" of {case.heard.size} of the {len(case.heard.p)} clients" * (
+        case.heard.size < len(case.heard.p)
+    )
     unsure = f" +- {chosen.standard_error:.1g}" if chosen.standard_error else ""
     return (
-        f"After {case.rounds} rounds{cohort} f is expected to be {chosen.gap:.2g}{unsure} above its minimum; "
+        f"After {case.rounds} rounds{cohort} f is expected to be {chosen.gap:.2g}{unsure} above "
+        "its minimum; "
         f"it starts {start:.2g} above it ({basis})."
     )
 
@@ -221,7 +258,10 @@ def _comparison(chosen: Tried, ends: list[Tried], sampling: float) -> list[str]:
     listed = "; ".join(f"{one.gap:.2g} by {one}" for one in others)
     lines = [f"The best found for each method: {listed}."] if others else []
     if chosen.gap > SIMPLER * best.gap:
-        lines.append(f"Such differences do not count: the records fix the minimum itself to {sampling:.2g} only.")
+        lines.append(
+            f"Such differences do not count: the records fix the minimum itself to {sampling:.2g} "
+            "only."
+        )
     elif sampling > 0:
         lines.append(f"The records fix the minimum itself to {sampling:.2g}.")
     if best.algorithm == "scaffold" and chosen.algorithm != "scaffold":
@@ -233,8 +273,13 @@ def _fewer(chosen: Tried, tried: tuple[Tried, ...]) -> list[str]:
     """Describe the errors with fewer local steps, whose cost is not counted."""
     own = [one for one in tried if one.algorithm == chosen.algorithm]
     known = {one.local_steps for one in own}
-    counts = [count for count in LOCAL_STEPS[::STRIDE] if count < chosen.local_steps and count in known]
-    ends = [min((one for one in own if one.local_steps == count), key=lambda one: one.gap) for count in counts]
+    counts = [
+        count for count in LOCAL_STEPS[::STRIDE] if count < chosen.local_steps and count in known
+    ]
+    ends = [
+        min((one for one in own if one.local_steps == count), key=lambda one: one.gap)
+        for count in counts
+    ]
     listed = ", ".join(f"{one.gap:.2g} with {one.local_steps} (lr {one.lr:.2g})" for one in ends)
     return [f"Fewer local steps would leave: {listed}."] if ends else []
 
@@ -243,36 +288,54 @@ def _outlook(case: _Case, chosen: Tried, start: float, steepest: float) -> list[
     limit, lines = 1 / steepest, []
     if chosen.lr >= 2 * limit:
         lines.append(
-            f"lr {chosen.lr:.2g} is above 2/L = {2 * limit:.2g} of the steepest client, where local steps diverge."
+            f"lr {chosen.lr:.2g} is above 2/L = {2 * limit:.2g} of the steepest client, where "
+            "local steps diverge."
         )
     else:
-        lowered = ": noise or drift asks for smaller steps" * (chosen.lr < 0.9 * limit and case.lr is None)
+        lowered = ": noise or drift asks for smaller steps" * (
+            chosen.lr < 0.9 * limit and case.lr is None
+        )
         lines.append(f"1/L is {limit:.2g} for the steepest client{lowered}.")
     if not chosen.gap < start:
         lines.append(
-            "Nothing that was tried ends below the start: take larger batches, larger cohorts or more rounds, or keep "
+            "Nothing that was tried ends below the start: take larger batches, larger cohorts or "
+            "more rounds, or keep "
             "the model you have."
         )
     elif chosen.gap > HARDLY * start:
-        lines.append("That hardly beats the start: larger batches, larger cohorts or more rounds would help.")
+        lines.append(
+            "That hardly beats the start: larger batches, larger cohorts or more rounds would help."
+        )
     return lines
 
 
-# --- by rules of thumb ----------------------------------------------------------------------------------------------
+# --- by rules of thumb
+# ----------------------------------------------------------------------------------------------
 
 
 def _by_rule(case: _Case) -> Advice:
-    """Advise by rules of thumb if nothing can be predicted; formulas are in the module's docstring."""
+    """Advise by rules of thumb if nothing can be predicted.
+
+    Formulas are in the module's docstring.
+    """
     at, found, rounds = case.at, case.found, case.rounds
-    noise = float(np.diag(case.heard.shares) @ noise_level(case.problem, at.x, found.batch_size))  # tr C~
-    lr = min(1 / case.steepest, _gained(case) / (5 * rounds * noise)) if noise > 0 else 1 / case.steepest
+    noise = float(
+        np.diag(case.heard.shares) @ noise_level(case.problem, at.x, found.batch_size)
+    )  # tr C~
+    lr = (
+        min(1 / case.steepest, _gained(case) / (5 * rounds * noise))
+        if noise > 0
+        else 1 / case.steepest
+    )
     lr = case.lr or max(lr, 2.0 ** (1 - HALVINGS) / case.steepest)
     useful = min(LOCAL_STEPS[-1], _useful_steps(at, lr * case.steepest, rounds))
     steps = case.local_steps or useful
     here = Tried("", lr, steps, np.nan, 0.0)
     sampling, kept = _sampling_excess(case, at, here), lr * noise / 4
     allowed, drifting = max(kept, WITHIN * sampling), _drifting(case, lr, steps)
-    if case.local_steps is None and at.unlikeness <= ALIKE:  # fewer local steps may do: then FedAvg is simpler
+    if (
+        case.local_steps is None and at.unlikeness <= ALIKE
+    ):  # fewer local steps may do: then FedAvg is simpler
         while drifting > allowed and steps >= 2 * FEW:
             steps //= 2
             drifting = _drifting(case, lr, steps)
@@ -283,8 +346,10 @@ def _by_rule(case: _Case) -> Advice:
     said = [
         _likeness(at),
         f"{convex}: these are rules of thumb from where it was measured, and they promise nothing.",
-        f"{steps} local steps make FedAvg drift by {drifting:.2g} in f, noise costs {kept:.2g}, and the records fix a "
-        f"minimum to {sampling:.2g}: control variates {'are worth' if name == 'scaffold' else 'would not be worth'} "
+        f"{steps} local steps make FedAvg drift by {drifting:.2g} in f, noise costs {kept:.2g}, "
+        "and the records fix a "
+        f"minimum to {sampling:.2g}: control variates "
+        f"{'are worth' if name == 'scaffold' else 'would not be worth'} "
         "their one more vector a round.",
     ]
     said += _outlook(case, Tried(name, lr, steps, 0.0, 0.0), np.inf, case.steepest)
@@ -294,7 +359,9 @@ def _by_rule(case: _Case) -> Advice:
 def _gained(case: _Case) -> float:
     """Return the decrease of f over a short training, by the trapezoidal rule."""
     away = case.problem.layout.flatten(case.problem.params) - case.at.x
-    slopes = sum(case.heard.p @ client_gradients(case.problem, x) for x in (case.at.x, case.at.x + away))
+    slopes = sum(
+        case.heard.p @ client_gradients(case.problem, x) for x in (case.at.x, case.at.x + away)
+    )
     steep = case.heard.p @ client_gradients(case.problem, case.at.x + away)
     return max(float(slopes @ away) / 2, float(steep @ steep) / (2 * case.steepest))
 
@@ -312,7 +379,8 @@ def _drifting(case: _Case, lr: float, steps: int) -> float:
     return _excess(case, case.at, lr * steps, drift(look.problem, case.at.x, look.p, lr, steps))
 
 
-# --- both -----------------------------------------------------------------------------------------------------------
+# --- both
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _excess(case: _Case, at: Heterogeneity, travel: float, slope: Floats) -> float:
@@ -329,7 +397,9 @@ def _sampling_excess(case: _Case, at: Heterogeneity, setting: Tried) -> float:
     rng = np.random.default_rng(0)
     look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
     errors = [look.p @ redrawn(look.problem, at.x, rng) for _ in range(DRAWS)]
-    return float(np.mean([_excess(case, at, setting.lr * setting.local_steps, error) for error in errors]))
+    return float(
+        np.mean([_excess(case, at, setting.lr * setting.local_steps, error) for error in errors])
+    )
 
 
 def _likeness(at: Heterogeneity) -> str:

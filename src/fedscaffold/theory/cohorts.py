@@ -1,21 +1,25 @@
 """Who is heard in a round, and with what share: the moments of a random cohort.
 
-A cohort A is S of the N clients, drawn uniformly without replacement. Client i is heard with the share
+A cohort A is S of the N clients, drawn uniformly without replacement. Client i is heard with the
+share
 
     q_i = [i in A] p_i / h,    h = sum_{j in A} p_j
 
-and an exact law needs E q_i, E q_i q_j and E q_i [j in A]. With equal weights h = S/N and all three are counts. With
-others they hold 1/h and 1/h^2 of a random h, which integrals turn into exponentials,
+and an exact law needs E q_i, E q_i q_j and E q_i [j in A]. With equal weights h = S/N and all three
+are counts. With others they hold 1/h and 1/h^2 of a random h, which integrals turn into
+exponentials,
 
     1/h = integral e^(-t h) dt,    1/h^2 = integral t e^(-t h) dt        over t > 0
 
-by the trapezoidal rule in log t, whose error is e^(-pi^2 / STEP). For one t, the sum over all cohorts that hold i and j
-of prod_{k in A} y_k, y_k = e^(-t p_k), is a coefficient of a polynomial in z,
+by the trapezoidal rule in log t, whose error is e^(-pi^2 / STEP). For one t, the sum over all
+cohorts that hold i and j of prod_{k in A} y_k, y_k = e^(-t p_k), is a coefficient of a polynomial
+in z,
 
     [z^S]  prod_k (1 + z y_k) b_i b_j,    b_i = z y_i / (1 + z y_i)
 
-read off its values on a circle. The radius at which sum b_i = S keeps the digits. There are more values than
-coefficients, and an odd number of them, so that z y_i is never -1. All pairs come from one product of matrices.
+read off its values on a circle. The radius at which sum b_i = S keeps the digits. There are more
+values than coefficients, and an odd number of them, so that z y_i is never -1. All pairs come from
+one product of matrices.
 """
 
 from __future__ import annotations
@@ -120,15 +124,20 @@ def _integrals(shares: tuple[float, ...], size: int) -> tuple[Floats, Floats]:
 def _both(decay: Floats, size: int) -> Floats:
     """Return (N, N) E [i, j in A] prod_{k in A} e^(-decay_k)."""
     n = len(decay)
-    decay = np.minimum(decay, np.sort(decay)[:size].sum() + BEYOND)  # e^-BEYOND of the largest term is nothing
+    decay = np.minimum(
+        decay, np.sort(decay)[:size].sum() + BEYOND
+    )  # e^-BEYOND of the largest term is nothing
     rising = np.sort(decay)
-    # log radius at which sum b = S, by bisection; written as sum of the small b = sum of 1 - the large b, as the digits
-    # of both would be lost in S
+    # log radius at which sum b = S, by bisection; written as sum of the small b = sum of 1 - the
+    # large b, as the digits of both would be lost in S
     low, high = rising[0] - BEYOND, rising[-1] + BEYOND
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         off = np.exp(-np.abs(np.clip(rising - middle, -BEYOND, BEYOND)))
-        near, far = off / (1 + off), 1 / (1 + off)  # of b and 1 - b, the one below and the one above 1/2
+        near, far = (
+            off / (1 + off),
+            1 / (1 + off),
+        )  # of b and 1 - b, the one below and the one above 1/2
         inside = np.where(rising > middle, far, near)[:size].sum()  # 1 - b
         outside = np.where(rising > middle, near, far)[size:].sum()  # b
         low, high = (low, middle) if outside > inside else (middle, high)

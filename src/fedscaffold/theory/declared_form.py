@@ -1,8 +1,8 @@
 """Check of a declared `Form`: does a round of the algorithm's own functions do what the form says?
 
-A form is a declaration, and `algorithm._replace(direction=...)` keeps it. The check runs a few rounds of the reference
-engine on two quadratic clients of unequal weights, one round of them with one client only, and compares each move of x
-with that of the round that the form stands for:
+A form is a declaration, and `algorithm._replace(direction=...)` keeps it. The check runs a few
+rounds of the reference engine on two quadratic clients of unequal weights, one round of them with
+one client only, and compares each move of x with that of the round that the form stands for:
 
     y_i <- y_i - lr (g_i(y_i) + drag (y_i - x) + c - c_i)       K times from y_i = x, c = sum p_i c_i
     x+ = x - server_lr sum p_i (x - y_i) / heard                over the clients heard
@@ -35,7 +35,9 @@ TOLERANCE = 1e-5  # relative to a move: functions may compute in single precisio
 
 @cache
 def has_declared_form(algorithm: Algorithm) -> bool:
-    """Return whether the functions of an algorithm have the form that it declares; the form must not be None.
+    """Return whether the functions of an algorithm have the form that it declares.
+
+    The form must not be None.
 
     >>> from fedscaffold.algorithms import fedavg, scaffold
     >>> has_declared_form(scaffold()), has_declared_form(scaffold()._replace(direction=fedavg().direction))
@@ -56,7 +58,10 @@ def has_declared_form(algorithm: Algorithm) -> bool:
     with np.errstate(all="ignore"):
         for cohort in ([0, 1], second, [0, 1]):
             before, state = state.server.x, play(algorithm, state, federation, cohort)
-            moved, (x_next, c_i) = state.server.x - before, _declared_round(form, lr, cohort, x, c_i)
+            moved, (x_next, c_i) = (
+                state.server.x - before,
+                _declared_round(form, lr, cohort, x, c_i),
+            )
             if not np.linalg.norm(moved - (x_next - x)) <= TOLERANCE * np.linalg.norm(x_next - x):
                 return False
             x = x_next
@@ -68,7 +73,9 @@ def _gradient(i: int, x: Floats) -> Floats:
     return gradient
 
 
-def _declared_round(form: Form, lr: float, cohort: Sequence[int], x: Floats, c_i: Floats) -> tuple[Floats, Floats]:
+def _declared_round(
+    form: Form, lr: float, cohort: Sequence[int], x: Floats, c_i: Floats
+) -> tuple[Floats, Floats]:
     """Return x and the c_i after the round that a form stands for; see the module's head."""
     steps = 1 if form.one_step else STEPS
     c, after, move = WEIGHTS @ c_i, c_i.copy(), np.zeros_like(x)

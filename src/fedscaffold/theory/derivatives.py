@@ -5,10 +5,11 @@
     thirds       T_i[u, v] = d/ds H_i(x + s u) v          client_thirds
     noise        C_i = Cov of a minibatch gradient        noise_covariance, noise_level
 
-H_i is the Hessian of f_i and T_i its third derivative, a bilinear map; those of f = sum p_i f_i are the weighted sums
-of the rows. All are forward derivatives of the problem's own gradient, for any tree of parameters. Clients may hold
-unequal numbers of records: each is padded to the largest with records of weight zero, so that one compiled program
-serves all.
+H_i is the Hessian of f_i and T_i its third derivative, a bilinear map; those of f = sum p_i f_i are
+the weighted sums of the rows. All are forward derivatives of the problem's own gradient, for any
+tree of parameters. Clients may hold
+unequal numbers of records: each is padded to the largest with records of weight zero, so that one
+compiled program serves all.
 """
 
 from __future__ import annotations
@@ -41,8 +42,14 @@ __all__ = [
 
 Array: TypeAlias = Any  # a jax.Array inside the programs
 
-DENSE, NUMBERS = 1000, 60_000_000  # largest d, and largest N d^2, for which the clients' (d, d) matrices are formed
-ROWS, FLOATS = 1024, 20_000_000  # records, and record gradients, at once: small clients are run several at a time
+DENSE, NUMBERS = (
+    1000,
+    60_000_000,
+)  # largest d, and largest N d^2, for which the clients' (d, d) matrices are formed
+ROWS, FLOATS = (
+    1024,
+    20_000_000,
+)  # records, and record gradients, at once: small clients are run several at a time
 
 
 def client_gradients(problem: Problem, x: ArrayLike) -> Floats:
@@ -88,11 +95,14 @@ def client_hessians(problem: Problem, x: ArrayLike) -> Floats:
     return symmetric
 
 
-def noise_covariance(problem: Problem, x: ArrayLike, batch_size: float | int | None = None) -> Floats:
+def noise_covariance(
+    problem: Problem, x: ArrayLike, batch_size: float | int | None = None
+) -> Floats:
     """Return (N, d, d) C_i = V_i / batch_size + additive noise, V_i the covariance of one record's gradient.
 
-    A batch is drawn with replacement, as `simulate` draws those of local steps: a number of records, a share (float)
-    of the client's own, or None for all of them, which have no sampling noise.
+    A batch is drawn with replacement, as `simulate` draws those of local steps: a number of
+    records, a share (float) of the client's own, or None for all of them, which have no sampling
+    noise.
 
     >>> from fedscaffold.problems import quadratic
     >>> noise_covariance(quadratic(num_clients=1, dim=1, noise=0.25), [0.0])
@@ -126,8 +136,17 @@ def noise_level(problem: Problem, x: ArrayLike, batch_size: float | int | None =
     return level
 
 
-def solve(problem: Problem, x: ArrayLike, b: Floats, p: Floats, damping: float = 0.0, relative: float = 1e-8) -> Floats:
-    """Return (H + damping I)^-1 b by conjugate gradients, to a residual of `relative` |b|; H = sum p_i H_i.
+def solve(
+    problem: Problem,
+    x: ArrayLike,
+    b: Floats,
+    p: Floats,
+    damping: float = 0.0,
+    relative: float = 1e-8,
+) -> Floats:
+    """Return (H + damping I)^-1 b by conjugate gradients, to a residual of `relative` |b|.
+
+    H = sum p_i H_i.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> solve(lower_bound_pair(mu=2.0), [0.0], np.ones(1), np.array([0.5, 0.5]))
@@ -143,7 +162,10 @@ def solve(problem: Problem, x: ArrayLike, b: Floats, p: Floats, damping: float =
         curvature = along @ curved / (along @ along)
         largest = max(largest, float(np.linalg.norm(curved) / np.linalg.norm(along)))
         if curvature < -1e-6 * largest:
-            raise InputError(f"{problem.name} is not convex: its Hessian has a negative eigenvalue, so no one optimum")
+            raise InputError(
+                f"{problem.name} is not convex: its Hessian has a negative eigenvalue, so no one "
+                "optimum"
+            )
         if curvature < 1e-14 * largest:  # what is left of b lies where H is flat
             break
         rate = square / (along @ curved)
@@ -153,11 +175,16 @@ def solve(problem: Problem, x: ArrayLike, b: Floats, p: Floats, damping: float =
     return found
 
 
-def find_optimum(problem: Problem, weights: str | ArrayLike = "equal", *, tolerance: float = 1e-11) -> Floats:
-    """Return x* = argmin sum p_i f_i: the known one, else by Newton's method with conjugate gradients.
+def find_optimum(
+    problem: Problem, weights: str | ArrayLike = "equal", *, tolerance: float = 1e-11
+) -> Floats:
+    """Return x* = argmin sum p_i f_i.
 
-    It ends where |grad f| is `tolerance` times the clients' gradients at the start and Newton's step is negligible,
-    and refuses a problem that shows negative curvature on the way or whose loss falls for ever.
+    The known one, else by Newton's method with conjugate gradients.
+
+    It ends where |grad f| is `tolerance` times the clients' gradients at the start and Newton's
+    step is negligible, and refuses a problem that shows negative curvature on the way or whose loss
+    falls for ever.
 
     >>> from fedscaffold.problems import logistic
     >>> clients = [(np.array([[1.0], [-1.0], [2.0]]), np.array([1, 0, 0]))]
@@ -186,29 +213,40 @@ def find_optimum(problem: Problem, weights: str | ArrayLike = "equal", *, tolera
                 break
             length /= 2
         x = x + length * step
-    raise InputError(f"no minimum of {problem.name} was found: its loss may fall for ever; add l2, or give its optimum")
+    raise InputError(
+        f"no minimum of {problem.name} was found: its loss may fall for ever; add l2, or give its "
+        "optimum"
+    )
 
 
 def _refuse_large(problem: Problem) -> None:
     if problem.dim > DENSE or problem.num_clients * problem.dim**2 > NUMBERS:
         size = f"N = {problem.num_clients}, d = {problem.dim}"
-        raise InputError(f"exact matrices need d of at most {DENSE} and N d^2 of at most {NUMBERS}, got {size}")
+        raise InputError(
+            f"exact matrices need d of at most {DENSE} and N d^2 of at most {NUMBERS}, got {size}"
+        )
 
 
 def batch_sizes(problem: Problem, batch_size: float | int | None) -> Floats | None:
     """Return the batch size of each client as `simulate` takes it; None for full batches."""
     if problem.state is not None:
-        raise InputError(f"the loss of {problem.name} updates a state, which the theory does not know")
+        raise InputError(
+            f"the loss of {problem.name} updates a state, which the theory does not know"
+        )
     if problem.functions.random:
         raise InputError(
-            f"the loss of {problem.name} takes a random key, whose noise the theory does not know: give it a loss "
+            f"the loss of {problem.name} takes a random key, whose noise the theory does not know: "
+            "give it a loss "
             "without one, such as lambda params, batch: loss(params, batch, key=None)"
         )
     if batch_size is None or (isinstance(batch_size, float) and batch_size == 1):
         return None
     if isinstance(batch_size, float):
         if not 0 < batch_size < 1:
-            raise InputError(f"batch_size must be a share in (0, 1], a number of records, or None, got {batch_size}")
+            raise InputError(
+                f"batch_size must be a share in (0, 1], a number of records, or None, got "
+                f"{batch_size}"
+            )
         return np.asarray(np.maximum(np.ceil(batch_size * problem.counts - 1e-9), 1), np.float64)
     return np.full(problem.num_clients, float(checks.whole("batch_size", batch_size)))
 
@@ -250,19 +288,29 @@ TASKS: dict[str, Callable[..., Array]] = {
 
 
 def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
-    """Run a task for every client and stack the results; vectors are shared by all or one per row."""
+    """Run a task for every client and stack the results.
+
+    Vectors are shared by all or one per row.
+    """
     if task != "gradient" and not problem.functions.has_loss:
-        raise InputError(f"{problem.name} has an oracle but no loss: it has no Hessians, so this theory does not apply")
+        raise InputError(
+            f"{problem.name} has an oracle but no loss: it has no Hessians, so this theory does "
+            "not apply"
+        )
     n, d, counts = problem.num_clients, problem.dim, problem.counts
     arrays = [np.asarray(v, np.float64) for v in vectors]
     for a in arrays:
         if a.shape[-1:] != (d,) or (a.ndim > 1 and len(a) != n) or not np.isfinite(a).all():
-            raise InputError(f"x and vectors must be {d} finite numbers, or {n} rows of them, got shape {a.shape}")
+            raise InputError(
+                f"x and vectors must be {d} finite numbers, or {n} rows of them, got shape "
+                f"{a.shape}"
+            )
     rows = [np.broadcast_to(a, (n, d)) if a.ndim == 1 else a for a in arrays]
     kinds = problem.inspected.kinds
     if task in ("covariance", "variance") and kinds.gradient != "mean":
         raise InputError(
-            f"{problem.name} couples the records of a batch, so the noise of its batches is not that of single "
+            f"{problem.name} couples the records of a batch, so the noise of its batches is not "
+            "that of single "
             "records: only full batches (batch_size=None) can be predicted"
         )
     ragged = bool((counts != counts[0]).any())
@@ -277,16 +325,24 @@ def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
 def _program(task: str, shape: _Shape, records: Any, own: tuple[Array, ...]) -> Array:
     together = min(len(own[0]), ROWS // shape.rows, FLOATS // (shape.rows * shape.layout.size))
     together = 1 if shape.sizes else together  # side by side, every client would run every branch
-    return jax.lax.map(lambda a: TASKS[task](_client(shape, records, *a[:2]), *a[2:]), own, batch_size=max(1, together))
+    return jax.lax.map(
+        lambda a: TASKS[task](_client(shape, records, *a[:2]), *a[2:]),
+        own,
+        batch_size=max(1, together),
+    )
 
 
 def _client(shape: _Shape, records: Any, first: Array, count: Array) -> _Client:
     place = jnp.arange(shape.rows)
-    batch = jax.tree.map(lambda a: a.at[first + jnp.minimum(place, count - 1)].get(mode="promise_in_bounds"), records)
+    batch = jax.tree.map(
+        lambda a: a.at[first + jnp.minimum(place, count - 1)].get(mode="promise_in_bounds"), records
+    )
     shares = jnp.where(place < count, 1 / count, 0.0)
 
     def flat(x: Array, batch: Any, weights: Array | None = None) -> Array:
-        tree = gradient(shape.functions, shape.kinds, shape.layout.unflatten(x), batch, weights, shape.sizes)
+        tree = gradient(
+            shape.functions, shape.kinds, shape.layout.unflatten(x), batch, weights, shape.sizes
+        )
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
 
     def slope(x: Array) -> Array:

@@ -1,6 +1,7 @@
 """The law of a run with noisy gradients on quadratics: exact mean squared errors, any H at once.
 
-With noise eps_c^h of covariance C_c on every local gradient, client c ends its H steps off by gamma E_c (F1, F5),
+With noise eps_c^h of covariance C_c on every local gradient, client c ends its H steps off by gamma
+E_c (F1, F5),
 
     E_c = sum_{h=1}^H Gamma_c^(H-h) eps_c^h,    Sigma_eps^c = Cov E_c = sum_{h<H} Gamma_c^h C_c Gamma_c^h
 
@@ -8,11 +9,13 @@ and a round adds to (u, r) of `quadratics.py`, r_c = gamma H (xi_c - xi_c*), wit
 
     u+ = ... - eta_g mean e_i,    r_c+ = ... - (e_c - mean e_i)
 
-In the eigenbasis of A_c the (j, k) entry of Sigma_eps^c is C_jk (1 - (f_j f_k)^H) / (1 - f_j f_k), f = 1 - gamma a.
+In the eigenbasis of A_c the (j, k) entry of Sigma_eps^c is C_jk (1 - (f_j f_k)^H) / (1 - f_j f_k),
+f = 1 - gamma a.
 Option I remembers a gradient at x with noise of its own: a second source, into r.
 
-All of this is for rounds that hear every client with equal weight. Where cohorts are drawn at random, or weights or
-numbers of local steps differ, `mean_squared_error` follows `second_moments.py` instead.
+All of this is for rounds that hear every client with equal weight. Where cohorts are drawn at
+random, or weights or numbers of local steps differ, `mean_squared_error` follows
+`second_moments.py` instead.
 
 Symbols: gamma = lr, H = local_steps, eta_g = server_lr, C = noise.
 """
@@ -44,7 +47,10 @@ __all__ = ["Chain", "Run", "Source", "chain", "errors", "mean_squared_error", "s
 
 
 class Source(NamedTuple):
-    """Noise e_c, fresh every round, that enters as u+ = .. - to_u mean e_i and r_c+ = .. - to_r (e_c - mean e_i)."""
+    """Noise e_c, fresh every round, that enters as u+ = .. - to_u mean e_i and r_c+ = ..
+
+    - to_r (e_c - mean e_i).
+    """
 
     covariance: Floats
     """(N, d, d) of the e_c, in the clients' own coordinates."""
@@ -53,7 +59,10 @@ class Source(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A run with noise as a Markov chain: (u, r) around its stationary mean, and the noise added every round."""
+    """A run with noise as a Markov chain.
+
+    (u, r) around its stationary mean, and the noise added every round.
+    """
 
     spectra: Spectra
     one: LinearRound
@@ -63,7 +72,11 @@ class Chain(NamedTuple):
 
     def start(self, x0: Floats) -> tuple[Floats, Floats]:
         """Return (u, r) of a run that starts at x0 with all control variates at zero."""
-        remembered = self.one.travel * self.spectra.xi if self.one.form.memory else np.zeros_like(self.spectra.xi)
+        remembered = (
+            self.one.travel * self.spectra.xi
+            if self.one.form.memory
+            else np.zeros_like(self.spectra.xi)
+        )
         return (x0 - self.fixed)[:, None], -remembered[:, None]
 
 
@@ -113,7 +126,9 @@ def _chain(given: Spectra, form: Form, lr: float, local_steps: int, noise: Noise
 
 
 def walked(one: LinearRound) -> Floats:
-    """Return (N, d, d) Cov(e_c)_jk / C_jk: the effect of the local steps on C_c in the eigenbasis of A_c.
+    """Return (N, d, d) Cov(e_c)_jk / C_jk.
+
+    The effect of the local steps on C_c in the eigenbasis of A_c.
 
     >>> import fedscaffold as fs
     >>> one = linear_round(spectra(fs.problems.lower_bound_pair()), form_of(fs.scaffold()), lr=0.1, local_steps=2)
@@ -140,12 +155,15 @@ def mean_squared_error(
     noise_at_x: ArrayLike | None = None,
     gap: bool = False,
 ) -> Floats:
-    """Return the exact E|x^t - x*|^2 for t = 0 .. rounds: |mean|^2 + trace of the covariance (F4, F5).
+    """Return the exact E|x^t - x*|^2 for t = 0 .. rounds.
 
-    The run starts at x0 with control variates zero. `cohort` (a share or a number of clients, drawn at random every
-    round), `weights` and `local_steps` (one number, or one a client) are those of `simulate`; `noise` is the covariance
-    of every gradient, `noise_at_x` that of the one which option I remembers, the same unless given. With `gap` the
-    error is the excess loss, E f(x^t) - f(x*).
+    |mean|^2 + trace of the covariance (F4, F5).
+
+    The run starts at x0 with control variates zero. `cohort` (a share or a number of clients, drawn
+    at random every round), `weights` and `local_steps` (one number, or one a client) are those of
+    `simulate`; `noise` is the covariance of every gradient, `noise_at_x` that of the one which
+    option I remembers, the same unless given. With `gap` the error is the excess loss, E f(x^t) -
+    f(x*).
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
@@ -187,32 +205,49 @@ def _checked(
     config = RunConfig(algorithm, problem, rounds=1, local_steps=local_steps, lr=lr, cohort=cohort)  # type: ignore[arg-type]
     steps, size = resolve.steps(config, None), resolve.cohort_size(config)
     refuse(config, steps, size, Policy())
-    if exchange(algorithm).travel and (steps != steps[0]).any():  # the server scales by how far each went
-        raise InputError(f"{algorithm.name} with unequal local steps has no closed form here: simulate it")
+    if (
+        exchange(algorithm).travel and (steps != steps[0]).any()
+    ):  # the server scales by how far each went
+        raise InputError(
+            f"{algorithm.name} with unequal local steps has no closed form here: simulate it"
+        )
     lr, rounds = checks.number("lr", lr, above=0), checks.whole("rounds", rounds)
-    return Run(spectra(problem), started(x0, problem), form, lr, steps, rounds), cohort_moments(p, size)
+    return Run(spectra(problem), started(x0, problem), form, lr, steps, rounds), cohort_moments(
+        p, size
+    )
 
 
 def _noise(given: Spectra, noise: ArrayLike, noise_at_x: ArrayLike | None) -> Noise:
     shape = (given.num_clients, given.dim, given.dim)
     step = np.broadcast_to(_covariances(noise, given), shape)
-    return Noise(step, step if noise_at_x is None else np.broadcast_to(_covariances(noise_at_x, given), shape))
+    return Noise(
+        step,
+        step if noise_at_x is None else np.broadcast_to(_covariances(noise_at_x, given), shape),
+    )
 
 
 def errors(run: Run, heard: Cohorts, gap: bool) -> Floats:
-    """Return the exact E u' W u after 0 .. rounds rounds, W = H / 2 for the gap and I for the squared distance."""
+    """Return the exact E u' W u after 0 ..
+
+    Rounds rounds, W = H / 2 for the gap and I for the squared distance.
+    """
     if heard.plain and (run.steps == run.steps[0]).all():
         return _of_chain(run, gap)
     given = Federation(run.spectra, heard, run.start)
     noise = run.noise or Noise(*(np.zeros((*run.spectra.values.shape, run.spectra.dim)),) * 2)
     measure = given.mean_hessian / 2 if gap else np.eye(run.spectra.dim)
-    return error_curve(given, run.form, lr=run.lr, steps=run.steps, noise=noise, rounds=run.rounds, measure=measure)
+    return error_curve(
+        given, run.form, lr=run.lr, steps=run.steps, noise=noise, rounds=run.rounds, measure=measure
+    )
 
 
 def _of_chain(run: Run, gap: bool) -> Floats:
-    """All clients with equal weight: the covariance of u after t rounds is the sum over k < t of W_k' B W_k.
+    """All clients with equal weight.
 
-    W_k is the transposed round applied k times to (root of the measure, 0), B the covariance of what a round adds.
+    The covariance of u after t rounds is the sum over k < t of W_k' B W_k.
+
+    W_k is the transposed round applied k times to (root of the measure, 0), B the covariance of
+    what a round adds.
     """
     given = run.spectra
     law = _chain(given, run.form, run.lr, int(run.steps[0]), run.noise)
@@ -236,12 +271,17 @@ def _of_chain(run: Run, gap: bool) -> Floats:
 def _form(algorithm: Algorithm) -> Form:
     form = form_of(algorithm)
     if form is None:
-        raise InputError(f"the law of {algorithm.name} under noise has no closed form here: simulate it")
+        raise InputError(
+            f"the law of {algorithm.name} under noise has no closed form here: simulate it"
+        )
     return form
 
 
 def _trace(one: LinearRound, source: Source, back_u: Floats, back_r: Floats) -> float:
-    """Return tr(W' B W) of the noise added in a round; the rows of W for r sum to zero over clients."""
+    """Return tr(W' B W) of the noise added in a round.
+
+    The rows of W for r sum to zero over clients.
+    """
     push = source.to_u / one.num_clients * (one.basis.T @ back_u) + source.to_r * back_r
     push = push.reshape(source.covariance.shape[0], source.covariance.shape[1], -1)
     return float(np.sum(push * (source.covariance @ push)))
@@ -257,10 +297,15 @@ def _covariances(noise: ArrayLike, given: Spectra) -> Floats:
         covariance = covariance * np.eye(d)
     if covariance.shape not in ((d, d), (n, d, d)):
         raise InputError(
-            f"noise must be a variance, one ({d}, {d}) covariance, or ({n}, {d}, {d}), got shape {covariance.shape}"
+            f"noise must be a variance, one ({d}, {d}) covariance, or ({n}, {d}, {d}), got shape "
+            f"{covariance.shape}"
         )
     stacked = covariance.reshape(-1, d, d)
     level = 1e-10 * np.abs(stacked).max()
-    if (np.linalg.eigvalsh(stacked) < -level).any() or (np.abs(stacked - np.swapaxes(stacked, 1, 2)) > level).any():
-        raise InputError("noise must be a variance or a covariance: symmetric without negative eigenvalues")
+    if (np.linalg.eigvalsh(stacked) < -level).any() or (
+        np.abs(stacked - np.swapaxes(stacked, 1, 2)) > level
+    ).any():
+        raise InputError(
+            "noise must be a variance or a covariance: symmetric without negative eigenvalues"
+        )
     return stacked

@@ -14,8 +14,9 @@ At a point x (the optimum, where one can be found), with f = sum p_i f_i and Hes
     drift_rate      |sum p_i (H_i - H) grad f_i|: FedAvg's drift for every unit of lr (K - 1) / 2 (F19)
     average_drift   |drift|^2 at the lr and local_steps asked for, see `drift`
 
-Exact for small d, by eigenvalues. Else by Lanczos on Hessian-vector products, on samples of clients and records where
-the problem is large (`samples.py`); standard errors then come from the samples and from Lanczos' residuals.
+Exact for small d, by eigenvalues. Else by Lanczos on Hessian-vector products, on samples of clients
+and records where the problem is large (`samples.py`); standard errors then come from the samples
+and from Lanczos' residuals.
 """
 
 from __future__ import annotations
@@ -59,10 +60,15 @@ from fedscaffold.theory.subsampling import (
 __all__ = ["Heterogeneity", "drift", "heterogeneity"]
 
 SMALL, NUMBERS = 300, 20_000_000  # largest d, and largest N d^2, for eigenvalues of all matrices
-LOOKED_AT, STEPS = 20, 12  # clients of whom ||H_i - H|| is found at most, and steps of Lanczos for each
+LOOKED_AT, STEPS = (
+    20,
+    12,
+)  # clients of whom ||H_i - H|| is found at most, and steps of Lanczos for each
 SOLVED = 300_000_000  # records times d up to which the optimum is looked for
 ENDS = ("mu", "smoothness", "mean_mu", "mean_smoothness")
-TRAINED = 50  # gradient steps from the start to where numbers are taken again if there is no optimum
+TRAINED = (
+    50  # gradient steps from the start to where numbers are taken again if there is no optimum
+)
 Numbers: TypeAlias = dict[str, float]
 
 
@@ -100,7 +106,8 @@ class Heterogeneity(NamedTuple):
     drift_rate: float
     average_drift: float
     errors: Numbers
-    """Standard errors where there are any; of mu, smoothness and delta: what clients not seen may add."""
+    """Standard errors where there are any; of mu, smoothness and delta: what clients not seen may
+    add."""
     later: Heterogeneity | None = None
     """The same after a short training, if there is no optimum to measure at."""
 
@@ -118,7 +125,10 @@ class Heterogeneity(NamedTuple):
 
 
 class _View(NamedTuple):
-    """The problem, the samples of it that are measured, and the options; `first` is the curvature at the start."""
+    """The problem, the samples of it that are measured, and the options.
+
+    `first` is the curvature at the start.
+    """
 
     problem: Problem
     p: Floats
@@ -143,8 +153,9 @@ def heterogeneity(
 ) -> Heterogeneity:
     """Measure the heterogeneity of the clients at the optimum, or at `at`, a model or a flat vector.
 
-    Where f has no optimum (not convex, or falling for ever), the numbers are those at the problem's own parameters,
-    and `later` has them a little training away. `exact` forces or forbids the eigenvalues of all matrices.
+    Where f has no optimum (not convex, or falling for ever), the numbers are those at the problem's
+    own parameters, and `later` has them a little training away. `exact` forces or forbids the
+    eigenvalues of all matrices.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.dialled(5, 3, gradient_dissimilarity=2.0, hessian_dissimilarity=0.05, seed=1)
@@ -167,21 +178,34 @@ def heterogeneity(
     view = _View(problem, p, batch_size, looks, first, convex, lr, local_steps)
     if at is not None:
         flat = isinstance(at, np.ndarray) and at.shape == start.shape
-        return _measured(view, "the given point", np.array(at, float) if flat else problem.layout.flatten(at), start)
-    if convex and (problem.facts.optimum is not None or problem.offsets[-1] * problem.dim <= SOLVED):
+        return _measured(
+            view,
+            "the given point",
+            np.array(at, float) if flat else problem.layout.flatten(at),
+            start,
+        )
+    if convex and (
+        problem.facts.optimum is not None or problem.offsets[-1] * problem.dim <= SOLVED
+    ):
         with suppress(InputError):  # there is none
             return _measured(view, "the optimum", find_optimum(problem, p), start)
     trained = start
     for _ in range(TRAINED):
-        trained = trained - looks.mean.p @ client_gradients(looks.mean.problem, trained) / first["smoothness"]
+        trained = (
+            trained
+            - looks.mean.p @ client_gradients(looks.mean.problem, trained) / first["smoothness"]
+        )
     later = _measured(view, f"{TRAINED} gradient steps from the start", trained, start)
     return _measured(view, "the problem's own parameters", start, trained)._replace(later=later)
 
 
 def drift(problem: Problem, x: Floats, p: Floats, lr: float, local_steps: int) -> Floats:
-    """Mean over clients and local steps of grad f_i(y_i), less the same for clients that all had f: FedAvg's drift.
+    """Mean over clients and local steps of grad f_i(y_i), less the same for clients that all had f.
 
-    The y_i start at x and follow exact uncorrected gradients; at the optimum the second mean is zero.
+    FedAvg's drift.
+
+    The y_i start at x and follow exact uncorrected gradients; at the optimum the second mean is
+    zero.
 
     >>> import fedscaffold as fs
     >>> drift(fs.problems.lower_bound_pair(mu=1.0, big_g=1.0), np.zeros(1), np.array([0.5, 0.5]), 0.1, 2)
@@ -234,19 +258,29 @@ def _ends(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
     """Return the extreme eigenvalues of the clients' Hessians and of their mean."""
     if looks.exact:
         hessians = client_hessians(looks.wide.problem, x)
-        each, mean = np.linalg.eigvalsh(hessians), np.linalg.eigvalsh(np.tensordot(looks.wide.p, hessians, 1))
-        return dict(zip(ENDS, map(float, (each.min(), each.max(), mean[0], mean[-1])), strict=True)), {}
+        each, mean = (
+            np.linalg.eigvalsh(hessians),
+            np.linalg.eigvalsh(np.tensordot(looks.wide.p, hessians, 1)),
+        )
+        return dict(
+            zip(ENDS, map(float, (each.min(), each.max(), mean[0], mean[-1])), strict=True)
+        ), {}
     found = [client_ends(look, x, looks.rng) for look in looks.near]
     low, high, below, above = (np.concatenate(column) for column in zip(*found, strict=True))
     i, j, n = low.argmin(), high.argmax(), looks.num_clients
-    low_error, high_error = np.hypot(below[i], extreme_error(low, n)), np.hypot(above[j], extreme_error(high, n))
+    low_error, high_error = (
+        np.hypot(below[i], extreme_error(low, n)),
+        np.hypot(above[j], extreme_error(high, n)),
+    )
     steps = passes(looks.wide, 100)
     mean, errors = mean_ends(looks.wide, x, steps, looks.rng)
     if looks.quarters:
         again = np.array([mean_ends(quarter, x, steps, looks.rng)[0] for quarter in looks.quarters])
         errors = np.hypot(errors, quartered(mean, again))
     values, unsure = (low[i], high[j], *mean), (low_error, high_error, *errors)
-    return dict(zip(ENDS, map(float, values), strict=True)), dict(zip(ENDS, map(float, unsure), strict=True))
+    return dict(zip(ENDS, map(float, values), strict=True)), dict(
+        zip(ENDS, map(float, unsure), strict=True)
+    )
 
 
 def _apart(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
@@ -258,7 +292,11 @@ def _apart(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
     if looks.exact:
         hessians = client_hessians(wide.problem, x)
         norms = np.abs(np.linalg.eigvalsh(hessians - np.tensordot(wide.p, hessians, 1))).max(axis=1)
-        return {"zeta_2": float(np.sqrt(wide.p @ norms**2)), "delta": float(norms.max()), "drift_rate": rate}, {}
+        return {
+            "zeta_2": float(np.sqrt(wide.p @ norms**2)),
+            "delta": float(norms.max()),
+            "drift_rate": rate,
+        }, {}
     found = [_distances(looks, look, x) for look in looks.near]
     norms, unsure, q = (np.concatenate(column) for column in zip(*found, strict=True))
     q, n, unsure = q / q.sum(), looks.num_clients, unsure + mean_off(looks, x)
@@ -270,7 +308,10 @@ def _apart(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
 
 
 def _distances(looks: Looks, look: Look, x: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return ||H_i - H|| of some clients, with errors and weights; each needs products with all clients."""
+    """Return ||H_i - H|| of some clients, with errors and weights.
+
+    Each needs products with all clients.
+    """
     most = passes(looks.mean, LOOKED_AT * STEPS, 4 * STEPS) // STEPS  # in all groups together
     number = min(len(look.p), -(-most // len(looks.near)))
     chosen = np.sort(looks.rng.choice(len(look.p), number, replace=False))
@@ -297,7 +338,9 @@ def _noise(view: _View, x: Floats) -> tuple[Numbers, Numbers]:
     if len(q) == looks.num_clients:
         return values, {}
     errors = [mean_error(column, q, looks.num_clients) for column in (noise, record, chance)]
-    return values, dict(zip(values, (*errors[:2], errors[2] / (2 * max(expected, 1e-300))), strict=True))
+    return values, dict(
+        zip(values, (*errors[:2], errors[2] / (2 * max(expected, 1e-300))), strict=True)
+    )
 
 
 def _client_noise(view: _View, look: Look, x: Floats) -> tuple[Floats, Floats, Floats]:
@@ -313,7 +356,10 @@ def _client_noise(view: _View, look: Look, x: Floats) -> tuple[Floats, Floats, F
 
 def _fitted(look: Look, x: Floats, other: Floats) -> tuple[float, float]:
     """Fit G and B by least squares over points around x and between x and another point."""
-    aside, radius = np.random.default_rng(0).normal(size=(3, len(x))), np.linalg.norm(other - x) or 1.0
+    aside, radius = (
+        np.random.default_rng(0).normal(size=(3, len(x))),
+        np.linalg.norm(other - x) or 1.0,
+    )
     points = [x + t * (other - x) for t in (0.0, 0.1, 0.3, 0.6, 1.0)]
     points += list(x + radius * aside / np.linalg.norm(aside, axis=1, keepdims=True))
     rows, p = [client_gradients(look.problem, point) for point in points], look.p

@@ -1,7 +1,8 @@
 """The quadratic model of a large problem, restricted to the few directions in which a run moves.
 
-Exact plans need all Hessians as matrices and N d^3 work for every round with noise. Beyond `EXACT` of that, the mean of
-a run is followed on the span of columns V only, as that of the quadratics V'H_c V. V holds, with G_c = grad f_c(x*),
+Exact plans need all Hessians as matrices and N d^3 work for every round with noise. Beyond `EXACT`
+of that, the mean of a run is followed on the span of columns V only, as that of the quadratics
+V'H_c V. V holds, with G_c = grad f_c(x*),
 
     x0 - x*, and H^k (x0 - x*) for small k          the start, and what steps on all data make of it
     H^-1 sum p_c H_c G_c                            where FedAvg's bias points (F19)
@@ -11,8 +12,8 @@ and the noise is that of equal clients with the mean Hessian H (F11): after K t 
 
     E |x - E x|^2 = g^2 tr( C~ sum_{s < K t} (I - g H)^(2 s) ),    C~ the covariance of the cohort's mean gradient
 
-by Gauss quadrature: for a draw z of covariance C~, z' phi(H) z = sum_k w_k phi(h_k), with h_k, w_k from Lanczos' chain
-of z. Neither is exact, so nothing that rests on them is promised.
+by Gauss quadrature: for a draw z of covariance C~, z' phi(H) z = sum_k w_k phi(h_k), with h_k, w_k
+from Lanczos' chain of z. Neither is exact, so nothing that rests on them is promised.
 
 Symbols: gamma = g = lr, K = local_steps, theta* = x*.
 """
@@ -34,7 +35,9 @@ from fedscaffold.theory.subsampling import redrawn
 
 __all__ = ["EXACT", "Reduced", "reduce", "spread"]
 
-EXACT = 50_000_000  # N d^3 up to which all is exact: a round with noise takes a tenth of a second there
+EXACT = (
+    50_000_000  # N d^3 up to which all is exact: a round with noise takes a tenth of a second there
+)
 DEPTH = 3
 CHAIN = 30  # Lanczos steps for a draw of the noise
 BUDGET = 3_000_000_000  # records times d times products, for V and for the noise each
@@ -57,7 +60,9 @@ class Reduced(NamedTuple):
         return float(np.sum(self.weights / (2 * self.values)))
 
 
-def reduce(problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts) -> Reduced:
+def reduce(
+    problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts
+) -> Reduced:
     """Reduce a problem with the optimum `best`, of clients with these weights.
 
     >>> import fedscaffold as fs
@@ -75,14 +80,20 @@ def reduce(problem: Problem, best: Floats, batch_size: int | float | None, heard
     gradients = gradients - heard.p @ gradients  # rounding, that flat directions would magnify
     start = problem.layout.flatten(problem.params) - best
     small = quadratic(
-        hessians=(hessians + np.swapaxes(hessians, 1, 2)) / 2, linear=-gradients @ basis, x0=start @ basis
+        hessians=(hessians + np.swapaxes(hessians, 1, 2)) / 2,
+        linear=-gradients @ basis,
+        x0=start @ basis,
     )
     draws = int(np.clip(passes // CHAIN, 2, DRAWS))
     return Reduced(small, *_noise_spectrum(problem, best, batch_size, heard, draws))
 
 
-def spread(small: Reduced, *, lr: float, local_steps: int, rounds: int, gap: bool = False) -> Floats:
-    """E |x - E x|^2 after 0 .. rounds rounds, as equal clients have it (F11); or by how much f is higher for it.
+def spread(
+    small: Reduced, *, lr: float, local_steps: int, rounds: int, gap: bool = False
+) -> Floats:
+    """E |x - E x|^2 after 0 .. rounds rounds, as equal clients have it (F11).
+
+    Or by how much f is higher for it.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> one = Reduced(lower_bound_pair(), np.array([0.5]), np.array([1.0]))
@@ -92,7 +103,9 @@ def spread(small: Reduced, *, lr: float, local_steps: int, rounds: int, gap: boo
     """
     lost = lr * small.values * (2 - lr * small.values)
     weights = small.weights * small.values / 2 if gap else small.weights
-    ends: Floats = lr**2 * np.array([weights @ geometric(lost, local_steps * t) for t in range(1, rounds + 1)])
+    ends: Floats = lr**2 * np.array(
+        [weights @ geometric(lost, local_steps * t) for t in range(1, rounds + 1)]
+    )
     return np.concatenate([[0.0], ends])
 
 
@@ -110,7 +123,9 @@ def _basis(problem: Problem, best: Floats, p: Floats, most: int) -> Floats:
             own.append(v)
     kept = _orthonormal(np.vstack([start, bias, chain]).T, most)
     rest = np.concatenate(own).T
-    return np.hstack([kept, _orthonormal(rest - kept @ (kept.T @ rest), most - kept.shape[1], kept)])
+    return np.hstack(
+        [kept, _orthonormal(rest - kept @ (kept.T @ rest), most - kept.shape[1], kept)]
+    )
 
 
 def _mean_product(problem: Problem, x: Floats, p: Floats) -> Callable[[Floats], Floats]:
@@ -137,10 +152,14 @@ def _noise_spectrum(
     sizes, rng = batch_sizes(problem, batch_size), np.random.default_rng(0)
     if sizes is None and problem.noise is None:
         return np.ones(1), np.zeros(1)
-    z = np.stack([shares(heard, rng, 1)[0] @ _drawn(problem, best, sizes, rng) for _ in range(draws)])
+    z = np.stack(
+        [shares(heard, rng, 1)[0] @ _drawn(problem, best, sizes, rng) for _ in range(draws)]
+    )
     chain = lanczos_chain(_mean_product(problem, best, heard.p), z, CHAIN)
     nodes = [chain.tridiagonal(k) for k in range(draws)]
-    weights = [np.square(vectors[0]) * (v @ v) / draws for (_, vectors, _), v in zip(nodes, z, strict=True)]
+    weights = [
+        np.square(vectors[0]) * (v @ v) / draws for (_, vectors, _), v in zip(nodes, z, strict=True)
+    ]
     return np.concatenate([values for values, *_ in nodes]), np.concatenate(weights)
 
 
@@ -151,5 +170,9 @@ def _drawn(problem: Problem, x: Floats, sizes: Floats | None, rng: np.random.Gen
         rows += np.sqrt(problem.counts / sizes)[:, None] * redrawn(problem, x, rng)
     if problem.noise is not None:
         plain = rng.normal(size=rows.shape)
-        rows += problem.noise * plain if problem.noise.ndim == 0 else (problem.noise @ plain[..., None])[..., 0]
+        rows += (
+            problem.noise * plain
+            if problem.noise.ndim == 0
+            else (problem.noise @ plain[..., None])[..., 0]
+        )
     return rows

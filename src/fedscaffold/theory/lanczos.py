@@ -26,13 +26,19 @@ class Chain(NamedTuple):
         """Return Ritz values and vectors of the i-th operator, and its residual coefficient."""
         a, b = self.diagonal[i], self.beside[i]
         short = np.flatnonzero(b <= 1e-10 * np.abs(a).max())
-        m = int(short[0]) + 1 if len(short) else len(a)  # an invariant subspace was found: what follows is rounding
-        values, vectors = np.linalg.eigh(np.diag(a[:m]) + np.diag(b[: m - 1], 1) + np.diag(b[: m - 1], -1))
+        m = (
+            int(short[0]) + 1 if len(short) else len(a)
+        )  # an invariant subspace was found: what follows is rounding
+        values, vectors = np.linalg.eigh(
+            np.diag(a[:m]) + np.diag(b[: m - 1], 1) + np.diag(b[: m - 1], -1)
+        )
         return values, vectors, float(b[m - 1])
 
 
 def lanczos_chain(apply: Callable[[Floats], Floats], start: Floats, steps: int) -> Chain:
-    """Lanczos' method for k symmetric operators at once, from the k rows `start`; `apply` maps rows to their products.
+    """Lanczos' method for k symmetric operators at once, from the k rows `start`.
+
+    `apply` maps rows to their products.
 
     >>> chain = lanczos_chain(lambda v: v * np.array([1.0, 3.0]), np.ones((1, 2)), 2)
     >>> chain.tridiagonal(0)[0].round(9)
@@ -57,7 +63,8 @@ def lanczos(
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Smallest and largest eigenvalues of k symmetric operators at once, and the residuals that bound their errors.
 
-    `apply` maps k vectors (k, d), one for each operator, to their k products. All in step is what SciPy's `eigsh` does
+    `apply` maps k vectors (k, d), one for each operator, to their k products. All in step is what
+    SciPy's `eigsh` does
     not offer: a product with every client's Hessian costs no more than one with their mean.
 
     >>> low, high, *_ = lanczos(lambda v: v * np.array([1.0, 2.0, 5.0]), (1, 3), 3, np.random.default_rng(0))

@@ -1,16 +1,18 @@
 """The best number of local steps: the one that buys a digit of accuracy at the least cost.
 
-With a cost of one round (a message up and down) and of one local step, a factor ten in the error costs
+With a cost of one round (a message up and down) and of one local step, a factor ten in the error
+costs
 
     (cost_of_round + H cost_of_step) * log 10 / (-log rho(H))
 
-where rho is the factor by which the error shrinks a round. On quadratics rho is the spectral radius of the round
-(`rates.py`), exact for every H, and the minimum over all H is found. It is close to
+where rho is the factor by which the error shrinks a round. On quadratics rho is the spectral radius
+of the round (`rates.py`), exact for every H, and the minimum over all H is found. It is close to
 
     H* = 1 / (gamma sqrt(lambda_min(mean A_c) L_v))                     F10
 
-with L_v, which replaces L, the largest eigenvalue of S = blockdiag(A_c) - (A_i (mean A)^-1 A_j / N)_ij: this S is the
-inverse of P blockdiag(A_c^-1) P on sum v_c = 0, written so that A_c may be singular. For other problems only mu and L
+with L_v, which replaces L, the largest eigenvalue of S = blockdiag(A_c) - (A_i (mean A)^-1 A_j /
+N)_ij: this S is the inverse of P blockdiag(A_c^-1) P on sum v_c = 0, written so that A_c may be
+singular. For other problems only mu and L
 are known: then H* = 1 / (gamma sqrt(mu L)), and rho is the root of F8' for a spectrum from mu to L.
 
 Symbols: gamma = lr, H = local_steps, L = smoothness.
@@ -83,16 +85,28 @@ def best_local_steps(
 
     best = _least(cost, estimate, most) if exact or per_step > 0 else int(most)
     if not math.isfinite(cost(best)):
-        raise InputError(f"lr {lr:g} contracts for no number of local steps; keep it below 2/L = {2 / smoothness:g}")
-    source = "exact: spectral radius of the round" if exact else "estimate from mu and L: F10, rate by F8'"
-    return BestLocalSteps(best, rate(best), rounds_per_digit(rate(best)), cost(best), estimate, source)
+        raise InputError(
+            f"lr {lr:g} contracts for no number of local steps; keep it below 2/L = "
+            f"{2 / smoothness:g}"
+        )
+    source = (
+        "exact: spectral radius of the round"
+        if exact
+        else "estimate from mu and L: F10, rate by F8'"
+    )
+    return BestLocalSteps(
+        best, rate(best), rounds_per_digit(rate(best)), cost(best), estimate, source
+    )
 
 
 def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float]:
     """Return rho(H), H*, the largest H worth trying and L, for quadratics."""
     given, form = spectra(problem), form_of(SCAFFOLD)
     if given.num_clients == 1:
-        raise InputError("best_local_steps needs two clients or more: with one, more local steps are always better")
+        raise InputError(
+            "best_local_steps needs two clients or more: with one, more local steps are always "
+            "better"
+        )
     assert form is not None
 
     @cache
@@ -110,13 +124,19 @@ def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, 
 
 
 def _bounded(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float]:
-    """Return the same from mu and L alone: rho by F8', H* = 1 / (gamma sqrt(mu L)), and no more than H*."""
+    """Return the same from mu and L alone.
+
+    Rho by F8', H* = 1 / (gamma sqrt(mu L)), and no more than H*.
+    """
     mu, smoothness = problem.mu, problem.smoothness
     if mu is None or smoothness is None or mu <= 0:
         raise InputError(
-            f"best_local_steps needs mu > 0 and L of {problem.name}: give Problem(..., facts=Facts(mu, L))"
+            f"best_local_steps needs mu > 0 and L of {problem.name}: give Problem(..., "
+            "facts=Facts(mu, L))"
         )
-    w = lr * np.array([mu, smoothness])  # u_a^2 + v_a^2 falls, then rises in a: it is largest at an end
+    w = lr * np.array(
+        [mu, smoothness]
+    )  # u_a^2 + v_a^2 falls, then rises in a: it is largest at an end
 
     def rate(steps: int) -> float:
         return math.sqrt(float((power(w, steps) ** 2 + lag(w, steps) ** 2).max()))
@@ -146,7 +166,10 @@ def _drift_smoothness(given: Spectra) -> float:
 
 
 def _least(cost: Callable[[int], float], estimate: float, most: float) -> int:
-    """Return the H of least cost: a coarse grid, extended while its end is best, then each local minimum refined."""
+    """Return the H of least cost.
+
+    A coarse grid, extended while its end is best, then each local minimum refined.
+    """
     end = min(most, 8 * estimate)
     grid = _grid(end)
     while min(grid, key=cost) > end / 2 and end < most:

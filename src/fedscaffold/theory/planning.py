@@ -1,16 +1,19 @@
 """Plan a run: step size, local steps, rounds, gradients and bytes for a target error.
 
-The target is the root mean squared distance to the optimum, sqrt(E |x - x*|^2). For quadratics every number is exact:
-of a grid of step sizes 2^-k / L and numbers of local steps, the pair that reaches the target most cheaply,
+The target is the root mean squared distance to the optimum, sqrt(E |x - x*|^2). For quadratics
+every number is exact: of a grid of step sizes 2^-k / L and numbers of local steps, the pair that
+reaches the target most cheaply,
 
     cost = rounds (cost_of_round + local_steps cost_of_step)
     rounds from the exact error curve |mean|^2 + tr(covariance), round by round
 
-with the cohorts and weights that were asked for. For other smooth strongly convex problems, and for those too large for
-exact matrices, the same is done on a model of them that cannot promise (`quadratic_model.py`).
+with the cohorts and weights that were asked for. For other smooth strongly convex problems, and for
+those too large for exact matrices, the same is done on a model of them that cannot promise
+(`quadratic_model.py`).
 
-Where all clients take part with equal weight, pairs are ranked by a guess from spectral radii, and the curves of the
-best are computed. Else the grid is searched downhill, each pair being followed until it is known to be no cheaper.
+Where all clients take part with equal weight, pairs are ranked by a guess from spectral radii, and
+the curves of the best are computed. Else the grid is searched downhill, each pair being followed
+until it is known to be no cheaper.
 """
 
 from __future__ import annotations
@@ -51,14 +54,19 @@ __all__ = ["Plan", "Proposal", "Verified", "plan", "verify"]
 
 MOST_ROUNDS = 20_000
 TRIED = 6  # pairs whose error curves are computed, the best by a guess
-GROWTH = 20.0  # log of the growth in a round that a client alone may show: beyond, nothing is left to plan
-ROOM = 0.8  # share of the squared target that noise and bias may take up, so that the transient can still end
+# log of the growth in a round that a client alone may show: beyond, nothing is left to plan
+GROWTH = 20.0
+# share of the squared target that noise and bias may take up, so that the transient can still end
+ROOM = 0.8
 FAR = 1e30  # times the error of a pair that does not reach the target, its cost in a search
 FOLLOWED = 64  # rounds after which a curve is first asked whether it will reach the target
 
 
 class Proposal(NamedTuple):
-    """Settings for one algorithm; numbers are None if it cannot reach the target within the budget."""
+    """Settings for one algorithm.
+
+    Numbers are None if it cannot reach the target within the budget.
+    """
 
     def __repr__(self) -> str:
         return brief(self)
@@ -68,7 +76,8 @@ class Proposal(NamedTuple):
     local_steps: int | None
     rounds: int | None
     gradients: int | None
-    """Mean number of stochastic gradients that a client computes in the rounds in which it takes part."""
+    """Mean number of stochastic gradients that a client computes in the rounds in which it takes
+    part."""
     bytes_sent: int | None
     """Bytes up and down over all clients, as `simulate` counts them in single precision."""
     cost: float
@@ -153,8 +162,8 @@ def plan(
 ) -> Plan:
     """Plan a run that brings the root mean squared distance to the optimum down to `target`.
 
-    `batch_size`, `cohort` and `weights` are those of `simulate`, the optimum being that of the weighted mean. A given
-    `lr` or `local_steps` is kept; what is not given is chosen.
+    `batch_size`, `cohort` and `weights` are those of `simulate`, the optimum being that of the
+    weighted mean. A given `lr` or `local_steps` is kept; what is not given is chosen.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=10, dim=5, mu=0.1, noise=0.01, x0=np.ones(5), seed=0)
@@ -178,11 +187,17 @@ def plan(
         raise InputError("algorithms must name one or more, such as scaffold; got none")
     for algorithm in made:
         if form_of(algorithm) is None:
-            raise InputError(f"{algorithm.name} has no closed form to plan with: take sgd, fedavg, fedprox or scaffold")
+            raise InputError(
+                f"{algorithm.name} has no closed form to plan with: take sgd, fedavg, fedprox or "
+                "scaffold"
+            )
     heard = cohorts_of(problem, made, cohort, weights)
     batch_sizes(problem, batch_size)  # refuses a wrong one before the work begins
     if problem.facts.optimum is None and problem.offsets[-1] * problem.dim > SOLVED:
-        raise InputError(f"too large to plan: records times d may be {SOLVED:g}; plan for some clients, or diagnose it")
+        raise InputError(
+            f"too large to plan: records times d may be {SOLVED:g}; plan for some clients, or "
+            "diagnose it"
+        )
     best, proposals = find_optimum(problem, heard.p), []
     models: dict[int | float | None, QuadraticModel] = {}
     for algorithm in made:
@@ -190,12 +205,23 @@ def plan(
         models[batch] = models.get(batch) or model_of(problem, best, batch, heard)
         one = _propose(models[batch], algorithm, asked)
         proposals.append(
-            one if one.rounds is None else one._replace(bytes_sent=_bytes(problem, algorithm, cohort, one))
+            one
+            if one.rounds is None
+            else one._replace(bytes_sent=_bytes(problem, algorithm, cohort, one))
         )
     found = [one for one in proposals if one.rounds is not None]
     cheapest = min(found, key=lambda one: one.cost).algorithm if found else None
     distance = float(np.linalg.norm(problem.layout.flatten(problem.params) - best))
-    return Plan(asked.target, distance, tuple(proposals), cheapest, batch_size, heard.size, heard.p, tuple(made))
+    return Plan(
+        asked.target,
+        distance,
+        tuple(proposals),
+        cheapest,
+        batch_size,
+        heard.size,
+        heard.p,
+        tuple(made),
+    )
 
 
 def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
@@ -215,16 +241,33 @@ def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
         if one.rounds is None or one.lr is None:
             continue
         batch = work_of(algorithm, 1, made.batch_size).batch_size
-        still = problem.noise is None and batch_sizes(problem, batch) is None and made.cohort == problem.num_clients
+        still = (
+            problem.noise is None
+            and batch_sizes(problem, batch) is None
+            and made.cohort == problem.num_clients
+        )
         runs = 1 if still else seeds
         found = sweep(
-            algorithm, problem, rounds=one.rounds, local_steps=one.local_steps, lr=one.lr, seeds=runs,
-            batch_size=batch, cohort=made.cohort, weights=made.weights, metrics=(), precision="float64",
+            algorithm,
+            problem,
+            rounds=one.rounds,
+            local_steps=one.local_steps,
+            lr=one.lr,
+            seeds=runs,
+            batch_size=batch,
+            cohort=made.cohort,
+            weights=made.weights,
+            metrics=(),
+            precision="float64",
             progress=False,
-        )  # fmt: skip
+        )
         squares = np.array([np.sum((run.vector - best) ** 2) for run in found.runs[0]])
         measured = float(np.sqrt(squares.mean()))
-        error = float(squares.std(ddof=1) / math.sqrt(runs) / (2 * measured)) if runs > 1 and measured else 0.0
+        error = (
+            float(squares.std(ddof=1) / math.sqrt(runs) / (2 * measured))
+            if runs > 1 and measured
+            else 0.0
+        )
         outcomes.append(Verified(one.algorithm, float(one.curve[-1]), measured, error))
     return outcomes
 
@@ -251,7 +294,9 @@ def _propose(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Prop
     best = best or _by_search(model, algorithm, asked)
     within = f"cannot reach {asked.target:g} within {asked.most} rounds"
     why = f"{within}: its bias or its noise is above that at every step size tried"
-    return best or Proposal(algorithm.name, None, None, None, None, None, math.inf, np.zeros(0), False, why)
+    return best or Proposal(
+        algorithm.name, None, None, None, None, None, math.inf, np.zeros(0), False, why
+    )
 
 
 def _by_guess(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal | None:
@@ -271,11 +316,18 @@ def _by_guess(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Pro
 
 
 def _by_search(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal | None:
-    """Return the cheapest pair by descent on the grid; pairs are dropped once above the best cost or hopeless."""
+    """Return the cheapest pair by descent on the grid.
+
+    Pairs are dropped once above the best cost or hopeless.
+    """
     best: list[Proposal] = []
 
     def cost(lr: float, steps: int) -> float:
-        horizon = min(asked.most, math.ceil(best[-1].cost / asked.cost(steps)) - 1) if best else asked.most
+        horizon = (
+            min(asked.most, math.ceil(best[-1].cost / asked.cost(steps)) - 1)
+            if best
+            else asked.most
+        )
         followed = 0
         while followed < horizon:
             followed = min(4 * followed or FOLLOWED, horizon)
@@ -301,7 +353,9 @@ def _hopeless(errors: Floats, target: float, horizon: int) -> bool:
     return last + math.log(errors[-1] / target) / rate > horizon
 
 
-def _candidates(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> list[tuple[float, int, float]]:
+def _candidates(
+    model: QuadraticModel, algorithm: Algorithm, asked: _Asked
+) -> list[tuple[float, int, float]]:
     """Return (lr, local_steps, estimated rounds) for every pair whose noise and bias permit the target."""
     near, floor, target = model.problem, _floor(model), asked.target
     assert near.mu is not None
@@ -312,7 +366,9 @@ def _candidates(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> l
     out = []
     for lr in asked.lrs(model)[::stride]:
         grown = math.log1p(lr * max(0.0, -near.mu))  # by a client that is not convex, in every step
-        for count in (count for count in asked.steps(algorithm)[::stride] if count * grown < GROWTH):
+        for count in (
+            count for count in asked.steps(algorithm)[::stride] if count * grown < GROWTH
+        ):
             one = linear_round(given, form, lr=lr, local_steps=count)
             off = bias_of(given, one)
             room = target**2 - float(off @ off) - lr * floor
@@ -329,7 +385,10 @@ def _floor(model: QuadraticModel) -> float:
     if model.noise is None:
         return 0.0 if model.reduced is None else model.reduced.floor
     near = model.problem
-    return float(np.trace(lyapunov(near.records[0].mean(axis=0), model.noise.step.mean(axis=0)))) / near.num_clients
+    return (
+        float(np.trace(lyapunov(near.records[0].mean(axis=0), model.noise.step.mean(axis=0))))
+        / near.num_clients
+    )
 
 
 def _large(model: QuadraticModel) -> bool:
@@ -343,7 +402,12 @@ def _like_equals(given: Spectra, one: LinearRound) -> float:
 
 
 def _proposal(
-    model: QuadraticModel, algorithm: Algorithm, asked: _Asked, lr: float, steps: int, errors: Floats
+    model: QuadraticModel,
+    algorithm: Algorithm,
+    asked: _Asked,
+    lr: float,
+    steps: int,
+    errors: Floats,
 ) -> Proposal | None:
     """Return the proposal for a curve of squared errors; None if it stays above the target."""
     met = np.flatnonzero(errors[1:] <= asked.target**2)
@@ -355,5 +419,13 @@ def _proposal(
     gradients = round(rounds * steps * model.heard.one)
     curve = np.sqrt(errors[: rounds + 1])
     return Proposal(
-        algorithm.name, lr, steps, rounds, gradients, None, rounds * asked.cost(steps), curve, *model.promise(form)
+        algorithm.name,
+        lr,
+        steps,
+        rounds,
+        gradients,
+        None,
+        rounds * asked.cost(steps),
+        curve,
+        *model.promise(form),
     )

@@ -2,11 +2,12 @@
 
     quadratics      themselves: every number is exact (F4-F7, and `second_moments.py` for cohorts and weights)
     smooth          the quadratic model at the optimum: Hessians, gradients and noise of every client there. Far from
-                    the optimum that model does not bind the problem, so nothing that rests on it is promised
+                    the optimum that model does not bind the problem, so nothing that rests on it is
+                    promised
     large           the mean of a run on few directions, the noise as that of equal clients (`reduced.py`)
 
-Where the exact second moments cost too much, the error is estimated from runs drawn on the same quadratics, with the
-same draws for every setting that is compared.
+Where the exact second moments cost too much, the error is estimated from runs drawn on the same
+quadratics, with the same draws for every setting that is compared.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ __all__ = ["HALVINGS", "LOCAL_STEPS", "QuadraticModel", "cohorts_of", "model_of"
 
 LOCAL_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200, 300, 500, 1000)
 HALVINGS = 12  # step sizes tried for a plan: 1/L and its halves
-EXACT_MEMORY, EXACT_FORGETFUL = 3_000_000, 10_000_000  # N^2 d^3 and N d^3 up to which second moments are exact
+EXACT_MEMORY, EXACT_FORGETFUL = (
+    3_000_000,
+    10_000_000,
+)  # N^2 d^3 and N d^3 up to which second moments are exact
 RUNS = 64  # drawn where they are not
 STRIDE = 4  # of the coarse grid that a search starts from
 STARTS = 2  # points of it from which the search goes downhill
@@ -70,21 +74,39 @@ class QuadraticModel(NamedTuple):
     def promise(self, form: Form) -> tuple[bool, str]:
         """Return whether the prediction for an algorithm is exact, and its basis."""
         if self.drawn(form):
-            return False, f"{self.why}; too large for exact moments, estimated from {RUNS} drawn runs: no promise"
+            return (
+                False,
+                f"{self.why}; too large for exact moments, estimated from {RUNS} drawn runs: no "
+                "promise",
+            )
         return self.exact, self.why if self.exact else f"{self.why}: no promise"
 
-    def errors(self, algorithm: Algorithm, *, lr: float, steps: int, rounds: int, gap: bool) -> tuple[Floats, float]:
-        """Return E|x - x*|^2 or E f(x) - f(x*) after 0 .. rounds rounds, and the last one's standard error."""
+    def errors(
+        self, algorithm: Algorithm, *, lr: float, steps: int, rounds: int, gap: bool
+    ) -> tuple[Floats, float]:
+        """Return E|x - x*|^2 or E f(x) - f(x*) after 0 ..
+
+        Rounds rounds, and the last one's standard error.
+        """
         near, form, unsure = self.problem, form_of(algorithm), 0.0
         assert form is not None
         start = near.layout.flatten(near.params)
-        run = error_dynamics.Run(self.spectra, start, form, lr, np.full(near.num_clients, steps), rounds, self.noise)
+        run = error_dynamics.Run(
+            self.spectra, start, form, lr, np.full(near.num_clients, steps), rounds, self.noise
+        )
         if self.drawn(form):
             given = Federation(self.spectra, self.heard, start)
             measure = given.mean_hessian / 2 if gap else np.eye(near.dim)
             noise = self.noise or Noise(*(np.zeros((near.num_clients, near.dim, near.dim)),) * 2)
             errors, unsure = drawn_curve(
-                given, form, lr=lr, steps=run.steps, noise=noise, rounds=rounds, measure=measure, runs=RUNS
+                given,
+                form,
+                lr=lr,
+                steps=run.steps,
+                noise=noise,
+                rounds=rounds,
+                measure=measure,
+                runs=RUNS,
             )
         else:
             errors = error_dynamics.errors(run, self.heard, gap)
@@ -93,7 +115,9 @@ class QuadraticModel(NamedTuple):
         return errors, unsure
 
 
-def cohorts_of(problem: Problem, algorithms: Sequence[Algorithm], cohort: float | int, weights: ArrayLike) -> Cohorts:
+def cohorts_of(
+    problem: Problem, algorithms: Sequence[Algorithm], cohort: float | int, weights: ArrayLike
+) -> Cohorts:
     """Return the cohorts, validated as `simulate` does for each of the algorithms.
 
     >>> import fedscaffold as fs
@@ -108,18 +132,31 @@ def cohorts_of(problem: Problem, algorithms: Sequence[Algorithm], cohort: float 
     return cohort_moments(p, size)
 
 
-def model_of(problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts) -> QuadraticModel:
-    """Return the problem as quadratics: itself if made of them, else its quadratic model at the optimum `best`."""
+def model_of(
+    problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts
+) -> QuadraticModel:
+    """Return the problem as quadratics.
+
+    Itself if made of them, else its quadratic model at the optimum `best`.
+    """
     start = problem.layout.flatten(problem.params)
     steepest = 0.0 if is_quadratic(problem) else _steepest(problem, start)
     why = "quadratic model at the optimum, far from which the curvature differs"
     if problem.num_clients * problem.dim**3 > EXACT:
-        small, steepest = reduce(problem, best, batch_size, heard), max(steepest, _steepest(problem, best))
+        small, steepest = (
+            reduce(problem, best, batch_size, heard),
+            max(steepest, _steepest(problem, best)),
+        )
         left = f"too large to be exact, followed in {small.problem.dim} of {problem.dim} directions"
         why = left if is_quadratic(problem) else f"{why}; {left}"
         near = small.problem
-        return QuadraticModel(near, spectra(near), heard, None, False, why, steepest, small, problem.dim)
-    noise, exact = Noise(*(noise_covariance(problem, best, size) for size in (batch_size, None))), False
+        return QuadraticModel(
+            near, spectra(near), heard, None, False, why, steepest, small, problem.dim
+        )
+    noise, exact = (
+        Noise(*(noise_covariance(problem, best, size) for size in (batch_size, None))),
+        False,
+    )
     if is_quadratic(problem):
         hessians, linear = client_quadratics(problem)
         exact = batch_size is None or bool((problem.counts == 1).all())
@@ -133,7 +170,9 @@ def model_of(problem: Problem, best: Floats, batch_size: int | float | None, hea
         linear = hessians @ best - client_gradients(problem, best)
     near = quadratic(hessians=hessians, linear=linear, x0=start)
     steepest = max(steepest, near.smoothness or 0.0)
-    return QuadraticModel(near, spectra(near), heard, noise, exact, why, steepest, None, problem.dim)
+    return QuadraticModel(
+        near, spectra(near), heard, noise, exact, why, steepest, None, problem.dim
+    )
 
 
 def search(
@@ -169,5 +208,7 @@ def search(
 def _steepest(problem: Problem, x: Floats) -> float:
     """Return the largest eigenvalue of any client's Hessian at x."""
     p = np.full(problem.num_clients, 1 / problem.num_clients)
-    _, high, _, above = client_ends(Look(problem, p, np.arange(len(p)), np.ones_like(p)), x, np.random.default_rng(0))
+    _, high, _, above = client_ends(
+        Look(problem, p, np.arange(len(p)), np.ones_like(p)), x, np.random.default_rng(0)
+    )
     return float((high + above).max())

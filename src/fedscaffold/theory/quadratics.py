@@ -6,20 +6,20 @@ For f_c(x) = x'A_c x / 2 - b_c'x let Gamma_c = I - gamma A_c and
     M_c = gamma sum_{h<H} Gamma_c^h                        what they make of a constant push
     B_c = I - M_c / (gamma H)                              by how much that falls behind gamma H
 
-All are functions of A_c, so one eigendecomposition A_c = V_c diag(a) V_c' of each client gives them for every step
-size and every H. With u = theta - theta*, v_c = xi_c - xi_c*, xi_c = c - c_c and r_c = gamma H v_c, sum r_c = 0, a
-noiseless round of SCAFFOLD with all clients is (F1, F4)
+All are functions of A_c, so one eigendecomposition A_c = V_c diag(a) V_c' of each client gives them
+for every step size and every H. With u = theta - theta*, v_c = xi_c - xi_c*, xi_c = c - c_c and r_c
+= gamma H v_c, sum r_c = 0, a noiseless round of SCAFFOLD with all clients is (F1, F4)
 
     z_c = Upsilon_c u + B_c r_c
     u+ = mean z_c,    r_c+ = z_c - mean z_c
 
-so |u+|^2 + mean |r_c+|^2 = mean |z_c|^2: this is F3, the norm on the left being the Lambda-norm. A server step eta_g
-makes it u+ = u + eta_g (mean z_c - u), option I makes it r_c+ = gamma H (mean A_i - A_c) u, FedAvg has r_c = 0.
-FedProx, with a pull mu towards x, is FedAvg with Gamma_c = I - gamma (A_c + mu) and Upsilon_c = Gamma_c^H + mu M_c; in
-all cases I - Upsilon_c = A_c M_c.
+so |u+|^2 + mean |r_c+|^2 = mean |z_c|^2: this is F3, the norm on the left being the Lambda-norm. A
+server step eta_g makes it u+ = u + eta_g (mean z_c - u), option I makes it r_c+ = gamma H (mean A_i
+- A_c) u, FedAvg has r_c = 0. FedProx, with a pull mu towards x, is FedAvg with Gamma_c = I - gamma
+(A_c + mu) and Upsilon_c = Gamma_c^H + mu M_c; in all cases I - Upsilon_c = A_c M_c.
 
-Symbols: gamma = lr, H = local_steps, eta_g = server_lr, theta = x, N = num_clients; E = (V_1 .. V_N), a (d, N d)
-matrix with E E' = N I, takes the clients' own coordinates to the common ones.
+Symbols: gamma = lr, H = local_steps, eta_g = server_lr, theta = x, N = num_clients; E = (V_1 ..
+V_N), a (d, N d) matrix with E E' = N I, takes the clients' own coordinates to the common ones.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Spectra(NamedTuple):
         mean = self.mean(self.values)
         smallest = np.linalg.eigvalsh(mean)[0]
         if smallest <= 1e-14 * np.abs(self.values).max():
-            raise InputError("the mean of the hessians is not positive definite: there is no single optimum")
+            raise InputError(
+                "the mean of the hessians is not positive definite: there is no single optimum"
+            )
         best: Floats = np.linalg.solve(mean, self.linear.mean(axis=0))
         return best
 
@@ -105,7 +107,8 @@ class Spectra(NamedTuple):
         basis = self.basis
         turned = np.einsum("cji,cj->ci", self.vectors, self.linear).ravel()
         star = turned - self.values.ravel() * (self.optimum @ basis)
-        # their sum is zero but for the rounding errors of theta*, which would never leave a run of the map
+        # their sum is zero but for the rounding errors of theta*, which would never leave a run of
+        # the map
         centred: Floats = star - (basis @ star / self.num_clients) @ basis
         return centred
 
@@ -128,7 +131,8 @@ def power(w: Floats, count: int | NDArray[np.int64]) -> Floats:
     >>> power(np.array([0.0, 1e-9, 1.0, 1.5]), 3)
     array([ 1.   ,  1.   ,  0.   , -0.125])
     """
-    # 1 - w rounds, and the power would magnify its error H times; log1p sees w itself, and w - 2 has no error
+    # 1 - w rounds, and the power would magnify its error H times; log1p sees w itself, and w - 2
+    # has no error
     with np.errstate(divide="ignore", over="ignore"):
         magnitude: Floats = np.exp(count * np.log1p(np.where(w < 1, -w, w - 2)))
     return np.where((w > 1) & (count % 2 == 1), -magnitude, magnitude)
@@ -148,7 +152,9 @@ def geometric(w: Floats, count: int | NDArray[np.int64]) -> Floats:
 
 
 def lag(w: Floats, count: int) -> Floats:
-    """Return 1 - sum_{h<H} (1 - w)^h / H to full precision: the eigenvalues of B_c; 0 where w = 0 or H = 1.
+    """Return 1 - sum_{h<H} (1 - w)^h / H to full precision: the eigenvalues of B_c.
+
+    0 where w = 0 or H = 1.
 
     >>> lag(np.array([0.0, 1e-12, 0.5]), 3)
     array([0.00000000e+00, 1.00000000e-12, 4.16666667e-01])
@@ -164,7 +170,9 @@ def lag(w: Floats, count: int) -> Floats:
 
 
 class LinearRound(NamedTuple):
-    """A round as a linear map of (u, r): u (d, k), r (N d, k) in the clients' own coordinates, k states at once.
+    """A round as a linear map of (u, r).
+
+    U (d, k), r (N d, k) in the clients' own coordinates, k states at once.
 
     The vectors of N d numbers hold one number for each eigenvalue a of each client.
     """
@@ -204,13 +212,17 @@ class LinearRound(NamedTuple):
         """Apply one round (F4) to r that sum to zero over clients."""
         start = self.basis.T @ u
         z = self.basis @ (_times(self.upsilon, start) + _times(self.lag, r)) / self.num_clients
-        return u + self.form.server_lr * (z - u), self.centred(_times(self.turn, start) + _times(self.keep, r))
+        return u + self.form.server_lr * (z - u), self.centred(
+            _times(self.turn, start) + _times(self.keep, r)
+        )
 
     def backward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
         """Apply the transpose of `forward` to r that sum to zero over clients."""
         p = self.basis.T @ u * (self.form.server_lr / self.num_clients)
         back = self.basis @ (_times(self.upsilon, p) + _times(self.turn, r))
-        return (1 - self.form.server_lr) * u + back, self.centred(_times(self.lag, p) + _times(self.keep, r))
+        return (1 - self.form.server_lr) * u + back, self.centred(
+            _times(self.lag, p) + _times(self.keep, r)
+        )
 
     def centred(self, r: Floats) -> Floats:
         """Subtract the mean over clients."""
@@ -218,7 +230,10 @@ class LinearRound(NamedTuple):
         return off
 
     def matrix(self) -> Floats:
-        """The map of the stacked (u, r), as a matrix; it sends to 0 what does not sum to zero over clients."""
+        """The map of the stacked (u, r), as a matrix.
+
+        It sends to 0 what does not sum to zero over clients.
+        """
         d, n = self.basis.shape
         u, r = self.forward(np.eye(d, d + n), self.centred(np.eye(n, d + n, d)))
         return np.concatenate([u, r])
@@ -240,7 +255,10 @@ def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -
     w = gamma * (a + form.drag)
     left = power(w, steps)
     if not (np.abs(left) <= LARGEST).all():
-        raise Overflows(f"lr {gamma:g} with {steps} local steps overflows: a client alone diverges; keep lr below 2/L")
+        raise Overflows(
+            f"lr {gamma:g} with {steps} local steps overflows: a client alone diverges; keep lr "
+            "below 2/L"
+        )
     total = geometric(w, steps)
     upsilon = left + form.drag * gamma * total
     behind = lag(w, steps)
@@ -250,7 +268,9 @@ def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -
         turn, keep, leak = -gamma * steps * a, none, whole
     rates = w.reshape(spectra.values.shape)
     lost = gamma * a * total
-    return LinearRound(spectra.basis, upsilon, lost, behind, turn, keep, leak, gamma * steps, steps, rates, form)
+    return LinearRound(
+        spectra.basis, upsilon, lost, behind, turn, keep, leak, gamma * steps, steps, rates, form
+    )
 
 
 def to_xi(spectra: Spectra, stacked: Floats, travel: float) -> Floats:

@@ -1,9 +1,11 @@
 """How fast a round contracts on quadratics, and where it ends, exactly.
 
-The spectral radius lim |X^t - X*|^(1/t) of a round is what a long run of the whole state (x, xi_1 .. xi_N) shows, on
-sum xi_c - xi_c* = 0, from the closed form of `quadratics.py`: its cost does not depend on the number H of local steps.
-The error of x alone may shrink faster: clients with an eigenvalue in common can carry a mode of the control variates
-that x never shows, as all do when the clients are equal.
+The spectral radius lim |X^t - X*|^(1/t) of a round is what a long run of the whole state (x, xi_1
+.. xi_N) shows, on
+sum xi_c - xi_c* = 0, from the closed form of `quadratics.py`: its cost does not depend on the
+    number H of local steps.
+The error of x alone may shrink faster: clients with an eigenvalue in common can carry a mode of the
+control variates that x never shows, as all do when the clients are equal.
 
 Symbols: gamma = lr, H = local_steps, u = x - x*.
 """
@@ -22,10 +24,19 @@ from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round, spectra
 from fedscaffold.theory.round_map import SCAFFOLD, form_of, round_map
 
-__all__ = ["ContractionRate", "bias", "contraction_curve", "contraction_rate", "fixed_point", "rounds_per_digit"]
+__all__ = [
+    "ContractionRate",
+    "bias",
+    "contraction_curve",
+    "contraction_rate",
+    "fixed_point",
+    "rounds_per_digit",
+]
 
 ROUNDING = 1e-12  # a step computed as 1 / L must be found to meet lr <= 1 / L
-DENSE = 700  # (N + 1) d up to which eigenvalues come from the full matrix; above it, from Krylov spaces
+DENSE = (
+    700  # (N + 1) d up to which eigenvalues come from the full matrix; above it, from Krylov spaces
+)
 
 
 class ContractionRate(NamedTuple):
@@ -42,7 +53,9 @@ class ContractionRate(NamedTuple):
 
 
 def rounds_per_digit(rate: float) -> float:
-    """Rounds until an error that shrinks by `rate` a round is a tenth, log 10 / -log rate; infinite from 1 on.
+    """Rounds until an error that shrinks by `rate` a round is a tenth, log 10 / -log rate.
+
+    Infinite from 1 on.
 
     >>> round(rounds_per_digit(0.1), 12), rounds_per_digit(1.0)
     (1.0, inf)
@@ -69,7 +82,9 @@ def contraction_rate(
 def contraction_curve(
     problem: Problem, *, lr: float, local_steps: Sequence[int], algorithm: Algorithm = SCAFFOLD
 ) -> list[ContractionRate]:
-    """`contraction_rate` at several numbers of local steps; the clients' Hessians are decomposed once.
+    """`contraction_rate` at several numbers of local steps.
+
+    The clients' Hessians are decomposed once.
 
     >>> import fedscaffold as fs
     >>> pair = fs.problems.lower_bound_pair()
@@ -79,14 +94,22 @@ def contraction_curve(
     form = form_of(algorithm)
     given = spectra(problem)
     if form is None:
-        maps = [round_map(problem, lr=lr, local_steps=steps, algorithm=algorithm) for steps in local_steps]
+        maps = [
+            round_map(problem, lr=lr, local_steps=steps, algorithm=algorithm)
+            for steps in local_steps
+        ]
         radii = [found.spectral_radius() for found in maps]
     else:
-        radii = [spectral_radius(linear_round(given, form, lr=lr, local_steps=steps)) for steps in local_steps]
+        radii = [
+            spectral_radius(linear_round(given, form, lr=lr, local_steps=steps))
+            for steps in local_steps
+        ]
     return [ContractionRate(*pair) for pair in zip(local_steps, radii, strict=True)]
 
 
-def fixed_point(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> Floats:
+def fixed_point(
+    problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD
+) -> Floats:
     """Return the x that a noiseless round with all clients does not change: x* + `bias`.
 
     It is also the mean of x in the long run when gradients carry noise of mean zero.
@@ -96,10 +119,15 @@ def fixed_point(problem: Problem, *, lr: float, local_steps: int, algorithm: Alg
     >>> fixed_point(problem, lr=0.2, local_steps=4), fixed_point(problem, lr=0.2, local_steps=4, algorithm=fs.fedavg())
     (array([0.4]), array([0.28278679]))
     """
-    return np.asarray(spectra(problem).optimum + bias(problem, lr=lr, local_steps=local_steps, algorithm=algorithm))
+    return np.asarray(
+        spectra(problem).optimum
+        + bias(problem, lr=lr, local_steps=local_steps, algorithm=algorithm)
+    )
 
 
-def bias(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> Floats:
+def bias(
+    problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD
+) -> Floats:
     """Return where a method ends minus the optimum: 0 for SCAFFOLD, F7 for FedAvg and its kin.
 
     (mean A_c M_c)^-1 mean M_c xi_c*, with xi_c* = -grad f_c(x*); as sum xi_c* = 0 this is also
@@ -135,7 +163,9 @@ def spectral_radius(one: LinearRound) -> float:
     """
     d, n = one.basis.shape
     if not one.form.memory:
-        return float(np.abs(1 - one.form.server_lr * np.linalg.eigvalsh(_mean(one, one.lost))).max())
+        return float(
+            np.abs(1 - one.form.server_lr * np.linalg.eigvalsh(_mean(one, one.lost))).max()
+        )
     if one.form.at_x:
         return _option_one(one)
     if d + n <= DENSE:
@@ -163,8 +193,9 @@ def _round(one: LinearRound) -> LinearOperator:
 def _from_one(one: LinearRound) -> LinearOperator:
     """(I - T)^-1, whose largest eigenvalues belong to the eigenvalues of the round T that are nearest to 1.
 
-    (u, r) = (I - T)^-1 (p, q) has r_c = R_c (Upsilon_c u - w + q_c), R_c = (I - B_c)^-1 and w = u - p / eta_g, so that
-    sum r_c = 0 leaves (mean R_c (I - Upsilon_c)) u = mean R_c q_c + mean R_c p / eta_g.
+    (u, r) = (I - T)^-1 (p, q) has r_c = R_c (Upsilon_c u - w + q_c), R_c = (I - B_c)^-1 and w = u -
+    p / eta_g, so that sum r_c = 0 leaves (mean R_c (I - Upsilon_c)) u = mean R_c q_c + mean R_c p /
+    eta_g.
     """
     d, n = one.basis.shape
     reach = 1 / one.leak
@@ -182,20 +213,25 @@ def _from_one(one: LinearRound) -> LinearOperator:
 
 
 def _option_one(one: LinearRound) -> float:
-    """Return the spectral radius of option I, whose r_c are those of the last u: u'' = P u' + C u, of 2d unknowns."""
+    """Return the spectral radius of option I, whose r_c are those of the last u.
+
+    U'' = P u' + C u, of 2d unknowns.
+    """
     d, eta = len(one.basis), one.form.server_lr
     now = np.eye(d) - eta * _mean(one, one.lost)
     last = eta * (_mean(one, one.lag * one.turn) - _mean(one, one.lag) @ _mean(one, one.turn))
-    return float(np.abs(np.linalg.eigvals(np.block([[now, last], [np.eye(d), np.zeros((d, d))]]))).max())
+    return float(
+        np.abs(np.linalg.eigvals(np.block([[now, last], [np.eye(d), np.zeros((d, d))]]))).max()
+    )
 
 
 def _krylov_radius(one: LinearRound) -> float:
     """Return the largest |eigenvalue| from Krylov spaces of (I - T)^-1 and of T.
 
-    The largest eigenvalues crowd together near 1 when H is large: the first settles fast there, and to full relative
-    precision of 1 - rho. The second settles fast elsewhere. With lr <= 1/L and server_lr 1 an eigenvalue of modulus
-    close to 1 is close to 1 (T hardly shrinks its vector only where Upsilon = 1, B = 0 or the other way round), so then
-    the second need not be pressed.
+    The largest eigenvalues crowd together near 1 when H is large: the first settles fast there, and
+    to full relative precision of 1 - rho. The second settles fast elsewhere. With lr <= 1/L and
+    server_lr 1 an eigenvalue of modulus close to 1 is close to 1 (T hardly shrinks its vector only
+    where Upsilon = 1, B = 0 or the other way round), so then the second need not be pressed.
     """
     curvature = np.linalg.eigvalsh(_mean(one, one.lost / one.leak))  # of gamma H mean A_c
     flat = curvature[0] <= ROUNDING * curvature[-1]
@@ -209,11 +245,14 @@ def _krylov_radius(one: LinearRound) -> float:
 def _extreme(operator: LinearOperator, patience: int) -> Floats:
     """Return some of the largest eigenvalues: those that converge within the given restarts.
 
-    Copies of a multiple eigenvalue come out of rounding errors only and would be waited for in vain.
+    Copies of a multiple eigenvalue come out of rounding errors only and would be waited for in
+    vain.
     """
     start = np.random.default_rng(0).normal(size=operator.shape[0])
     try:
-        found: Floats = eigs(operator, k=4, ncv=50, v0=start, tol=1e-13, maxiter=patience, return_eigenvectors=False)
+        found: Floats = eigs(
+            operator, k=4, ncv=50, v0=start, tol=1e-13, maxiter=patience, return_eigenvectors=False
+        )
     except ArpackNoConvergence as unfinished:
         found = unfinished.eigenvalues
     return found

@@ -1,18 +1,22 @@
 """The affine map of one noiseless round with all clients, by differentiating the algorithm's own code.
 
-On quadratics f_c(x) = x'A_c x / 2 - b_c'x a round is affine in the state X, which is x alone for a method without
-memory, (x, c) where only the server has one, and (x, c, c_1 .. c_N) for one with control variates:
+On quadratics f_c(x) = x'A_c x / 2 - b_c'x a round is affine in the state X, which is x alone for a
+method without memory, (x, c) where only the server has one, and (x, c, c_1 .. c_N) for one with
+control variates:
 
     X+ = M X + v
 
-`round_map` runs the engine's own round and pushes a basis through it in forward mode, so M and v are those of the
-code that simulations run: any algorithm has one. Where a coin decides the number of local steps (Scaffnew) it is the
-expected map, summed over all numbers that matter: that of the mean state. Its cost grows with the number of local
-steps; `quadratics.py` has closed forms, free of that cost, for every algorithm that declares the `Form` of SCAFFOLD or
-FedAvg.
+`round_map` runs the engine's own round and pushes a basis through it in forward mode, so M and v
+are those of the
+code that simulations run: any algorithm has one. Where a coin decides the number of local steps
+    (Scaffnew) it is the
+expected map, summed over all numbers that matter: that of the mean state. Its cost grows with the
+number of local steps; `quadratics.py` has closed forms, free of that cost, for every algorithm that
+declares the `Form` of SCAFFOLD or FedAvg.
 
-On the states with c = mean c_i, where every correct run stays, the map is one of (x, c_1 .. c_N). Off them it conserves
-c - mean c_i, that is, it has the eigenvalue 1 with multiplicity d (I15), so rates are taken on them.
+On the states with c = mean c_i, where every correct run stays, the map is one of (x, c_1 .. c_N).
+Off them it conserves c - mean c_i, that is, it has the eigenvalue 1 with multiplicity d (I15), so
+rates are taken on them.
 """
 
 from __future__ import annotations
@@ -40,7 +44,15 @@ from fedscaffold.simulation.rounds import rounds
 from fedscaffold.simulation.spec import Draws, Federation, Settings, Spec, State
 from fedscaffold.theory.declared_form import has_declared_form
 
-__all__ = ["AffineMap", "Form", "a_problem", "client_quadratics", "form_of", "is_quadratic", "round_map"]
+__all__ = [
+    "AffineMap",
+    "Form",
+    "a_problem",
+    "client_quadratics",
+    "form_of",
+    "is_quadratic",
+    "round_map",
+]
 
 SCAFFOLD = scaffold()
 
@@ -48,8 +60,8 @@ SCAFFOLD = scaffold()
 class AffineMap(NamedTuple):
     """X+ = matrix X + offset, for X = (x), (x, c), or (x, c, c_1 .. c_N) where clients have a memory.
 
-    A method that keeps more has more in X: all fields of the server's record, then the tables of the clients'
-    memories, then of what they keep for themselves.
+    A method that keeps more has more in X: all fields of the server's record, then the tables of
+    the clients' memories, then of what they keep for themselves.
     """
 
     def __repr__(self) -> str:
@@ -61,7 +73,8 @@ class AffineMap(NamedTuple):
     dim: int
     memory: bool
     means: tuple[tuple[int, int], ...] = ()
-    """Where c begins in X, and where the c_i do, for each field of the server's that is a mean over clients."""
+    """Where c begins in X, and where the c_i do, for each field of the server's that is a mean over
+    clients."""
 
     def __call__(self, state: Floats) -> Floats:
         """Return the state one round later."""
@@ -69,7 +82,10 @@ class AffineMap(NamedTuple):
         return after
 
     def invariant(self) -> tuple[Floats, Floats]:
-        """Return matrix and offset on the states with c = mean c_i, as a map of all the rest: (x, c_1 .. c_N)."""
+        """Return matrix and offset on the states with c = mean c_i, as a map of all the rest.
+
+        (x, c_1 .. c_N).
+        """
         kept, whole = self._means()
         return self.matrix[kept] @ whole, self.offset[kept]
 
@@ -80,11 +96,16 @@ class AffineMap(NamedTuple):
         for field, table in self.means:
             kept[field : field + d] = False
             tables = slice(table, table + self.num_clients * d)
-            whole[field : field + d, tables] = np.tile(np.eye(d), self.num_clients) / self.num_clients
+            whole[field : field + d, tables] = (
+                np.tile(np.eye(d), self.num_clients) / self.num_clients
+            )
         return kept, whole[:, kept]
 
     def spectral_radius(self) -> float:
-        """Return the largest |eigenvalue| on the states with c = mean c_i: the factor of the error per round."""
+        """Return the largest |eigenvalue| on the states with c = mean c_i.
+
+        The factor of the error per round.
+        """
         return float(np.abs(np.linalg.eigvals(self.invariant()[0])).max())
 
     def fixed_point(self) -> Floats:
@@ -95,7 +116,9 @@ class AffineMap(NamedTuple):
         return rest
 
 
-def round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD) -> AffineMap:
+def round_map(
+    problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD
+) -> AffineMap:
     """Differentiate one noiseless round of `algorithm`, all clients taking part with equal weight.
 
     >>> import fedscaffold as fs
@@ -105,11 +128,22 @@ def round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algor
     ((4, 4), array([ 0.4, -0.6,  0.6]), 0.3177239083)
     """
     client_quadratics(problem)
-    config = RunConfig(algorithm, problem, rounds=1, local_steps=local_steps, lr=lr, metrics=(), precision="float64")
+    config = RunConfig(
+        algorithm,
+        problem,
+        rounds=1,
+        local_steps=local_steps,
+        lr=lr,
+        metrics=(),
+        precision="float64",
+    )
     with jax.enable_x64(True):
         ready = prepare(config)
         if any(np.ndim(value) == 0 for value in ready.start.server):
-            raise InputError(f"{algorithm.name} counts its rounds, which are not all the same map: it has no matrix")
+            raise InputError(
+                f"{algorithm.name} counts its rounds, which are not all the same map: it has no "
+                "matrix"
+            )
         settings = Settings(ready.lr, np.zeros(2, np.uint32), np.array(np.nan))
         federation = ready.federation._replace(noise=None)
         arguments = (ready.spec, federation, settings, ready.drawer.draw(0, 0, 1, 1), ready.start)
@@ -121,9 +155,13 @@ def round_map(problem: Problem, *, lr: float, local_steps: int, algorithm: Algor
             parts.append(tuple(chance * np.array(part) for part in one))
     offset, matrix, there = (np.sum(part, axis=0) for part in zip(*parts, strict=True))
     memory = ready.start.memory is not None
-    found = AffineMap(matrix, offset, problem.num_clients, problem.dim, memory, _places(algorithm, ready.start))
+    found = AffineMap(
+        matrix, offset, problem.num_clients, problem.dim, memory, _places(algorithm, ready.start)
+    )
     if not np.allclose(there, found(somewhere), rtol=1e-9, atol=1e-9 * (1 + np.abs(there).max())):
-        raise InputError(f"a round of {algorithm.name} is not affine on quadratics: it has no matrix")
+        raise InputError(
+            f"a round of {algorithm.name} is not affine on quadratics: it has no matrix"
+        )
     return found
 
 
@@ -135,12 +173,23 @@ def _outcomes(spec: Spec, draws: Draws) -> Iterator[tuple[float, Draws]]:
     tails = 1 - 1 / spec.mean_steps
     most = 1 if tails == 0 else math.ceil(math.log(1e-17) / math.log(tails))
     for steps in range(1, most + 1):
-        yield tails ** (steps - 1) / spec.mean_steps, draws._replace(steps=np.array([steps], np.int32))
+        yield (
+            tails ** (steps - 1) / spec.mean_steps,
+            draws._replace(steps=np.array([steps], np.int32)),
+        )
 
 
 def _vectors(state: State) -> list[Any]:
-    """Return the arrays of a state: the server's record, the clients' memories and their private records."""
-    return [vector for record in (state.server, state.memory, state.own) if record is not None for vector in record]
+    """Return the arrays of a state.
+
+    The server's record, the clients' memories and their private records.
+    """
+    return [
+        vector
+        for record in (state.server, state.memory, state.own)
+        if record is not None
+        for vector in record
+    ]
 
 
 def _places(algorithm: Algorithm, start: State) -> tuple[tuple[int, int], ...]:
@@ -149,7 +198,10 @@ def _places(algorithm: Algorithm, start: State) -> tuple[tuple[int, int], ...]:
     names = [name for record in records for name in record._fields]
     starts = np.cumsum([0, *(np.size(a) for a in _vectors(start))]).tolist()
     first = len(start.server)
-    return tuple((starts[names.index(field)], starts[names.index(of, first)]) for field, of in algorithm.means)
+    return tuple(
+        (starts[names.index(field)], starts[names.index(of, first)])
+        for field, of in algorithm.means
+    )
 
 
 def _size(start: State) -> int:
@@ -157,7 +209,9 @@ def _size(start: State) -> int:
 
 
 @partial(jax.jit, static_argnums=0)
-def _differentiated(spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State) -> Any:
+def _differentiated(
+    spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State
+) -> Any:
     """Return the round at X = 0 and its Jacobian, in forward mode as the program consists of loops."""
     one = partial(_round, spec, federation, settings, draws, start)
     origin = jnp.zeros(_size(start))
@@ -165,14 +219,21 @@ def _differentiated(spec: Spec, federation: Federation, settings: Settings, draw
 
 
 @partial(jax.jit, static_argnums=0)
-def _round(spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State, stacked: Any) -> Any:
+def _round(
+    spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State, stacked: Any
+) -> Any:
     """Evaluate the engine's round as a function of the stacked state."""
     given = _vectors(start)
     ends = np.cumsum([np.size(a) for a in given])
-    parts = [part.reshape(np.shape(a)) for part, a in zip(jnp.split(stacked, ends[:-1]), given, strict=True)]
+    parts = [
+        part.reshape(np.shape(a))
+        for part, a in zip(jnp.split(stacked, ends[:-1]), given, strict=True)
+    ]
     left = iter(parts)
     records = (start.server, start.memory, start.own)
-    server, memory, own = (None if like is None else type(like)(*islice(left, len(like))) for like in records)
+    server, memory, own = (
+        None if like is None else type(like)(*islice(left, len(like))) for like in records
+    )
     mean = tuple(getattr(server, field) for field, _ in spec.algorithm.means)
     state = start._replace(server=server, memory=memory, own=own, mean=mean)
     after, _ = rounds(spec, federation, settings, state, draws, jnp.int32(1), jnp.int32(1))
@@ -192,14 +253,18 @@ def a_problem(problem: object) -> Problem:
 
 
 def is_quadratic(problem: Problem) -> bool:
-    """Return whether every client's loss is a known quadratic: `fs.problems.quadratic` and variants, or `linear`.
+    """Return whether every client's loss is a known quadratic.
+
+    `fs.problems.quadratic` and variants, or `linear`.
 
     >>> import fedscaffold as fs
     >>> is_quadratic(fs.problems.quadratic(num_clients=2, dim=3))
     True
     """
     problem = a_problem(problem)
-    return problem.functions.loss is quadratic_loss or isinstance(problem.functions.loss, SquaredLoss)
+    return problem.functions.loss is quadratic_loss or isinstance(
+        problem.functions.loss, SquaredLoss
+    )
 
 
 def client_quadratics(problem: Problem) -> tuple[Floats, Floats]:
@@ -212,17 +277,23 @@ def client_quadratics(problem: Problem) -> tuple[Floats, Floats]:
     """
     if not is_quadratic(problem):
         known = "fs.problems.quadratic, dialled, lower_bound_pair or linear"
-        raise InputError(f"exact rounds need a problem made of quadratics ({known}), got {problem.name}")
+        raise InputError(
+            f"exact rounds need a problem made of quadratics ({known}), got {problem.name}"
+        )
     loss: Any = problem.functions.loss
     first, second = (np.asarray(a, np.float64) for a in problem.records)
     if loss is quadratic_loss:
         count = problem.counts[:, None].astype(np.float64)
         starts = problem.offsets[:-1]
-        return np.add.reduceat(first, starts) / count[..., None], np.add.reduceat(second, starts) / count
+        return np.add.reduceat(first, starts) / count[..., None], np.add.reduceat(
+            second, starts
+        ) / count
     clients = [slice(*ends) for ends in zip(problem.offsets[:-1], problem.offsets[1:], strict=True)]
     l2 = loss.l2 * np.eye(problem.dim)
     hessians = [first[rows].T @ first[rows] / len(first[rows]) + l2 for rows in clients]
-    return np.stack(hessians), np.stack([first[rows].T @ second[rows] / len(first[rows]) for rows in clients])
+    return np.stack(hessians), np.stack(
+        [first[rows].T @ second[rows] / len(first[rows]) for rows in clients]
+    )
 
 
 def form_of(algorithm: Algorithm) -> Form | None:

@@ -1,23 +1,26 @@
 """Exact second moments, round by round, of runs on quadratics whose cohorts are drawn at random.
 
-Let u = x - x*, G_i = grad f_i(x*) and v_i = c_i - G_i, v = sum p_j v_j and s_i = v - v_i, so that s_i + G_i is what a
-client is off its ideal shift by. With M_i = lr sum_{h<K} Gamma_i^h, Gamma_i = I - lr (A_i + drag), client i ends at
+Let u = x - x*, G_i = grad f_i(x*) and v_i = c_i - G_i, v = sum p_j v_j and s_i = v - v_i, so that
+s_i + G_i is what a client is off its ideal shift by. With M_i = lr sum_{h<K} Gamma_i^h, Gamma_i = I
+- lr (A_i + drag), client i ends at
 
     z_i = u - M_i (A_i u + s_i) - e_i                  SCAFFOLD
     z_i = u - M_i (A_i u + G_i) - e_i                  methods without memory
 
-off x*, e_i being the noise that its steps gather (`error_dynamics.py`). With the shares q of `cohorts.py` a round is
+off x*, e_i being the noise that its steps gather (`error_dynamics.py`). With the shares q of
+`cohorts.py` a round is
 
     u+ = u + eta_g sum q_i (z_i - u)
     v_i+ = (M_i A_i / K_i lr) u - B_i s_i + e_i / K_i lr,  B_i = I - M_i / K_i lr     option II, if i is heard
     v_i+ = A_i u + noise at x                                                         option I, if i is heard
     v_i+ = v_i                                                                        else
 
-(sum q_i = 1, but for cohorts of weight 0, which leave x alone.) No difference of large numbers is left in these lines.
-As who is heard, the noise and the state are independent, the second moments of (u, v_1 .. v_N) follow from those of one
-round before and from the moments of q and [i in A] up to order two. Each client may have a number of steps of its own.
-A round costs 4 N^2 d^3 multiplications for SCAFFOLD and 2 N d^3 without memory; `drawn_curve` estimates the same from
-runs that are drawn, for S d^2 each.
+(sum q_i = 1, but for cohorts of weight 0, which leave x alone.) No difference of large numbers is
+left in these lines. As who is heard, the noise and the state are independent, the second moments of
+(u, v_1 .. v_N) follow from those of one round before and from the moments of q and [i in A] up to
+order two. Each client may have a number of steps of its own. A round costs 4 N^2 d^3
+multiplications for SCAFFOLD and 2 N d^3 without memory; `drawn_curve` estimates the same from runs
+that are drawn, for S d^2 each.
 
 Symbols: M_i = moved, I - M_i A_i = kept, K_i lr = travel, eta_g = server_lr.
 """
@@ -41,7 +44,10 @@ HOPELESS = 1e60  # times the error at the start: a run that diverges
 
 
 class Noise(NamedTuple):
-    """(N, d, d) covariances of the clients' gradients: of a local step, and of the one at x that option I remembers."""
+    """(N, d, d) covariances of the clients' gradients.
+
+    Of a local step, and of the one at x that option I remembers.
+    """
 
     step: Floats
     at_x: Floats
@@ -117,7 +123,14 @@ def walk(spectra: Spectra, form: Form, lr: float, steps: NDArray[np.int64], nois
 
 
 def error_curve(
-    given: Federation, form: Form, *, lr: float, steps: NDArray[np.int64], noise: Noise, rounds: int, measure: Floats
+    given: Federation,
+    form: Form,
+    *,
+    lr: float,
+    steps: NDArray[np.int64],
+    noise: Noise,
+    rounds: int,
+    measure: Floats,
 ) -> Floats:
     """Return E u' W u for t = 0 .. rounds, W = `measure`; infinite after an overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -127,19 +140,27 @@ def error_curve(
     return np.where(np.isfinite(curve), curve, np.inf)
 
 
-def _forgetful(given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats) -> Floats:
-    """Propagate mean and second moment of u for methods without memory; z_i = kept_i u - push_i - e_i."""
+def _forgetful(
+    given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats
+) -> Floats:
+    """Propagate mean and second moment of u for methods without memory.
+
+    z_i = kept_i u - push_i - e_i.
+    """
     heard, eta = given.cohorts, form.server_lr
     best = given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
     push = np.einsum("iab,ib->ia", one.moved, slopes)
-    # rows of an average that never leaves anything over: the clients, and x itself with what is left of the weight
+    # rows of an average that never leaves anything over: the clients, and x itself with what is
+    # left of the weight
     q = _with_rest(heard, eta)
     kept = np.concatenate([one.kept, np.eye(given.spectra.dim)[None]])
     push = np.concatenate([push, np.zeros((1, given.spectra.dim))])
     mean_kept, mean_push = np.tensordot(q.first, kept, 1), q.first @ push
     partner_kept, partner_push = np.tensordot(q.second, kept, 1), q.second @ push
-    added = eta**2 * np.einsum("ii,iab->ab", heard.shares, one.scatter) + np.einsum("ia,ib->ab", push, partner_push)
+    added = eta**2 * np.einsum("ii,iab->ab", heard.shares, one.scatter) + np.einsum(
+        "ia,ib->ab", push, partner_push
+    )
     across = np.einsum("iab,ic->cab", kept, partner_push)  # sum_ij q_i q_j kept_i u push_j'
     u = given.start - best
     moment = np.outer(u, u)
@@ -147,7 +168,12 @@ def _forgetful(given: Federation, form: Form, one: Walk, noise: Noise, rounds: i
     curve[0] = np.sum(measure * moment)
     for t in range(1, rounds + 1):
         mixed = (across @ u).T
-        moment = np.sum(kept @ moment @ np.swapaxes(partner_kept, 1, 2), axis=0) - mixed - mixed.T + added
+        moment = (
+            np.sum(kept @ moment @ np.swapaxes(partner_kept, 1, 2), axis=0)
+            - mixed
+            - mixed.T
+            + added
+        )
         u = mean_kept @ u - mean_push
         curve[t] = np.sum(measure * moment)
         if _ends(curve, t):
@@ -156,7 +182,10 @@ def _forgetful(given: Federation, form: Form, one: Walk, noise: Noise, rounds: i
 
 
 class _Average(NamedTuple):
-    """u+ = sum_i a_i y_i over the clients' ends z_1 .. z_N and y_0 = u, last: a_i = eta_g q_i, a_0 = 1 - sum a_i."""
+    """u+ = sum_i a_i y_i over the clients' ends z_1 .. z_N and y_0 = u, last.
+
+    a_i = eta_g q_i, a_0 = 1 - sum a_i.
+    """
 
     first: Floats
     """(N + 1,) E a_i."""
@@ -183,7 +212,11 @@ def _ends(curve: Floats, t: int) -> bool:
     if not curve[t] < HOPELESS * curve[0] and curve[0] > 0:
         curve[t:] = np.inf
         return True
-    if t > 1 and max(abs(curve[t] - curve[t - 1]), abs(curve[t - 1] - curve[t - 2])) <= SETTLED * curve[t]:
+    if (
+        t > 1
+        and max(abs(curve[t] - curve[t - 1]), abs(curve[t - 1] - curve[t - 2]))
+        <= SETTLED * curve[t]
+    ):
         curve[t:] = curve[t]
         return True
     return False
@@ -202,13 +235,21 @@ class _Recall(NamedTuple):
 
 def _recall(given: Federation, form: Form, one: Walk, noise: Noise) -> _Recall:
     if form.at_x:
-        return _Recall(given.hessians, np.zeros_like(one.behind), np.zeros_like(one.travel), noise.at_x)
+        return _Recall(
+            given.hessians, np.zeros_like(one.behind), np.zeros_like(one.travel), noise.at_x
+        )
     return _Recall(one.seen, -one.behind, 1 / one.travel, np.zeros_like(noise.at_x))
 
 
-def _remembering(given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats) -> Floats:
+def _remembering(
+    given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats
+) -> Floats:
     """Propagate the second moments of (u, v_1 .. v_N) for SCAFFOLD."""
-    heard, average, recall = given.cohorts, _with_rest(given.cohorts, form.server_lr), _recall(given, form, one, noise)
+    heard, average, recall = (
+        given.cohorts,
+        _with_rest(given.cohorts, form.server_lr),
+        _recall(given, form, one, noise),
+    )
     d, best = given.spectra.dim, given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
     z = np.concatenate([given.start - best, -slopes.ravel()])  # all c_i are 0
@@ -235,7 +276,10 @@ def drawn_curve(
     runs: int,
     seed: int = 0,
 ) -> tuple[Floats, float]:
-    """Estimate `error_curve` from runs with Gaussian noise; return it and the standard error at its end."""
+    """Estimate `error_curve` from runs with Gaussian noise.
+
+    Return it and the standard error at its end.
+    """
     one, rng = walk(given.spectra, form, lr, steps, noise.step), np.random.default_rng(seed)
     heard, recall, best = given.cohorts, _recall(given, form, one, noise), given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
@@ -247,15 +291,22 @@ def drawn_curve(
     curve[0] = values.mean()
     for t in range(1, rounds + 1):
         q = shares(heard, rng, runs)
-        mean, after = np.einsum("j,rja->ra", heard.p, v), (1 - form.server_lr * q.sum(axis=1, keepdims=True)) * u
+        mean, after = (
+            np.einsum("j,rja->ra", heard.p, v),
+            (1 - form.server_lr * q.sum(axis=1, keepdims=True)) * u,
+        )
         for i in range(len(slopes)):
             inside = np.flatnonzero(q[:, i] > 0)
-            off = mean[inside] - v[inside, i] if form.memory else np.tile(slopes[i], (len(inside), 1))
+            off = (
+                mean[inside] - v[inside, i] if form.memory else np.tile(slopes[i], (len(inside), 1))
+            )
             e = np.zeros_like(off) if roots is None else rng.normal(size=off.shape) @ roots[i].T
             end = u[inside] @ one.kept[i].T - off @ one.moved[i].T - e
             after[inside] += form.server_lr * q[inside, i, None] * end
             if form.memory:
-                v[inside, i] = u[inside] @ recall.of_u[i].T + off @ recall.of_s[i].T + recall.scale[i] * e
+                v[inside, i] = (
+                    u[inside] @ recall.of_u[i].T + off @ recall.of_s[i].T + recall.scale[i] * e
+                )
             if still is not None:
                 v[inside, i] += rng.normal(size=off.shape) @ still[i].T
         u = after
@@ -267,22 +318,31 @@ def drawn_curve(
     return curve, float(values.std(ddof=1) / np.sqrt(runs))
 
 
-def _round(moment: Floats, heard: Cohorts, average: _Average, eta: float, one: Walk, recall: _Recall) -> Floats:
+def _round(
+    moment: Floats, heard: Cohorts, average: _Average, eta: float, one: Walk, recall: _Recall
+) -> Floats:
     """Return the second moments one round later."""
     n, d = one.scatter.shape[:2]
 
     def applied(rows: Floats) -> tuple[Floats, Floats, Floats]:
-        """(E v_i y', E z_i y', E new_i y') from E (u, v_1 .. v_N) y', noise apart; the last z is u itself."""
+        """(E v_i y', E z_i y', E new_i y') from E (u, v_1 .. v_N) y', noise apart.
+
+        The last z is u itself.
+        """
         u, v = rows[:d], rows[d:].reshape(n, d, -1)
         s = np.tensordot(heard.p, v, 1) - v
         ends = np.concatenate([one.kept @ u - one.moved @ s, u[None]])
         return v, ends, recall.of_u @ u + recall.of_s @ s
 
     _, ends, new = applied(moment)  # with (u, v)
-    _, ends_ends, ends_new = applied(ends.reshape(-1, len(moment)).T)  # E z_j z_i' as [j, b, (i, a)]; E new_j z_i'
+    _, ends_ends, ends_new = applied(
+        ends.reshape(-1, len(moment)).T
+    )  # E z_j z_i' as [j, b, (i, a)]; E new_j z_i'
     new_v, _, new_new = applied(new.reshape(-1, len(moment)).T)
     ends_ends, ends_new = ends_ends.reshape(n + 1, d, n + 1, d), ends_new.reshape(n, d, n + 1, d)
-    new_v, new_new = (a.reshape(n, d, n, d) for a in (new_v, new_new))  # [j, b, i, a]: E v_j new_i', E new_j new_i'
+    new_v, new_new = (
+        a.reshape(n, d, n, d) for a in (new_v, new_new)
+    )  # [j, b, i, a]: E v_j new_i', E new_j new_i'
     v_v, v_ends = (
         moment[d:, d:].reshape(n, d, n, d),
         np.moveaxis(ends[:, :, d:].reshape(n + 1, d, n, d), (2, 3), (0, 1)),
@@ -296,10 +356,16 @@ def _round(moment: Floats, heard: Cohorts, average: _Average, eta: float, one: W
     after[d:, :d] = down.reshape(n * d, d)
     after[:d, d:] = after[d:, :d].T
     lone = heard.one - heard.two
-    block = heard.two * new_new + lone * (new_v + new_v.transpose(2, 3, 0, 1)) + (1 - heard.one - lone) * v_v
+    block = (
+        heard.two * new_new
+        + lone * (new_v + new_v.transpose(2, 3, 0, 1))
+        + (1 - heard.one - lone) * v_v
+    )
     own = recall.scale[:, None, None] ** 2 * one.scatter + recall.own
     each = np.arange(n)
-    block[each, :, each] = heard.one * (new_new[each, :, each] + own) + (1 - heard.one) * v_v[each, :, each]
+    block[each, :, each] = (
+        heard.one * (new_new[each, :, each] + own) + (1 - heard.one) * v_v[each, :, each]
+    )
     after[d:, d:] = block.reshape(n * d, n * d)
     symmetric: Floats = (after + after.T) / 2
     return symmetric

@@ -3,10 +3,12 @@
     quadratics     the least lr at which the spectral radius of a round with all clients reaches 1, if there are not
                    too many; else 2 / L beside the radius itself
     else           2 / lambda, lambda the largest eigenvalue of any client's Hessian at x: with larger steps two
-                   local runs of that client move apart. For methods of one step a round, of the mean Hessian
+                   local runs of that client move apart. For methods of one step a round, of the
+                   mean Hessian
     L known        2 / L, where lr is below it: no curvature anywhere is larger, and nothing need be measured
 
-A radius below 1 is proved for noiseless rounds that hear everybody; sampling and noise may ask for smaller steps.
+A radius below 1 is proved for noiseless rounds that hear everybody; sampling and noise may ask for
+smaller steps.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ __all__ = ["StableStep", "stable_step"]
 
 FACTOR = 1.25  # between two step sizes that are tried on the way up
 BISECTIONS = 10  # to 3e-4
-SEARCHED = 250  # (N + 1) d up to which the largest step is looked for: it takes the eigenvalues of a dozen rounds
-FLAT = 1e-9  # a radius of 1 belongs to directions without curvature; rounding may lift it by so much
+# (N + 1) d up to which the largest step is looked for: it takes the eigenvalues of a dozen rounds
+SEARCHED = 250
+FLAT = (
+    1e-9  # a radius of 1 belongs to directions without curvature; rounding may lift it by so much
+)
 
 
 class StableStep(NamedTuple):
@@ -64,7 +69,8 @@ def stable_step(
         problem: The problem.
         lr: The step size whose stability is asked for.
         local_steps: Number of local steps.
-        algorithm: The algorithm. If it does not have the form that it declares, only the curvature is used.
+        algorithm: The algorithm. If it does not have the form that it declares, only the curvature
+            is used.
         at: Point of the curvature; the problem's start by default.
         exact: Whether the exact theory of quadratics may be used.
 
@@ -85,7 +91,11 @@ def stable_step(
             radius = _radius(known, form, lr, steps)
         if size <= SEARCHED:
             return StableStep(_boundary(known, form, steps), "spectral radius", radius)
-        steepest = float(known.values.max()) if not form.one_step else _steepest(problem, np.zeros(known.dim), True)
+        steepest = (
+            float(known.values.max())
+            if not form.one_step
+            else _steepest(problem, np.zeros(known.dim), True)
+        )
         return StableStep(2 / steepest if steepest > 0 else np.inf, "2/L", radius)
     smoothness, one_step = problem.smoothness, work_of(algorithm, 2).steps == 1
     if smoothness is not None and lr * smoothness < 2 and not one_step:
@@ -99,13 +109,22 @@ def _radius(known: Spectra, form: Form, lr: float, steps: int) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             one = linear_round(known, form, lr=lr, local_steps=1 if form.one_step else steps)
-        except Overflows:  # the search for the largest step meets it with many local steps, however small lr is
+        except (
+            Overflows
+        ):  # the search for the largest step meets it with many local steps, however small lr is
             return np.inf
-        return spectral_radius(one) if np.isfinite(one.lag).all() and np.isfinite(one.upsilon).all() else np.inf
+        return (
+            spectral_radius(one)
+            if np.isfinite(one.lag).all() and np.isfinite(one.upsilon).all()
+            else np.inf
+        )
 
 
 def _boundary(known: Spectra, form: Form, steps: int) -> float:
-    """Return the least lr with a radius above 1, searched from below: larger ones may be stable again."""
+    """Return the least lr with a radius above 1, searched from below.
+
+    Larger ones may be stable again.
+    """
     steepest = float(known.values.max())
     if steepest <= 0:
         return np.inf
@@ -117,12 +136,17 @@ def _boundary(known: Spectra, form: Form, steps: int) -> float:
         low, high = high, high * FACTOR
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _radius(known, form, middle, steps) <= 1 + FLAT else (low, middle)
+        low, high = (
+            (middle, high) if _radius(known, form, middle, steps) <= 1 + FLAT else (low, middle)
+        )
     return low
 
 
 def _steepest(problem: Problem, x: Floats, of_mean: bool) -> float:
-    """Return the largest eigenvalue of any client's Hessian at x, or of the mean; large problems are sampled."""
+    """Return the largest eigenvalue of any client's Hessian at x, or of the mean.
+
+    Large problems are sampled.
+    """
     rng = np.random.default_rng(0)
     looks = looks_at(problem, weights_of(problem, "equal"), False, rng)
     if of_mean:

@@ -1,22 +1,27 @@
-"""The law that a run with noisy gradients settles in, on quadratics: mean and covariance, exactly (F5-F7, F11-F13).
+"""The law that a run with noisy gradients settles in, on quadratics.
 
-Around its mean the state follows X+ = A X + noise, so in the long run its covariance solves the discrete Lyapunov
-equation, for SCAFFOLD on sum xi_c = 0:
+Mean and covariance, exactly (F5-F7, F11-F13).
+
+Around its mean the state follows X+ = A X + noise, so in the long run its covariance solves the
+discrete Lyapunov equation, for SCAFFOLD on sum xi_c = 0:
 
     Sigma = A Sigma A' + B                                                    F5; FedAvg: F7
 
-Up to a thousand unknowns it is solved by doubling: Sigma <- Sigma + A Sigma A', A <- A A. Beyond, only the covariance
-of x is computed, as the integral over the unit circle of what each frequency of the noise does to x. With u, r_c, e_c
-of `error_dynamics.py` and R_c = (zI - B_c)^-1, a round at frequency z = e^(i omega) is
-r_c = R_c (Upsilon_c u - w - e_c) with eta_g w = (z - 1 + eta_g) u, and sum r_c = 0 leaves d equations:
+Up to a thousand unknowns it is solved by doubling: Sigma <- Sigma + A Sigma A', A <- A A. Beyond,
+only the covariance of x is computed, as the integral over the unit circle of what each frequency of
+the noise does to x. With u, r_c, e_c of `error_dynamics.py` and R_c = (zI - B_c)^-1, a round at
+frequency z = e^(i omega) is r_c = R_c (Upsilon_c u - w - e_c) with eta_g w = (z - 1 + eta_g) u, and
+sum r_c = 0 leaves d equations:
 
     F(z) u = -eta_g mean R_c e_c,    F(z) = (z - 1) mean R_c + eta_g mean R_c (I - Upsilon_c)
     Sigma_x = (1 / 2 pi) integral of (eta_g / N)^2 F^-1 (sum R_c Cov(e_c) R_c*) F^-* d omega
 
-Each z costs N d^3 operations. With tan(omega / 2) = e^tau the integrand is analytic in a strip around the tau axis
-however close to 1 the eigenvalues come, so the trapezoidal rule converges geometrically: half the step, squared error.
+Each z costs N d^3 operations. With tan(omega / 2) = e^tau the integrand is analytic in a strip
+around the tau axis however close to 1 the eigenvalues come, so the trapezoidal rule converges
+geometrically: half the step, squared error.
 
-Symbols: gamma = lr, H = local_steps, C_c = noise, xi_c = c - c_c, state order (theta, xi_1 .. xi_N), theta = x.
+Symbols: gamma = lr, H = local_steps, C_c = noise, xi_c = c - c_c, state order (theta, xi_1 ..
+    xi_N), theta = x.
 """
 
 from __future__ import annotations
@@ -55,11 +60,17 @@ class Stationary(NamedTuple):
     x_covariance: Floats
     """(d, d)"""
     covariance: Floats | None
-    """((N+1)d, (N+1)d) of (x, xi_1 .. xi_N), or of x alone without memory; None if too large to compute."""
+    """((N+1)d, (N+1)d) of (x, xi_1 .. xi_N), or of x alone without memory; None if too large to
+    compute."""
 
 
 def stationary(
-    problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, algorithm: Algorithm = SCAFFOLD
+    problem: Problem,
+    *,
+    lr: float,
+    local_steps: int,
+    noise: ArrayLike,
+    algorithm: Algorithm = SCAFFOLD,
 ) -> Stationary:
     """Return the exact stationary mean and covariance with all clients and gradient covariance `noise`.
 
@@ -91,7 +102,10 @@ def _refuse_unstable(one: LinearRound, algorithm: Algorithm) -> None:
         return  # F8': a contraction
     radius = spectral_radius(one)
     if radius >= 1:
-        raise InputError(f"{algorithm.name} does not settle here: its spectral radius is {radius:.6g}, not below 1")
+        raise InputError(
+            f"{algorithm.name} does not settle here: its spectral radius is {radius:.6g}, not "
+            "below 1"
+        )
 
 
 def _memoryless(law: Chain) -> Floats:
@@ -99,7 +113,9 @@ def _memoryless(law: Chain) -> Floats:
     one = law.one
     lost, vectors = np.linalg.eigh(one.form.server_lr * law.spectra.mean(one.lost))
     (source,) = law.sources
-    spread = np.sum(law.spectra.vectors @ source.covariance @ np.swapaxes(law.spectra.vectors, 1, 2), axis=0)
+    spread = np.sum(
+        law.spectra.vectors @ source.covariance @ np.swapaxes(law.spectra.vectors, 1, 2), axis=0
+    )
     added = vectors.T @ spread @ vectors * (source.to_u / one.num_clients) ** 2
     solved = added / (lost[:, None] + lost - lost[:, None] * lost)  # 1 - p_j p_k, p = 1 - lost
     back: Floats = vectors @ solved @ vectors.T
@@ -120,8 +136,13 @@ def _added(law: Chain) -> Floats:
 
 
 def entry(one: LinearRound, to_u: float, to_r: float) -> Floats:
-    """Return ((N+1) d, N d) the map, up to sign, from noise e_1 .. e_N in the clients' coordinates to (u, r)."""
-    return np.concatenate([to_u * one.basis / one.num_clients, to_r * one.centred(np.eye(one.basis.shape[1]))])
+    """Return ((N+1) d, N d) the map, up to sign, from noise e_1 ..
+
+    e_N in the clients' coordinates to (u, r).
+    """
+    return np.concatenate(
+        [to_u * one.basis / one.num_clients, to_r * one.centred(np.eye(one.basis.shape[1]))]
+    )
 
 
 def doubled(power: Floats, added: Floats) -> Floats:
@@ -148,7 +169,8 @@ def lyapunov(hessian: ArrayLike, noise: ArrayLike) -> Floats:
     values, vectors = np.linalg.eigh(np.asarray(hessian, np.float64))
     if values[0] <= 1e-12 * values[-1]:
         raise InputError(
-            f"the mean Hessian must be positive definite, its smallest eigenvalue is {values[0]:.3g}; add l2"
+            f"the mean Hessian must be positive definite, its smallest eigenvalue is "
+            f"{values[0]:.3g}; add l2"
         )
     rotated = vectors.T @ np.asarray(noise, np.float64) @ vectors
     found: Floats = vectors @ (rotated / (values[:, None] + values)) @ vectors.T
@@ -163,11 +185,19 @@ def _by_doubling(law: Chain) -> Floats:
 
 
 def by_transfer(law: Chain) -> Floats:
-    """Return the covariance of x alone, by the trapezoidal rule in tau = log tan(omega / 2); not for option I."""
+    """Return the covariance of x alone, by the trapezoidal rule in tau = log tan(omega / 2).
+
+    Not for option I.
+    """
     one = law.one
     if one.form.at_x:
-        raise InputError(f"option I is solved up to (N + 1) d = {DENSE}, got {sum(one.basis.shape)}: take option II")
-    slowest = min(1.0, float(one.leak.min()), float(np.linalg.eigvalsh(law.spectra.mean(one.lost))[0]))
+        raise InputError(
+            f"option I is solved up to (N + 1) d = {DENSE}, got {sum(one.basis.shape)}: take "
+            "option II"
+        )
+    slowest = min(
+        1.0, float(one.leak.min()), float(np.linalg.eigvalsh(law.spectra.mean(one.lost))[0])
+    )
     low, high = np.log(REACH * slowest), -np.log(REACH)
     density, step = _density(law), 0.5
     total = density(np.arange(low, high, step))
@@ -178,19 +208,26 @@ def by_transfer(law: Chain) -> Floats:
         if change <= AGREE * np.abs(total).max():
             sigma: Floats = step / 2 * (total + total.T)
             return sigma
-    raise InputError("the stationary covariance did not settle: a complex eigenvalue is too close to the unit circle")
+    raise InputError(
+        "the stationary covariance did not settle: a complex eigenvalue is too close to the unit "
+        "circle"
+    )
 
 
 def _density(law: Chain) -> Callable[[Floats], Floats]:
     """(taus) -> the sum of the integrand over them.
 
-    In the clients' own coordinates R_j Cov_jk conj(R_k) is Q + Q* - D with D_jk = Cov_jk / (1 - beta_j beta_k) and
-    Q = z R_j D_jk, beta being the eigenvalues of B_c: so all three sums over clients are linear in R.
+    In the clients' own coordinates R_j Cov_jk conj(R_k) is Q + Q* - D with D_jk = Cov_jk / (1 -
+    beta_j beta_k) and
+    Q = z R_j D_jk, beta being the eigenvalues of B_c: so all three sums over clients are linear in
+        R.
     """
     one, given, (source,) = law.one, law.spectra, law.sources
     d, n, eta = given.dim, given.num_clients, one.form.server_lr
     leak = one.leak.reshape(n, d)
-    weighed = source.covariance / (leak[:, :, None] + leak[:, None, :] - leak[:, :, None] * leak[:, None, :])
+    weighed = source.covariance / (
+        leak[:, :, None] + leak[:, None, :] - leak[:, :, None] * leak[:, None, :]
+    )
     turned = (weighed @ np.swapaxes(given.vectors, 1, 2)).reshape(-1, d)
     flat = one.basis @ turned
     sums = np.concatenate([one.basis.T / n, one.lost[:, None] * one.basis.T / n, turned], axis=1)
@@ -211,7 +248,9 @@ def _density(law: Chain) -> Callable[[Floats], Floats]:
         total: Floats = np.tensordot((eta / n) ** 2 / (np.pi * np.cosh(taus)), spectra, 1)
         return total
 
-    return lambda taus: sum((integrand(taus[k : k + BATCH]) for k in range(0, len(taus), BATCH)), np.zeros((d, d)))
+    return lambda taus: sum(
+        (integrand(taus[k : k + BATCH]) for k in range(0, len(taus), BATCH)), np.zeros((d, d))
+    )
 
 
 def _adjoint(matrices: Floats) -> Floats:

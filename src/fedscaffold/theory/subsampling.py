@@ -1,20 +1,24 @@
 """Sampling of clients and records of large problems, and the errors that it causes.
 
-A product with all Hessians costs records times d. Up to `WORK` of it, and `MEMORY` of clients times d, everything is
-looked at. Beyond:
+A product with all Hessians costs records times d. Up to `WORK` of it, and `MEMORY` of clients times
+d, everything is looked at. Beyond:
 
     near     some clients, in groups, with all their records or many: for what each client is (its extreme curvatures,
-             its distance from the mean, its noise). Means over clients get the standard error of sampling without
-             replacement, widened as Student's t asks with so few clients. An extreme over m of N clients is a lower
-             bound: those not seen may exceed it, by their standard deviation times log(N / m) where tails are
-             exponential; twice that is stated, as they may be heavier
+             its distance from the mean, its noise). Means over clients get the standard error of
+             sampling without replacement, widened as Student's t asks with so few clients. An
+             extreme over m of N clients is a lower
+             bound: those not seen may exceed it, by their standard deviation times log(N / m) where
+             tails are exponential; twice that is stated, as they may be heavier
     wide     all clients, or as many as memory holds, with all records up to `WIDE`, else as many as that allows: for
-             what they are together (the mean's curvatures, FedAvg's drift). Taken again on its four `quarters` where it
-             is a sample: their spread is the error, and the bias of an extreme eigenvalue is four times as large there
+             what they are together (the mean's curvatures, FedAvg's drift). Taken again on its four
+             `quarters` where it
+             is a sample: their spread is the error, and the bias of an extreme eigenvalue is four
+                 times as large there
     mean     a smaller one of the same kind, for products with the mean Hessian that are needed by the dozen
 
-A Hessian H_i of some records only is off by a matrix that has the law of half the difference of the Hessians of the two
-halves of these records, so ||H_i1 - H_i2|| / 2 bounds what that adds to any eigenvalue: `halved` measures it.
+A Hessian H_i of some records only is off by a matrix that has the law of half the difference of the
+Hessians of the two halves of these records, so ||H_i1 - H_i2|| / 2 bounds what that adds to any
+eigenvalue: `halved` measures it.
 """
 
 from __future__ import annotations
@@ -36,7 +40,10 @@ from fedscaffold.theory.lanczos import lanczos
 __all__ = ["Look", "Looks", "client_ends", "drift_rate", "extreme_error", "halved", "looks_at"]
 __all__ += ["mean_ends", "mean_error", "mean_off", "passes", "quartered", "redrawn"]
 
-WORK, MEMORY = 100_000_000, 2_500_000  # records times d, and clients times d, beyond which both are sampled
+WORK, MEMORY = (
+    100_000_000,
+    2_500_000,
+)  # records times d, and clients times d, beyond which both are sampled
 WIDE = 3  # times as much, for what all clients are together
 GROUPS = 3  # of clients looked at closely
 FEWEST = 4  # clients in a group
@@ -45,7 +52,10 @@ BUDGET = 2_500_000_000  # records times d times products: what one number may co
 
 
 class Look(NamedTuple):
-    """A problem, or a sample small enough to be measured; `clients` are its indices in the whole problem."""
+    """A problem, or a sample small enough to be measured.
+
+    `clients` are its indices in the whole problem.
+    """
 
     problem: Problem
     p: Floats
@@ -91,7 +101,9 @@ def looks_at(problem: Problem, p: Floats, exact: bool, rng: np.random.Generator)
     ]
     every = order[: max(FEWEST, 10 * MEMORY // d)]
     wide = _part(problem, p, every, WIDE * WORK // d, rng)
-    mean = wide if wide.problem.offsets[-1] * d <= WORK else _part(problem, p, every, WORK // d, rng)
+    mean = (
+        wide if wide.problem.offsets[-1] * d <= WORK else _part(problem, p, every, WORK // d, rng)
+    )
     missed = len(every) < len(order)
     quarters = _split(wide, 4, missed, rng) if missed or wide.share.min() < 1 else []
     halves = _split(mean, 2, missed, rng) if missed or mean.share.min() < 1 else []
@@ -104,7 +116,9 @@ def passes(look: Look, most: int, least: int = 8) -> int:
 
 
 def mean_error(values: Floats, q: Floats, num_clients: int) -> float:
-    """Error of sum q_i v_i over the clients looked at, for the mean over all; 2 of it cover as much as 2 sigma would.
+    """Error of sum q_i v_i over the clients looked at, for the mean over all.
+
+    2 of it cover as much as 2 sigma would.
 
     >>> mean_error(np.array([1.0, 3.0]), np.array([0.5, 0.5]), 2), mean_error(np.ones(3), np.full(3, 1 / 3), 9)
     (0.0, 0.0)
@@ -125,17 +139,25 @@ def extreme_error(values: Floats, num_clients: int) -> float:
     seen = len(values)
     if seen >= num_clients:
         return 0.0
-    spread = np.hypot(np.std(values), np.mean(values) / 4)  # a quarter of the mean: a lucky sample may look too even
+    spread = np.hypot(
+        np.std(values), np.mean(values) / 4
+    )  # a quarter of the mean: a lucky sample may look too even
     return float(2 * spread * np.log(num_clients / seen) * _few(seen))
 
 
 def _few(seen: int) -> float:
-    """Return the small-sample factor of a standard error: Student's quantile at 2 sigma over the normal's."""
+    """Return the small-sample factor of a standard error.
+
+    Student's quantile at 2 sigma over the normal's.
+    """
     return float(student.ppf(normal.cdf(2), max(1, seen - 1)) / 2)
 
 
 def halved(look: Look, x: Floats, rng: np.random.Generator) -> Floats:
-    """Return bounds, one per client, on ||H_i - H_i of all its records||; zero for clients looked at wholly."""
+    """Return bounds, one per client, on ||H_i - H_i of all its records||.
+
+    Zero for clients looked at wholly.
+    """
     if look.share.min() == 1:
         return np.zeros(len(look.p))
     one, two = (part.problem for part in _split(look, 2, False, rng))
@@ -159,16 +181,22 @@ def mean_off(looks: Looks, x: Floats) -> float:
         apart: Floats = (sides[0] - sides[1])[None] / 2
         return apart
 
-    return float(_norms(apply, (1, looks.mean.problem.dim), passes(looks.mean, HALVING, 5), looks.rng)[0])
+    return float(
+        _norms(apply, (1, looks.mean.problem.dim), passes(looks.mean, HALVING, 5), looks.rng)[0]
+    )
 
 
-def _norms(apply: Callable[[Floats], Floats], size: tuple[int, int], steps: int, rng: np.random.Generator) -> Floats:
+def _norms(
+    apply: Callable[[Floats], Floats], size: tuple[int, int], steps: int, rng: np.random.Generator
+) -> Floats:
     low, high, below, above = lanczos(apply, size, steps, rng)
     norms: Floats = np.maximum(below - low, above + high)
     return norms
 
 
-def client_ends(look: Look, x: Floats, rng: np.random.Generator) -> tuple[Floats, Floats, Floats, Floats]:
+def client_ends(
+    look: Look, x: Floats, rng: np.random.Generator
+) -> tuple[Floats, Floats, Floats, Floats]:
     """Return the smallest and largest eigenvalues of the clients' Hessians at x, with Lanczos and sampling errors."""
     shape, few = (look.problem.num_clients, look.problem.dim), halved(look, x, rng)
     found = lanczos(lambda v: client_products(look.problem, x, v), shape, passes(look, 20), rng)
@@ -178,7 +206,9 @@ def client_ends(look: Look, x: Floats, rng: np.random.Generator) -> tuple[Floats
 def mean_ends(look: Look, x: Floats, steps: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
     """Return the smallest and largest eigenvalue of the mean Hessian at x, and their errors."""
     shape = (1, look.problem.dim)
-    found = lanczos(lambda v: (look.p @ client_products(look.problem, x, v[0]))[None], shape, steps, rng)
+    found = lanczos(
+        lambda v: (look.p @ client_products(look.problem, x, v[0]))[None], shape, steps, rng
+    )
     low, high, below, above = np.concatenate(found)
     return np.array([low, high]), np.array([below, above])
 
@@ -186,7 +216,9 @@ def mean_ends(look: Look, x: Floats, steps: int, rng: np.random.Generator) -> tu
 def drift_rate(look: Look, x: Floats) -> float:
     """|sum p_i (H_i - H) grad f_i| at x: FedAvg's drift for every unit of lr (K - 1) / 2 (F19)."""
     rows, p = client_gradients(look.problem, x), look.p
-    turned = p @ client_products(look.problem, x, rows) - p @ client_products(look.problem, x, p @ rows)
+    turned = p @ client_products(look.problem, x, rows) - p @ client_products(
+        look.problem, x, p @ rows
+    )
     return float(np.linalg.norm(turned))
 
 
@@ -206,16 +238,22 @@ def redrawn(problem: Problem, x: Floats, rng: np.random.Generator) -> Floats:
 
 
 def quartered(whole: Floats, quarters: Floats) -> Floats:
-    """Estimate the error of numbers from a sample by those of its quarters, one per row: spread and bias.
+    """Estimate the error of numbers from a sample by those of its quarters, one per row.
+
+    Spread and bias.
 
     >>> quartered(np.array([2.0]), np.array([[1.0], [3.0], [1.0], [3.0]])).round(6)
     array([0.57735])
     """
-    error: Floats = np.hypot(np.std(quarters, axis=0, ddof=1) / 2, (quarters.mean(axis=0) - whole) / 3)
+    error: Floats = np.hypot(
+        np.std(quarters, axis=0, ddof=1) / 2, (quarters.mean(axis=0) - whole) / 3
+    )
     return error
 
 
-def _part(problem: Problem, p: Floats, chosen: NDArray[np.intp], records: int, rng: np.random.Generator) -> Look:
+def _part(
+    problem: Problem, p: Floats, chosen: NDArray[np.intp], records: int, rng: np.random.Generator
+) -> Look:
     """Return a sample of clients with so many records in total, or all of their records."""
     chosen = np.sort(chosen)
     counts = problem.counts[chosen]
@@ -230,7 +268,10 @@ def _part(problem: Problem, p: Floats, chosen: NDArray[np.intp], records: int, r
 def _split(look: Look, parts: int, by_clients: bool, rng: np.random.Generator) -> list[Look]:
     """Partition the clients, or the records of each."""
     problem, cut = look.problem, []
-    mixed = [first + rng.permutation(count) for first, count in zip(problem.offsets[:-1], problem.counts, strict=True)]
+    mixed = [
+        first + rng.permutation(count)
+        for first, count in zip(problem.offsets[:-1], problem.counts, strict=True)
+    ]
     for k in range(parts):
         held = np.arange(k, len(mixed), parts) if by_clients else np.arange(len(mixed))
         picked = [mixed[i] if by_clients else mixed[i][k % len(mixed[i]) :: parts] for i in held]
@@ -239,11 +280,18 @@ def _split(look: Look, parts: int, by_clients: bool, rng: np.random.Generator) -
     return cut
 
 
-def _cut(problem: Problem, p: Floats, chosen: NDArray[np.intp], picked: list[NDArray[np.intp]], share: Floats) -> Look:
+def _cut(
+    problem: Problem,
+    p: Floats,
+    chosen: NDArray[np.intp],
+    picked: list[NDArray[np.intp]],
+    share: Floats,
+) -> Look:
     some = any(len(rows) < problem.counts[i] for i, rows in zip(chosen, picked, strict=True))
     if some and problem.inspected.kinds.gradient != "mean":
         raise InputError(
-            f"{problem.name} couples the records of a batch, so some of a client's records are another loss: measure "
+            f"{problem.name} couples the records of a batch, so some of a client's records are "
+            "another loss: measure "
             "it on all of them"
         )
     clients = [jax.tree.map(lambda a: a[rows], problem.records) for rows in picked]  # noqa: B023
