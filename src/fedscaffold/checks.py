@@ -27,8 +27,6 @@ __all__ = [
     "path",
     "share",
     "shown",
-    "takes_key",
-    "takes_weights",
     "text",
     "whole",
     "written",
@@ -278,49 +276,23 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def takes_weights(name: str, function: Callable[..., Any]) -> bool:
-    """Return whether a function takes `weights` by name.
+def taken_by_name(function: Callable[..., Any], name: str = "the function") -> set[str]:
+    """Return which of `weights`, `key`, `state` and `train` a function takes by name.
 
-    Refuse one that cannot be called with (params, batch).
+    Args:
+        function: A function of (params, batch) and some of these.
+        name: What to call it in an error.
 
-    >>> takes_weights("loss", lambda params, batch, weights: 0.0)
-    True
-    >>> takes_weights("loss", lambda params, x, y: 0.0)
+    Raises:
+        InputError: It does not take two arguments, or needs others.
+
+    >>> sorted(taken_by_name(lambda params, batch, state, train: (0.0, state)))
+    ['state', 'train']
+    >>> taken_by_name(lambda params, x, y: 0.0, "loss")
     Traceback (most recent call last):
     fedscaffold.checks.InputError: loss must take (params, batch), and may take weights, key, state
     and train by name, got (params, x, y); unpack the batch inside it: x, y = batch
     """
-    return "weights" in _taken_by_name(name, function)
-
-
-def takes_key(function: Callable[..., Any]) -> bool:
-    """Return whether a function of (params, batch) takes a random `key` by name.
-
-    >>> takes_key(lambda params, batch, key=None: 0.0), takes_key(lambda params, batch: 0.0)
-    (True, False)
-    """
-    return "key" in taken_by_name(function)
-
-
-def takes_state(function: Callable[..., Any]) -> bool:
-    """Whether a function of (params, batch) takes `state` by name, such as running statistics.
-
-    >>> takes_state(lambda params, batch, state: (0.0, state)), takes_state(lambda params, batch: 0.0)
-    (True, False)
-    """
-    return "state" in taken_by_name(function)
-
-
-def taken_by_name(function: Callable[..., Any]) -> set[str]:
-    """Return which of `weights`, `key`, `state` and `train` a function of (params, batch) takes by name.
-
-    >>> sorted(taken_by_name(lambda params, batch, state, train: (0.0, state)))
-    ['state', 'train']
-    """
-    return _taken_by_name("the function", function)
-
-
-def _taken_by_name(name: str, function: Callable[..., Any]) -> set[str]:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in callables have none

@@ -126,7 +126,7 @@ def test_cohorts_are_the_simulators():
     from fedscaffold.simulation.sampling import Drawer, Streams
 
     ones = np.ones(7, np.int64)
-    drawer = Drawer(7, 3, 3, None, ones, ones, ones, None, False)
+    drawer = Drawer(7, 3, 3, None, ones, ones, ones, None, False, lambda round: np.ones(()))
     for round in range(50):
         mine = sample_sites([str(i) for i in range(7)], 3, seed=11, round=round)
         assert mine == [str(i) for i in drawer.cohort(Streams(11), round)]

@@ -166,6 +166,7 @@ def batches_of(made, *, batch_size=None, steps, rounds, seed, draw):
         local,
         size,
         draw == "shuffle",
+        lambda round: np.ones(()),
     )
     drawn = drawer.draw(seed, 0, rounds, rounds)
 

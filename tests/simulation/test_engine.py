@@ -218,10 +218,16 @@ def test_batches_are_what_the_draws_say(local):
     agree(run, expected)
 
 
+def constant(round):
+    return np.ones(())
+
+
 def drawer(**changes):
     count = np.array([5, 9, 4])
     first = np.array([0, 5, 14])
-    usual = Drawer(3, 3, 3, None, first, count, np.array([4, 4, 4]), np.array([2, 2, 2]), True)
+    usual = Drawer(
+        3, 3, 3, None, first, count, np.array([4, 4, 4]), np.array([2, 2, 2]), True, constant
+    )
     return usual._replace(**changes)
 
 
@@ -244,7 +250,9 @@ def test_draws_with_replacement_are_uniform():
 
 
 def test_cohorts_are_uniform_without_replacement_and_do_not_depend_on_the_grouping_of_rounds():
-    many = Drawer(10, 3, 3, None, np.arange(10), np.ones(10, int), np.ones(10, int), None, False)
+    many = Drawer(
+        10, 3, 3, None, np.arange(10), np.ones(10, int), np.ones(10, int), None, False, constant
+    )
     draws = many.draw(5, 0, 3000, 3000)
     assert (np.diff(draws.cohort, axis=1) > 0).all()
     seen = np.bincount(draws.cohort.ravel(), minlength=10)

@@ -151,7 +151,12 @@ def test_weights_of_everybody_are_everybody():
         ({"sampling": [1.0, 2.0]}, "one weight for each of the 6 clients"),
         ({"sampling": [1.0, -1, 1, 1, 1, 1]}, "finite and not negative"),
         ({"sampling": [1.0, 0, 0, 0, 0, 0]}, "cohorts of 2 among clients of weight above 0, got 1"),
-        ({"sampling": some, "cohorts": [[0]] * 9}, "either sampling or cohorts"),
+        (
+            {"sampling": some, "cohort": 1.0, "cohorts": [[0]] * 9},
+            "either sampling or cohorts",
+        ),
+        ({"cohort": 2, "cohorts": [[0]] * 9}, "either cohort or cohorts"),
+        ({"cohort": 0.5, "cohorts": [[0]] * 9}, "either cohort or cohorts"),
         ({"sampling": some, "availability": np.ones((1, N))}, "either availability or a function"),
         (
             {"availability": lambda round: [1, 0]},
@@ -162,7 +167,7 @@ def test_weights_of_everybody_are_everybody():
 )
 def test_what_is_no_cohort_is_refused_in_a_line_that_names_the_round(ask, said):
     with pytest.raises(fs.InputError, match=said):
-        fs.simulate(fs.scaffold(), PROBLEM, rounds=9, cohort=2, **ASK, **ask)
+        fs.simulate(fs.scaffold(), PROBLEM, **ASK | {"rounds": 9, "cohort": 2} | ask)
 
 
 def test_algorithms_that_need_everybody_refuse_a_function():

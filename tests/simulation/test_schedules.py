@@ -162,3 +162,22 @@ def test_a_bad_value_of_a_later_round_names_the_round():
         fs.sweep(
             fs.scaffold(), PROBLEM, rounds=2, lr=[0.1, lambda round: 0.1], seeds=2, local_steps=K
         )
+
+
+def test_a_client_whose_step_sizes_are_all_zero_is_refused():
+    """Its mean direction would be 0 / 0; one that takes more steps goes on to a positive one."""
+    ask = ASK | {"local_steps": [1, 3, 3, 3], "rounds": 2}
+    for algorithm in (fs.fednova(), fs.scaffold()):
+        with pytest.raises(fs.InputError, match="of the client that takes 1, got zeros only"):
+            fs.simulate(algorithm, PROBLEM, lr=lambda step: 0.1 * step, **ask)
+        run = fs.simulate(
+            algorithm, PROBLEM, lr=lambda step: 0.1 * step, **ask | {"local_steps": [2, 3, 3, 3]}
+        )
+        assert run.outcome == "finished"
+
+
+def test_a_target_that_is_never_looked_at_is_refused():
+    with pytest.raises(fs.InputError, match="stop_at is looked at every 5 rounds"):
+        fs.simulate(
+            fs.scaffold(), PROBLEM, rounds=4, lr=0.1, evaluate_every=5, stop_at=("loss", 0), **ASK
+        )

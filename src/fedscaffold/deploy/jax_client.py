@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from fedscaffold.checks import InputError, one_number, taken_by_name, takes_key, takes_weights
+from fedscaffold.checks import InputError, one_number, taken_by_name
 from fedscaffold.deploy.arrays_client import descend, one_row_each
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
@@ -67,7 +67,7 @@ class JaxLearner:
         }
         self._bound_loss = _bind_arguments("loss", loss)
         self.precise = precision == "float64"
-        self.random = takes_key(loss)
+        self.random = "key" in taken_by_name(loss)
         measures = {"loss": self._loss, **metrics}
         self._measures = {name: self._compile(function) for name, function in measures.items()}
         self._gradient = self._compile(jax.grad(self._loss))
@@ -140,8 +140,9 @@ def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     Batches of a site contain no padding, so the weights are equal.
     """
-    weighed, random = takes_weights(name, function), takes_key(function)
-    if more := taken_by_name(function) & {"state", "train"}:
+    taken = taken_by_name(function, name)
+    weighed, random = "weights" in taken, "key" in taken
+    if more := taken & {"state", "train"}:
         raise InputError(
             f"{name} takes {' and '.join(sorted(more))}, which JAX sites do not keep: deploy a "
             "torch module, whose "

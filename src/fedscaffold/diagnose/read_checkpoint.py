@@ -24,13 +24,12 @@ from fedscaffold.problems.problem import weights_of
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import sharded_checkpoint
 from fedscaffold.simulation.checkpoint import load_progress
-from fedscaffold.simulation.engine import noise_key
 from fedscaffold.simulation.fingerprint import differences, facts
 from fedscaffold.simulation.local import ClientState, train
 from fedscaffold.simulation.out_of_core import field_slices, open_clients, row_width
 from fedscaffold.simulation.program import PreparedRun, prepare
-from fedscaffold.simulation.rounds import loop_length, select_cohort, with_round_lr
-from fedscaffold.simulation.spec import Draws, Federation, Settings, Spec, State
+from fedscaffold.simulation.rounds import loop_length, select_cohort
+from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 from fedscaffold.simulation.staleness import decay_memory
 from fedscaffold.state import FileStore, Snapshot, SparseStore, StateError, Store, latest
 from fedscaffold.state.commit import generations
@@ -150,11 +149,9 @@ def _restore(
     reached = (
         stop is not None
         and bool(table.size)
-        and bool(stop.met(columns[stop.metric][-1], ready.target))
+        and bool(stop.met(columns[stop.metric][-1], ready.federation.target))
     )
-    lr = ready.lr
-    if ready.drawer.lr is not None:  # a schedule over rounds, of which ready.lr is the first
-        lr = ready.drawer.lr(min(int(state.round) + 1, config.rounds))
+    lr = ready.drawer.lr(min(int(state.round) + 1, config.rounds))
     return CheckpointedRun(
         ready=ready,
         state=state,
@@ -226,6 +223,7 @@ def local_moves(
     asked = replace(
         config,
         rounds=1,
+        cohort=1.0,
         cohorts=[clients.tolist()],
         availability=None,
         stop_at=None,
@@ -245,31 +243,24 @@ def local_moves(
             away.store.write(clients, np.asarray(c_i, config.precision))
         federation, slots = away.federation(clients)
         draws = away.draws(ready.drawer.draw(seed, 0, 1, 1), slots)
-        if ready.drawer.lr is not None:
-            draws = draws._replace(lr=run.lr[None])
+        draws = draws._replace(lr=run.lr[None])
         state = away.with_rows(
             run.state._replace(memory=ready.start.memory, heard_at=None, errors=None), clients
         )
-        settings = Settings(ready.lr, noise_key(seed), np.array(np.nan, config.precision))
         lengths = np.asarray(
-            _displacements(spec, federation, settings, state, jax.tree.map(lambda a: a[0], draws))
+            _displacements(spec, federation, state, jax.tree.map(lambda a: a[0], draws))
         )
     return lengths[: len(clients)]
 
 
 @partial(jax.jit, static_argnums=0)
-def _displacements(
-    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws
-) -> Any:
+def _displacements(spec: Spec, federation: Federation, state: State, draw: Draws) -> Any:
     """Return |x - y_i| for all clients of a cohort."""
-    spec, settings = (
-        spec._replace(block=len(draw.cohort)),
-        with_round_lr(settings, draw),
-    )  # all of them at once
-    work = select_cohort(spec, federation, settings, state, draw).work
+    spec = spec._replace(block=len(draw.cohort))  # all of them at once
+    work = select_cohort(spec, federation, state, draw)
     most = loop_length(spec, draw, work)
 
     def moved(held: ClientState, work: Any) -> Any:
-        return jnp.linalg.norm(train(spec, federation, settings, state.told, held, work, most).move)
+        return jnp.linalg.norm(train(spec, federation, state, draw.lr, held, work, most).move)
 
     return jax.vmap(moved)(ClientState(state.memory, None, None), work)

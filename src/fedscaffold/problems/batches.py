@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fedscaffold.checks import InputError, one_number, shown, taken_by_name, takes_key, takes_state
+from fedscaffold.checks import InputError, one_number, shown, taken_by_name
 from fedscaffold.problems.rewriting import as_products, patch_bytes
 
 __all__ = [
@@ -75,12 +75,12 @@ class Functions(NamedTuple):
     @property
     def random(self) -> bool:
         """Whether the gradient takes a random key."""
-        return takes_key(self.gradient or self.loss)
+        return "key" in taken_by_name(self.gradient or self.loss)
 
     @property
     def stateful(self) -> bool:
         """Whether the gradient takes a state and returns a new one."""
-        return takes_state(self.gradient or self.loss)
+        return "state" in taken_by_name(self.gradient or self.loss)
 
 
 class Kinds(NamedTuple):
@@ -99,8 +99,8 @@ def bound(
 
     A key of None means without randomness.
     """
-    given = {"key": key, "state": state, "train": train}
-    taken = {name: value for name, value in given.items() if name in taken_by_name(function)}
+    given, names = {"key": key, "state": state, "train": train}, taken_by_name(function)
+    taken = {name: value for name, value in given.items() if name in names}
     return partial(function, **taken) if taken else function
 
 
@@ -115,7 +115,7 @@ def measured(function: Callable[..., Any], state: Tree = None) -> Callable[..., 
     3.0
     """
     at_rest = bound(function, state=state)
-    if not takes_state(function):
+    if "state" not in taken_by_name(function):
         return at_rest
 
     def value_alone(params: Tree, batch: Tree, **by_name: Array) -> Any:

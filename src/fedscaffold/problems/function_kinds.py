@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.checks import InputError, one_number, takes_key, takes_weights
+from fedscaffold.checks import InputError, one_number, taken_by_name
 from fedscaffold.problems.batches import Kind, Kinds, bound, call, measured, record_values
 from fedscaffold.problems.mixing import mixes_records
 
@@ -95,7 +95,7 @@ def _inspect_unnamed(problem: Problem) -> Inspection:
         nonlocal slopes
         if function is None:
             return "mean"
-        if takes_weights(name, function):
+        if "weights" in taken_by_name(function, name):
             return "weighted"
         if stated == "coupled" or (stated is not None and key is None):
             return stated
@@ -109,18 +109,15 @@ def _inspect_unnamed(problem: Problem) -> Inspection:
         return "coupled" if coupled else "mean"
 
     for name, function in (("loss", functions.loss), ("gradient", functions.gradient)):
-        if function is not None and takes_key(function):
+        if function is not None and "key" in taken_by_name(function):
             _refuse_without_key(name, function, problem, train[0])
     loss = kind_of("loss", functions.loss, train) if functions.has_loss else "mean"
     accuracy = kind_of("accuracy", functions.accuracy, train if test is None else test)
     given = functions.gradient is not None
     slope = kind_of("gradient", functions.gradient, train) if given else loss
-    if (
-        functions.stateful
-    ):  # it may compute statistics of the batch, whatever it does where it is measured
-        slope = (
-            "weighted" if takes_weights("loss", functions.gradient or functions.loss) else "coupled"
-        )
+    if functions.stateful:  # it may compute statistics of the batch, whatever it does at rest
+        weighted = "weights" in taken_by_name(functions.gradient or functions.loss)
+        slope = "weighted" if weighted else "coupled"
     elif functions.random:  # what is drawn with a key may depend on the batch's shape
         slope = kind_of(
             "gradient" if given else "loss",

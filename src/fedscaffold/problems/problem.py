@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold import checks
 from fedscaffold.brief import brief
-from fedscaffold.checks import InputError, takes_state
+from fedscaffold.checks import InputError, taken_by_name
 from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss
 from fedscaffold.problems.function_kinds import Inspection, inspect_functions
 from fedscaffold.problems.layout import Layout
@@ -132,7 +132,7 @@ class Problem:
         self.functions = Functions(no_loss if loss is None else loss, accuracy, gradient)
         for called, function in (("loss", loss), ("accuracy", accuracy), ("gradient", gradient)):
             if function is not None:
-                checks.takes_weights(called, function)
+                taken_by_name(function, called)
         if coupled not in (None, True, False):
             raise InputError(f"coupled must be True, False or None, got {coupled!r}")
         self.coupled = coupled
@@ -160,7 +160,7 @@ class Problem:
         takers = [
             name
             for name, function in self.functions._asdict().items()
-            if function and takes_state(function)
+            if function and "state" in taken_by_name(function)
         ]
         if takers and self.state is None:
             raise InputError(

@@ -21,7 +21,7 @@ from fedscaffold.problems.layout import Layout
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress
 from fedscaffold.simulation.communication import count_bytes
-from fedscaffold.simulation.distributed import allreduce_max, is_distributed
+from fedscaffold.simulation.distributed import allreduce_max
 from fedscaffold.simulation.invariants import InvariantMonitor, explained_residual
 from fedscaffold.simulation.program import PreparedRun
 from fedscaffold.simulation.sampling import Streams
@@ -215,7 +215,7 @@ class Observers:
         """Process a chunk of rounds and return whether a callback stops the run."""
         self.seconds["rounds"] += seconds
         stop = self._call_callbacks(now)
-        if is_distributed(self.ready):
+        if self.ready.several:
             stop = bool(allreduce_max(int(stop))[0])
         self.line.after(now, seconds)
         if self.checkpoint is not None:
@@ -301,7 +301,7 @@ class Observers:
             return "finished" if now.done >= self.config.rounds else None
         stop = self.ready.spec.stop
         reached = stop is not None and bool(
-            stop.met(columns[stop.metric][-1:], self.ready.target).any()
+            stop.met(columns[stop.metric][-1:], self.ready.federation.target).any()
         )
         return "target" if reached else "diverged"
 

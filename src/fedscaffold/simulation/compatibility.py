@@ -14,14 +14,13 @@ from fedscaffold.algorithms.base import Walk
 from fedscaffold.algorithms.round import exchange, needs, reply_of, shift_of, start_of
 from fedscaffold.checks import InputError
 from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation import stale
 from fedscaffold.simulation.leaves import Leaves
-from fedscaffold.simulation.stale import Policy
-from fedscaffold.simulation.step_sizes import by_step
 
 __all__ = ["refuse"]
 
 
-def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Policy) -> None:
+def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bool) -> None:
     """Raise an InputError if arguments of the config are incompatible."""
     algorithm, problem = config.algorithm, config.problem
     name = algorithm.name
@@ -42,7 +41,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Polic
     unmet = {
         "everyone": absent,
         "sgd": config.local_optimizer is not None,
-        "plain sgd": config.local_optimizer is not None or by_step(config.lr),
+        "plain sgd": config.local_optimizer is not None or scheduled,
         "equal steps": bool((steps != steps[0]).any()),
         "exact messages": compressed,
         "plain server step": config.server_optimizer is not None,
@@ -58,19 +57,18 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, policy: Polic
             f"{name} reads the sum of step sizes, which an optimizer does not have; give lr "
             "instead of local_optimizer"
         )
-    _refuse_buffers(config)
-    _refuse_policy(config, policy)
+    if problem.state is not None:
+        _refuse_two_models(config)
+    elif config.buffers != "average":
+        raise InputError(
+            "buffers says what becomes of the state that a loss updates, and this problem has none"
+        )
+    if config.stale != "keep":
+        _refuse_policy(config, stale.of(config.stale))
 
 
-def _refuse_buffers(config: RunConfig) -> None:
-    algorithm, problem = config.algorithm, config.problem
-    if problem.state is None:
-        if config.buffers != "average":
-            raise InputError(
-                "buffers says what becomes of the state that a loss updates, and this problem has "
-                "none"
-            )
-        return
+def _refuse_two_models(config: RunConfig) -> None:
+    algorithm = config.algorithm
     own = None if algorithm.own is None else algorithm.own(0.0)
     if algorithm.start is not None and isinstance(algorithm.start(0.0, own), tuple):
         raise InputError(
@@ -80,7 +78,7 @@ def _refuse_buffers(config: RunConfig) -> None:
         )
 
 
-def _refuse_policy(config: RunConfig, policy: Policy) -> None:
+def _refuse_policy(config: RunConfig, policy: stale.Policy) -> None:
     algorithm = config.algorithm
     if policy.name == "keep":
         return

@@ -116,12 +116,21 @@ def quantise(bits: int) -> Compressor:
     return Compressor(f"quantise:{bits}", decoded, size)
 
 
-def of(text: str) -> Compressor | None:
+def of(text: str | Compressor) -> Compressor | None:
     """Parse a compressor: top_k:0.1, random_k:0.1, quantise:4, or none.
+
+    A `Compressor` is returned unchanged.
 
     >>> of("top_k:0.1").name
     'top_k:0.1'
     """
+    if isinstance(text, Compressor):
+        return text
+    if not isinstance(text, str):
+        raise InputError(
+            "compression must be a compressor such as fs.compression.top_k(0.1) or 'top_k:0.1', "
+            f"got {checks.shown(text)}"
+        )
     name, _, value = text.partition(":")
     factory = {"none": None, "quantise": quantise, "random_k": random_k, "top_k": top_k}
     made = factory[checks.choice("compression", name, factory)]

@@ -23,7 +23,6 @@ import numpy as np
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.simulation.fingerprint import differences
-from fedscaffold.simulation.program import PreparedRun
 
 __all__ = [
     "Lost",
@@ -32,7 +31,6 @@ __all__ = [
     "allreduce_min",
     "check_same_run",
     "detect_lost_processes",
-    "is_distributed",
     "join",
     "leave",
     "run_everywhere",
@@ -46,11 +44,6 @@ LOSS = re.compile("gloo|nccl|rendezvous|coordination service", re.IGNORECASE)
 
 class Lost(RuntimeError):
     """Another process of the run is lost; earlier checkpoints are intact."""
-
-
-def is_distributed(ready: PreparedRun) -> bool:
-    """Return whether the run is distributed over several processes."""
-    return ready.shards is not None and jax.process_count() > 1
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES, sum_over
 from fedscaffold.simulation.local import gradient
 from fedscaffold.simulation.own_metrics import evaluate_compiled, mean_buffers
 from fedscaffold.simulation.sharding import sum_over_devices
-from fedscaffold.simulation.spec import Array, Federation, Settings, Spec, State
+from fedscaffold.simulation.spec import Array, Federation, Spec, State
 from fedscaffold.simulation.staleness import ages, decay_memory
 
 __all__ = ["default_metrics", "evaluate"]
@@ -35,7 +35,7 @@ def default_metrics(problem: Problem) -> tuple[str, ...]:
 
 
 def evaluate(
-    spec: Spec, federation: Federation, settings: Settings, state: State, drift: Array, due: Array
+    spec: Spec, federation: Federation, state: State, drift: Array, due: Array
 ) -> tuple[Array, Array]:
     """Return one row of metrics, NaN if the round is not due, and whether the run has ended."""
     names = spec.metrics
@@ -52,7 +52,7 @@ def evaluate(
     broken = ~jnp.isfinite(state.x).all() | (due & ~jnp.isfinite(ours).all())
     if spec.stop is None:
         return row, broken
-    return row, broken | spec.stop.met(row[names.index(spec.stop.metric)], settings.target)
+    return row, broken | spec.stop.met(row[names.index(spec.stop.metric)], federation.target)
 
 
 def _residual(spec: Spec, state: State) -> Array:
@@ -66,17 +66,17 @@ def _residual(spec: Spec, state: State) -> Array:
 
 def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
     leaves = spec.layout.leaves(state.x)
-    params, buffers = spec.layout.tree(leaves), mean_buffers(spec, federation, state)
+    params, buffers = spec.layout.tree(leaves), state.buffers
+    if spec.local_buffers:
+        buffers = mean_buffers(spec, federation, state)
     kinds = spec.kinds
 
     def everywhere(kind: Kind, measure: Callable[[Any, Array], Any]) -> Any:
         if kind == "mean":
-            return sum_over_devices(
-                spec, _sum_over_records(federation.records, federation.record_weights, measure)
-            )
-        return sum_over_devices(
-            spec, sum_over(federation.records, federation.evaluation[kind], kind, measure)
-        )
+            total = _sum_over_records(federation.records, federation.record_weights, measure)
+        else:
+            total = sum_over(federation.records, federation.evaluation[kind], kind, measure)
+        return total if spec.mesh is None else sum_over_devices(spec, total)
 
     def loss() -> Array:
         of_batch = partial(value, spec.functions.loss, kinds.loss, params, state=buffers)
@@ -112,7 +112,7 @@ def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
         ),
     }
     unknown = jnp.full((), jnp.nan, state.x.dtype)  # filled in by the host or by `evaluate`
-    own = dict.fromkeys(spec.own_columns, unknown) | evaluate_compiled(spec, federation, state)
+    own = evaluate_compiled(spec, federation, state) if spec.own else {}
     return jnp.stack(
         [measures[name]() if name in measures else own.get(name, unknown) for name in spec.metrics]
     )
@@ -122,8 +122,10 @@ def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
     held = jnp.zeros_like(federation.controls)
     if spec.algorithm.means:
         rows = getattr(state.memory, spec.algorithm.means[0][1])
-        with enable_float64():
-            held = decay_memory(spec, state, rows).astype(state.x.dtype)
+        held = rows
+        if spec.policy.rate is not None:
+            with enable_float64():
+                held = decay_memory(spec, state, rows).astype(state.x.dtype)
     return jnp.sqrt(
         sum_over_devices(
             spec, federation.weights @ jnp.sum((held - federation.controls) ** 2, axis=1)

@@ -1,6 +1,4 @@
-"""Evaluation batches of functions that are not means over records.
-
-Unpadded batches of each client's own records.
+"""Evaluation batches, for functions that are not means over records.
 
 A client's value is the mean over its batches, weighted by their sizes: one batch of all its
 records, or consecutive batches of the size given in the problem, the last of which may be smaller.
@@ -24,15 +22,15 @@ from fedscaffold.simulation.spec import Array, Spec
 __all__ = [
     "EVALUATION_BYTES",
     "Batches",
+    "client_batches",
     "describe",
-    "evaluation_batches",
     "split_into_batches",
     "sum_over",
+    "test_batches",
 ]
 
-EVALUATION_BYTES = (
-    1 << 22
-)  # evaluated at once: large enough for efficient matrix products, small beside the records
+# evaluated at once: large enough for efficient matrix products, small beside the records
+EVALUATION_BYTES = 1 << 22
 
 
 class Batches(NamedTuple):
@@ -108,14 +106,30 @@ def _table(
     )
 
 
-def evaluation_batches(
+def client_batches(problem: Problem, spec: Spec, p: NDArray[Any]) -> dict[str, list[Batches]]:
+    """Return the batches of the clients' records, by kind of the functions measured on them."""
+    of = {"loss": spec.kinds.loss, "gap": spec.kinds.loss, "grad_norm": spec.kinds.gradient}
+    of |= {"accuracy": spec.kinds.accuracy} if problem.test is None else {}
+    kinds = {of[name] for name in spec.metrics if name in of}
+    return _batches(problem, kinds, problem.records, problem.offsets, p)
+
+
+def test_batches(problem: Problem, spec: Spec, dtype: str) -> dict[str, list[Batches]]:
+    """Return the batches of the test records, by kind of the functions measured on them."""
+    if problem.test is None or "accuracy" not in spec.metrics:
+        return {}
+    offsets = np.array([0, len(jax.tree.leaves(problem.test)[0])])
+    return _batches(problem, {spec.kinds.accuracy}, problem.test, offsets, np.ones(1, dtype))
+
+
+def _batches(
     problem: Problem,
     kinds: set[Kind],
     records: Any,
     offsets: NDArray[np.int64],
     shares: NDArray[Any],
 ) -> dict[str, list[Batches]]:
-    """Return the evaluation batches by kind of function, except for means over records, which need none."""
+    """Return batches by kind of function, except for means over records, which need none."""
     total = max(1, int(offsets[-1]))
     row: int = sum(a.size * a.itemsize for a in jax.tree.leaves(records)) // total
     model = problem.dim * shares.itemsize

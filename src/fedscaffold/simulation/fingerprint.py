@@ -25,6 +25,7 @@ from fedscaffold.checks import shown
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import ARGUMENTS, RunConfig
 from fedscaffold.simulation.program import PreparedRun
+from fedscaffold.simulation.step_sizes import schedule_of
 
 __all__ = ["differences", "facts", "flat", "problem_facts"]
 
@@ -59,9 +60,11 @@ def facts(config: RunConfig, ready: PreparedRun) -> dict[str, Any]:
 
 def _step_sizes(config: RunConfig, ready: PreparedRun) -> Any:
     """Return the facts of lr; a schedule over rounds is represented by its code and the first round's values."""
-    if ready.drawer.lr is not None:
-        return {"schedule": to_json(config.lr), "first": to_json(ready.lr)}
-    return to_json(ready.lr if callable(config.lr) else config.lr)
+    if not callable(config.lr):
+        return to_json(config.lr)
+    first = to_json(ready.drawer.lr(1))
+    by_round = schedule_of(config.lr).by_round
+    return {"schedule": to_json(config.lr), "first": first} if by_round else first
 
 
 def differences(was: Any, now: Mapping[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.metrics import complaint, explained
+from fedscaffold.simulation.distributed import allreduce_max
 from fedscaffold.simulation.spec import Spec, State
 from fedscaffold.simulation.staleness import decay_factor
 
@@ -37,19 +38,18 @@ class InvariantMonitor:
 
     Args:
         look: Returns a description of what is wrong with a state, or None.
-        agree: Maximum over processes; all processes must call `due` and check together.
+        several: Whether there are several processes, which must call `due` and check together.
     """
 
-    def __init__(
-        self, look: Callable[[State], str | None], agree: Callable[[int], int] = int
-    ) -> None:
-        self.look, self.agree = look, agree
+    def __init__(self, look: Callable[[State], str | None], several: bool = False) -> None:
+        self.look, self.several = look, several
         self.found: str | None = None
         self.at, self.pause = time.perf_counter(), SECONDS
 
     def due(self) -> bool:
         """Return whether the next check is due."""
-        return bool(self.agree(time.perf_counter() - self.at >= self.pause))
+        due = time.perf_counter() - self.at >= self.pause
+        return bool(allreduce_max(int(due))[0]) if self.several else due
 
     def __call__(self, state: State) -> str | None:
         """Check a state and return what is wrong with it, or None."""

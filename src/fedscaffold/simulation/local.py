@@ -17,26 +17,24 @@ from fedscaffold.algorithms import Walk, travelled
 from fedscaffold.algorithms.round import each, reply_of, shift_of, start_of
 from fedscaffold.problems.batches import gradient as slope_on_batch
 from fedscaffold.simulation.leaves import Leaves, flat
-from fedscaffold.simulation.spec import Array, Federation, Settings, Spec
+from fedscaffold.simulation.normals import normals
+from fedscaffold.simulation.spec import Array, Federation, Spec, State
 
 __all__ = ["ClientState", "Reply", "Work", "gradient", "gradient_at_x", "train"]
 
 Batch = tuple[Any, Array, tuple[int, ...]]
 """Records; their weights, or None without padding; the possible sizes, if each needs a branch of
 its own."""
-STEPS, AT_X = (
-    2,
-    3,
-)  # streams of a client's key: local steps, gradient at x (1: compression of messages)
-UNROLL = (
-    4  # local steps per loop iteration: about 10 % faster on small models at little compile time
-)
+STEPS, AT_X = 2, 3  # streams of a client's key: local steps, gradient at x (1: compression)
+UNROLL = 4  # local steps per loop iteration: about 10 % faster on small models, quick to compile
 
 
 class Work(NamedTuple):
     """The work of one client in a round."""
 
     client: Array
+    p: Array
+    """Its weight; float64 for algorithms with client memory, and so are all sums over clients."""
     steps: Array
     key: Array
     """Random key of its gradient noise, its compressor, and its loss if that takes one."""
@@ -47,13 +45,13 @@ class Work(NamedTuple):
 
 
 class ClientState(NamedTuple):
-    """State of a client between rounds; unused fields are None."""
+    """The fields of a `State` that a client keeps between rounds; unused fields are None."""
 
     memory: Any
     own: Any
     errors: Any
     """Error feedback of compression, by field of the message."""
-    buffers: Any = None
+    own_buffers: Any = None
     """The state that the loss updates, where each client keeps its own."""
 
 
@@ -75,58 +73,59 @@ class Reply(NamedTuple):
 def train(
     spec: Spec,
     federation: Federation,
-    settings: Settings,
-    told: Any,
+    state: State,
+    lr: Array,
     held: ClientState,
     work: Work,
     most: Array | int,
-    buffers: Any = None,
 ) -> Reply:
     """Run one client's local training.
 
     Args:
         spec: Static description of the program.
         federation: The clients' data.
-        settings: Step sizes and keys.
-        told: The server's record as broadcast, in the run's precision.
-        held: The client's state.
+        state: The state of the federation, of which the client is sent the server's part.
+        lr: Its step size, or one per local step.
+        held: The client's own state.
         work: The client's work in this round.
         most: Number of loop iterations: the largest number of steps in its block.
-        buffers: The state that the loss updates, before the first step.
     """
-    x = told.x
-    memory = _initial_memory(spec, federation, x, held.memory, work, buffers)
-    shift = shift_of(spec.algorithm, told, jax.tree.map(lambda a: a.astype(x.dtype), memory))
-    start = start_of(spec.algorithm, x, held.own)
+    told, memory, renewed = state.told, held.memory, None
+    buffers = held.own_buffers if spec.local_buffers else state.buffers
+    if work.returns is not None:
+        memory = renewed = _renew_memory(spec, federation, told.x, memory, work, buffers)
+    shift = shift_of(spec.algorithm, told, jax.tree.map(lambda a: a.astype(told.x.dtype), memory))
+    start = start_of(spec.algorithm, told.x, held.own)
     walk, buffers = _run_local_steps(
-        spec, federation, settings, start, x, shift, work, most, buffers
+        spec, federation, start, told.x, shift, lr, work, most, buffers
     )
     message, own = reply_of(spec.algorithm, walk, shift, held.own)
     if (rebuilt := spec.rebuilt) is not None:
         message = message._replace(**{rebuilt: None})
-    message, errors = _compress_message(spec, told, held.errors, work, message)
-    move = None
+    errors = move = None
+    if spec.compressor is not None:
+        message, errors = _compress_message(spec, told, held.errors, work, message)
     if "drift" in spec.metrics:
         move = walk.move[0] if isinstance(walk.move, tuple) else walk.move
-    return Reply(message, own, errors, None if work.returns is None else memory, move, buffers)
+    return Reply(message, own, errors, renewed, move, buffers)
 
 
 def _run_local_steps(
     spec: Spec,
     federation: Federation,
-    settings: Settings,
     start: Any,
     x: Array,
     shift: Array,
+    lr: Array,
     work: Work,
     most: Array | int,
     buffers: Any,
 ) -> tuple[Walk, Any]:
-    """Run the local steps; return their outcome, each part of which is computed on demand, and the new buffers."""
-    noise = _noise(spec, federation, work, x.dtype)
+    """Run the local steps; return the walk, and the new state that the loss updates."""
+    noise = None if federation.noise is None else _noise(spec, federation, work, x.dtype)
     batch = _batch_of_step(spec, federation, work)
-    advance = _optimizer_step(spec, settings)
-    key = _key_of_step(spec, work)
+    advance = _optimizer_step(spec, lr)
+    stream = jax.random.fold_in(_typed_key(work.key), STEPS) if spec.functions.random else None
     cut = partial(_split_layers, spec)
     y, at_x, along = each(cut, start), cut(x), None if shift is None else each(cut, shift)
     collect = "d" in spec.exchange.reads and not spec.constant_step
@@ -137,7 +136,8 @@ def _run_local_steps(
 
         def slope(z: Leaves) -> Leaves:
             nonlocal new
-            g, seen = gradient(spec, z.parts, *batch, key=key(k), buffers=buffers)
+            key = None if stream is None else jax.random.fold_in(stream, k)
+            g, seen = gradient(spec, z.parts, *batch, key=key, buffers=buffers)
             new = new if z is at_x else seen  # a gradient at x leaves no trace
             return Leaves(g) if noise is None else Leaves(g) + cut(noise[k])
 
@@ -166,13 +166,13 @@ def _run_local_steps(
     def mean_direction() -> Any:
         if collect:
             return each(lambda sum: flat(sum) / steps, total)
-        return each(lambda begun, over: travelled(begun, over, steps, settings.lr), start, ended)
+        return each(lambda begun, over: travelled(begun, over, steps, lr), start, ended)
 
     walk = Walk(
         x=lambda: x,
         y=lambda: ended,
         move=lambda: each(jnp.subtract, start, ended),
-        travel=lambda: _sum_of_step_sizes(spec, settings, work, x.dtype),
+        travel=lambda: _sum_of_step_sizes(spec, lr, work, x.dtype),
         d=mean_direction,
         gradient=lambda: gradient_at_x(spec, federation, x, work, begun),
     )
@@ -191,25 +191,24 @@ def gradient_at_x(
     key = jax.random.fold_in(_typed_key(work.key), AT_X) if spec.functions.random else None
     batch = _full_batch(spec, federation, work.client)
     g = flat(Leaves(gradient(spec, spec.layout.leaves(x), *batch, key=key, buffers=buffers)[0]))
-    noise = _noise(spec, federation, work, x.dtype)
-    return g if noise is None else g + noise[spec.max_steps]
+    if federation.noise is None:
+        return g
+    return g + _noise(spec, federation, work, x.dtype)[spec.max_steps]
 
 
-def _initial_memory(
+def _renew_memory(
     spec: Spec, federation: Federation, x: Array, memory: Any, work: Work, buffers: Any
 ) -> Any:
     """Return the memory before the local steps, renewed if the `refresh` policy says so."""
-    if work.returns is None:
-        return memory
     new = spec.algorithm.renew(memory, gradient_at_x(spec, federation, x, work, buffers))  # type: ignore[misc]
     return jax.tree.map(lambda renewed, old: jnp.where(work.returns, renewed, old), new, memory)
 
 
-def _sum_of_step_sizes(spec: Spec, settings: Settings, work: Work, dtype: Any) -> Array:
+def _sum_of_step_sizes(spec: Spec, lr: Array, work: Work, dtype: Any) -> Array:
     """Return the sum of the client's step sizes."""
     if spec.scheduled:
-        return jnp.sum(jnp.where(jnp.arange(spec.max_steps) < work.steps, settings.lr, 0))
-    return work.steps.astype(dtype) * settings.lr
+        return jnp.sum(jnp.where(jnp.arange(spec.max_steps) < work.steps, lr, 0))
+    return work.steps.astype(dtype) * lr
 
 
 def _compress_message(
@@ -221,8 +220,7 @@ def _compress_message(
     feedback: what compression leaves out is part of the next difference, and storing it as well
     would count it twice.
     """
-    if spec.compressor is None:
-        return message, None
+    assert spec.compressor is not None
     keys = jax.random.split(jax.random.fold_in(work.key, 1), len(spec.sent))
     seen, left, references = {}, {}, dict(spec.algorithm.references)
     for key, name in zip(keys, spec.sent, strict=True):
@@ -259,29 +257,16 @@ def gradient(
     return jax.tree.leaves(slope), buffers
 
 
-def _key_of_step(spec: Spec, work: Work) -> Callable[[Array], Array]:
-    """Return a function (k) -> random key of local step k.
-
-    The key is None unless the loss takes one.
-    """
-    if not spec.functions.random:
-        return lambda k: None
-    stream = jax.random.fold_in(_typed_key(work.key), STEPS)
-    return lambda k: jax.random.fold_in(stream, k)
-
-
 def _typed_key(key: Array) -> Array:
     return jax.random.wrap_key_data(key, impl="threefry2x32")
 
 
-def _optimizer_step(
-    spec: Spec, settings: Settings
-) -> Callable[[Array, Any, Any, Any], tuple[Any, Any]]:
+def _optimizer_step(spec: Spec, lr: Array) -> Callable[[Array, Any, Any, Any], tuple[Any, Any]]:
     """Return the update of the local optimizer: (k, y, d, memory) -> y, memory."""
 
     def sgd(k: Array, y: Any, d: Any, memory: Any) -> tuple[Any, Any]:
-        lr = settings.lr[k] if spec.scheduled else settings.lr
-        return jax.tree.map(lambda leaf, along: leaf - lr * along, y, d), memory
+        size = lr[k] if spec.scheduled else lr
+        return jax.tree.map(lambda leaf, along: leaf - size * along, y, d), memory
 
     def optax(k: Array, y: Any, d: Any, memory: Any) -> tuple[Any, Any]:
         if isinstance(y, tuple):  # two models, each with an optimizer of its own
@@ -323,9 +308,7 @@ def _rows(federation: Federation, rows: Array) -> Any:
 
 
 def _noise(spec: Spec, federation: Federation, work: Work, dtype: Any) -> Array:
-    """Return the gradient noise of all local steps, and in the last row that of the gradient at x."""
-    if federation.noise is None:
-        return None
-    z = jax.random.normal(work.key, (spec.max_steps + 1, spec.layout.size), dtype)
+    """Return the gradient noise of all local steps, and in the last row that at x."""
+    z = normals(work.key, (spec.max_steps + 1, spec.layout.size), dtype)
     factor = federation.noise
     return z * factor if factor.ndim == 0 else z @ factor[work.client if len(factor) > 1 else 0]

@@ -23,17 +23,18 @@ from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.double_precision import enable_float64
 from fedscaffold.simulation.evaluation import default_metrics
+from fedscaffold.simulation.evaluation_batches import test_batches
 from fedscaffold.simulation.resolve import cohort_size
 from fedscaffold.simulation.sampling import Drawer, Streams
-from fedscaffold.simulation.spec import Draws, Federation, Settings, Spec, State
+from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 from fedscaffold.state import FileStore, Prefetched, SparseStore, Store, choose
 
 __all__ = [
     "OutOfCoreClients",
+    "cohort_federation",
     "field_slices",
     "gather_records",
     "open_clients",
-    "refuse_out_of_core",
     "resolve_client_state",
     "row_width",
 ]
@@ -63,7 +64,7 @@ def out_of_core_metrics(problem: Problem) -> set[str]:
     return {"distance", "drift", "residual", *(["accuracy"] if problem.test is not None else [])}
 
 
-def refuse_out_of_core(config: RunConfig, spec: Spec) -> None:
+def _refuse(config: RunConfig, spec: Spec) -> None:
     """Raise an InputError for arguments that need all clients in memory."""
     kind = f"client_state={config.client_state!r}"
     if spec.policy.drop_after is not None:
@@ -154,7 +155,7 @@ class OutOfCoreClients(NamedTuple):
         return self.drawer.cohort(Streams(self.seed), round)
 
     def advance(
-        self, program: Any, settings: Settings, state: State, round: int, rounds: int, every: int
+        self, program: Any, state: State, round: int, rounds: int, every: int
     ) -> tuple[State, Any]:
         """Run one round: read the cohort's rows, call the program, write the new rows."""
         who = self.cohort(round)
@@ -165,7 +166,7 @@ class OutOfCoreClients(NamedTuple):
         draws = self.draws(self.drawer.draw(self.seed, round, 1, 1), slots)
         with enable_float64():
             state, row = program(
-                federation, settings, state, draws, np.int32(1), np.int32(every), np.int32(round)
+                federation, state, draws, np.int32(1), np.int32(every), np.int32(round)
             )
         if self.spec.keeps and len(who):
             rows = [np.asarray(a)[: len(who)].reshape(len(who), -1) for a in state.memory]
@@ -264,6 +265,40 @@ def gather_records(problem: Problem, clients: NDArray[np.int64], most: int, dtyp
         return out
 
     return jax.tree.map(leaf, problem.records)
+
+
+def cohort_federation(config: RunConfig, spec: Spec, slots: int) -> Federation:
+    """Return a federation of the cohort's size: its shapes, and what is constant over rounds."""
+    _refuse(config, spec)
+    problem, dtype = config.problem, np.dtype(config.precision)
+
+    def room(column: NDArray[Any]) -> NDArray[Any]:
+        kind = dtype if np.issubdtype(column.dtype, np.floating) else column.dtype
+        return np.zeros((slots * spec.max_rows, *column.shape[1:]), kind)
+
+    def cast(a: Any) -> Any:
+        return a.astype(dtype) if np.issubdtype(a.dtype, np.floating) else a
+
+    numbers = np.zeros(slots, np.int32)
+    noise = None if problem.noise is None else cast(problem.noise)
+    if noise is not None and noise.ndim == 3 and len(noise) > 1:
+        noise = np.resize(noise, (slots, *noise.shape[1:]))
+    return Federation(
+        records=jax.tree.map(room, problem.records),
+        first=np.arange(slots, dtype=np.int32) * np.int32(spec.max_rows),
+        counts=numbers,
+        steps=numbers,
+        weights=np.zeros(slots, dtype),
+        test=jax.tree.map(cast, problem.test) if "accuracy" in spec.metrics else None,
+        noise=noise,
+        optimum=cast(problem.optimum(config.weights)) if "distance" in spec.metrics else None,
+        controls=None,
+        optimal_loss=None,
+        record_weights=None,
+        who=numbers,
+        test_evaluation=test_batches(problem, spec, config.precision),
+        shares=np.zeros(slots) if spec.keeps else None,
+    )
 
 
 def open_clients(config: RunConfig, ready: Any) -> OutOfCoreClients:

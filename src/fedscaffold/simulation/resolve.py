@@ -1,7 +1,4 @@
-"""Resolve a `RunConfig` against its problem.
-
-Local steps, batch sizes, cohort size, block size, step sizes.
-"""
+"""Resolve arguments against the problem: local work, cohorts, step sizes, blocks of clients."""
 
 from __future__ import annotations
 
@@ -25,29 +22,35 @@ from fedscaffold.simulation.participation import (
     check_availability,
     check_sampling,
 )
+from fedscaffold.simulation.sampling import Drawer
 from fedscaffold.simulation.step_sizes import in_precision, schedule_of
 
 __all__ = [
     "availability",
-    "batch",
     "block",
     "cohort_size",
     "footprint",
-    "lr",
-    "lr_by_round",
+    "local_work",
     "sampling",
-    "steps",
+    "step_sizes",
 ]
 
-CACHE = (
-    1 << 20
-)  # bytes that a block of clients may touch at every step: about a core's second-level cache
+# bytes that a block of clients may touch at every step: about a core's second-level cache
+CACHE = 1 << 20
 # in a block: sums over clients are sums of block sums, which keeps their rounding errors small
 MOST_CLIENTS = 256
 
 
-def steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Return the (N,) numbers of local steps that the algorithm takes."""
+def local_work(
+    config: RunConfig,
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, bool]:
+    """Return the local steps and batch sizes of all clients, and how batches are drawn.
+
+    Returns:
+        The (N,) numbers of steps that the algorithm takes; the (N,) batch sizes, None for full
+        batches; and whether records are shuffled, or else sampled with replacement.
+    """
+    batch, shuffle = _batch_sizes(config)
     asked = None
     if config.local_steps is not None or config.local_epochs is not None:
         asked = _requested_steps(config, batch)
@@ -59,7 +62,8 @@ def steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDArray[np.int6
         taken = None  # its work is a function of what is asked for
     if taken is None:
         raise InputError("give either local_steps or local_epochs, one of the two")
-    return np.broadcast_to(np.asarray(taken, np.int64), config.problem.counts.shape)
+    steps = np.broadcast_to(np.asarray(taken, np.int64), config.problem.counts.shape)
+    return steps, batch, shuffle
 
 
 def _requested_steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -117,22 +121,17 @@ def _is_row(values: Any) -> bool:
     return isinstance(values, Sequence) and not isinstance(values, (str, bytes))
 
 
-def batch(config: RunConfig) -> tuple[NDArray[np.int64] | None, bool]:
-    """Return the (N,) batch sizes (None for full batches), and whether to shuffle or sample with replacement."""
-    shuffle = config.draw == "shuffle" or (
-        config.draw == "auto" and config.local_epochs is not None
-    )
-    if config.local_epochs is not None and config.draw == "replacement":
-        raise InputError(
-            "an epoch goes through all records once: give local_steps with draw='replacement'"
-        )
-    count = config.problem.counts
-    if (
-        config.batch_size is None
-        or work_of(config.algorithm, 1, config.batch_size).batch_size is None
-    ):
+def _batch_sizes(config: RunConfig) -> tuple[NDArray[np.int64] | None, bool]:
+    shuffle = config.draw == "shuffle"
+    if config.local_epochs is not None:
+        shuffle |= config.draw == "auto"
+        if config.draw == "replacement":
+            raise InputError(
+                "an epoch goes through all records once: give local_steps with draw='replacement'"
+            )
+    size, count = config.batch_size, config.problem.counts
+    if size is None or work_of(config.algorithm, 1, size).batch_size is None:
         return None, shuffle
-    size = config.batch_size
     if isinstance(size, int):
         batch = np.full_like(count, size)
     elif size == 1:
@@ -146,6 +145,10 @@ def cohort_size(config: RunConfig) -> int:
     """Return the number of clients in a cohort; for explicit cohorts, that of the largest."""
     n = config.problem.num_clients
     if config.cohorts is not None:
+        if config.cohort != 1.0:
+            raise InputError(
+                "give either cohort or cohorts: a schedule of cohorts says already how many come"
+            )
         return _schedule_size(config.cohorts, config.rounds, n)
     size = checks.share("cohort", config.cohort, "clients", at_most=n)
     return size if isinstance(size, int) else max(1, round(size * n))
@@ -177,10 +180,8 @@ def _schedule_size(cohorts: Sequence[Sequence[int]], rounds: int, n: int) -> int
 
 
 def sampling(config: RunConfig, size: int) -> Sampling | None:
-    """Return how cohorts are sampled: a function, weights, or None for uniformly."""
-    if config.cohorts is not None and not (
-        isinstance(config.sampling, str) and config.sampling == "uniform"
-    ):
+    """Return how cohorts are sampled: a function or weights."""
+    if config.cohorts is not None:
         raise InputError(
             "give either sampling or cohorts: a schedule of cohorts says already who comes"
         )
@@ -191,13 +192,8 @@ def sampling(config: RunConfig, size: int) -> Sampling | None:
     return check_sampling(config.sampling, config.problem.num_clients, size)
 
 
-def availability(config: RunConfig) -> NDArray[np.bool_] | Availability | None:
-    """Return the (T, N) availability mask, repeated every T rounds, or a function.
-
-    None if all are always available.
-    """
-    if config.availability is None:
-        return None
+def availability(config: RunConfig) -> NDArray[np.bool_] | Availability:
+    """Return the (T, N) availability mask, repeated every T rounds, or a function."""
     n = config.problem.num_clients
     if config.cohorts is not None:
         raise InputError(
@@ -220,12 +216,10 @@ def availability(config: RunConfig) -> NDArray[np.bool_] | Availability | None:
 
 
 def block(config: RunConfig, size: int, footprint: int) -> int:
-    """Return the number of clients to vectorise over.
+    """Return the number of clients to vectorise over: as many as fit the cache.
 
-    As many as fit the cache, preferably a divisor of `size`.
-
-    If no divisor is within a factor of two, blocks are as even as possible and the last is padded
-    with clients of weight 0 (at most one per block).
+    Preferably it is a divisor of `size`. If no divisor is within a factor of two, blocks are as
+    even as possible and the last is padded with clients of weight 0 (at most one per block).
     """
     if config.block is not None:
         return checks.whole("block", config.block, at_most=size)
@@ -236,11 +230,12 @@ def block(config: RunConfig, size: int, footprint: int) -> int:
     return math.ceil(size / math.ceil(size / fitting))
 
 
-def footprint(config: RunConfig, steps: NDArray[np.int64], batch: NDArray[np.int64] | None) -> int:
+def footprint(config: RunConfig, drawer: Drawer) -> int:
     """Return the bytes that a client touches per local step.
 
-    Four model-sized vectors, batch, draws and patches.
+    Four model-sized vectors, the batch, the draws, and the patches of convolutions.
     """
+    steps, batch = int(drawer.steps.max()), drawer.batch
     problem = config.problem
     records = max(1, int(problem.offsets[-1]))
     itemsize = np.dtype(config.precision).itemsize
@@ -249,18 +244,15 @@ def footprint(config: RunConfig, steps: NDArray[np.int64], batch: NDArray[np.int
     )
     rows = int(problem.counts.max() if batch is None else batch.max())
     model = 4 * problem.dim * itemsize
-    drawn = 0 if batch is None else 4 * int(steps.max()) * rows
-    checks.fits(f"{steps.max()} local steps on {rows} records drawn for each", drawn)
+    drawn = 0 if batch is None else 4 * steps * rows
+    checks.fits(f"{steps} local steps on {rows} records drawn for each", drawn)
     patches = _patches(problem, rows, config.precision)
     checks.fits(f"the convolutions of a local step on {rows} records", patches)
     return int(model + rows * row + drawn + patches)
 
 
 def _patches(problem: Problem, rows: int, precision: str) -> int:
-    """Return the bytes that convolutions of a batch take as matrix products.
-
-    0 if there are none.
-    """
+    """Return the bytes that convolutions of a batch take as matrix products."""
     dtype = np.dtype(precision)
 
     def shaped(array: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -275,29 +267,23 @@ def _patches(problem: Problem, rows: int, precision: str) -> int:
         return work_bytes(problem.functions, problem.inspected.kinds, tree, tuple(shapes))
 
 
-def lr(config: RunConfig, steps: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the step size, () or (steps,); for a schedule over rounds, that of the first round."""
+def step_sizes(config: RunConfig, steps: NDArray[np.int64]) -> Callable[[int], NDArray[Any]]:
+    """Return a function (round) -> its step size, (), or those of its local steps, (K,)."""
     if config.local_optimizer is not None:
         if config.lr is not None:
             raise InputError(
                 "give either lr or local_optimizer: an optimizer brings its own step size"
             )
-        return np.zeros((), config.precision)
-    if config.lr is None:
+        constant = np.zeros((), config.precision)
+    elif config.lr is None:
         raise InputError(
             "lr must be given: a number above 0, or a schedule over rounds or local steps"
         )
-    schedule = schedule_of(config.lr)
-    if schedule is not None:
-        return schedule.values(1, int(steps.max()), config.precision)
-    return in_precision(config.lr, config.precision)
-
-
-def lr_by_round(
-    config: RunConfig, steps: NDArray[np.int64]
-) -> Callable[[int], NDArray[Any]] | None:
-    """Return a function (round) -> step sizes; None if they are the same in all rounds."""
-    schedule = schedule_of(config.lr)
-    if schedule is None or not schedule.by_round:
-        return None
-    return lambda round: schedule.values(round, int(steps.max()), config.precision)
+    elif callable(config.lr):
+        schedule, most, least = schedule_of(config.lr), int(steps.max()), int(steps.min())
+        if schedule.by_round:
+            return lambda round: schedule.values(round, most, least, config.precision)
+        constant = schedule.values(1, most, least, config.precision)
+    else:
+        constant = in_precision(config.lr, config.precision)
+    return lambda round: constant

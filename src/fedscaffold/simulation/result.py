@@ -18,7 +18,6 @@ from fedscaffold.problems.problem import weights_of
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import notebook
 from fedscaffold.simulation.communication import count_bytes
-from fedscaffold.simulation.distributed import is_distributed
 from fedscaffold.simulation.engine import Seconds
 from fedscaffold.simulation.evaluation_batches import describe
 from fedscaffold.simulation.invariants import (
@@ -182,24 +181,32 @@ def finish(
     history |= count_bytes(config, ready, 0, done)
     ended = bool(state.done)
     stop = ready.spec.stop
-    reached = ended and stop is not None and bool(stop.met(history[stop.metric][-1], ready.target))
+    reached = (
+        ended
+        and stop is not None
+        and bool(stop.met(history[stop.metric][-1], ready.federation.target))
+    )
     diverged = done if ended and not reached else None
     if away is not None:
         state, mean = state._replace(memory=None, heard_at=away.heard_at), away.mean(done)
     else:
         mean = _exact_mean(config, ready, state)
     clients = config.problem.num_clients
-    memory = jax.tree.map(
-        lambda a: a.astype(state.x.dtype, copy=False), decay_memory(ready.spec, state, state.memory)
-    )
+    memory = state.memory
+    if ready.spec.policy.rate is not None:
+        decayed = decay_memory(ready.spec, state, memory)
+        memory = jax.tree.map(lambda a: a.astype(state.x.dtype, copy=False), decayed)
     age = None if state.heard_at is None else ages(state)
     algorithm = ready.spec.algorithm
     models = None if algorithm.personal is None else personal_model(algorithm, state.x, state.own)
+    who = None
+    if ready.several and ready.shards is not None:
+        who = np.arange(clients)[ready.shards.own]
     return Run(
         x=ready.spec.layout.unflatten(state.x),
         vector=state.x,
         server=state.server,
-        clients=Clients(memory, age, _local_clients(ready), state.own, models, state.own_buffers),
+        clients=Clients(memory, age, who, state.own, models, state.own_buffers),
         history=history,
         rounds=done,
         outcome=_outcome(done >= config.rounds, ended, reached),
@@ -230,15 +237,6 @@ def _exact_mean(config: RunConfig, ready: PreparedRun, state: State) -> tuple[ND
     if shards is None:
         return exact_mean(ready.spec, state, p)
     return tuple(shards.total(part) for part in exact_mean(ready.spec, state, p[shards.own]))
-
-
-def _local_clients(ready: PreparedRun) -> NDArray[Any] | None:
-    """Return the client numbers of this process; None if there is only one process."""
-    return (
-        np.arange(ready.drawer.num_clients)[ready.shards.own]
-        if is_distributed(ready) and ready.shards
-        else None
-    )
 
 
 def find_fault(

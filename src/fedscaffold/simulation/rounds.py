@@ -27,16 +27,10 @@ from fedscaffold.simulation.double_precision import (
 from fedscaffold.simulation.evaluation import evaluate
 from fedscaffold.simulation.local import ClientState, Reply, Work, gradient_at_x, train
 from fedscaffold.simulation.sharding import sum_over_devices
-from fedscaffold.simulation.spec import Array, Draws, Federation, Settings, Spec, State
-from fedscaffold.simulation.staleness import (
-    apply_policy,
-    decay_memory,
-    needs_refresh,
-    store_rows,
-    update_heard_at,
-)
+from fedscaffold.simulation.spec import Array, Draws, Federation, Spec, State
+from fedscaffold.simulation.staleness import apply_policy, decay_memory, needs_refresh
 
-__all__ = ["Sums", "loop_length", "rounds", "select_cohort", "with_round_lr"]
+__all__ = ["Sums", "loop_length", "rounds", "select_cohort"]
 
 
 class Sums(NamedTuple):
@@ -64,21 +58,30 @@ class Sums(NamedTuple):
 def rounds(
     spec: Spec,
     federation: Federation,
-    settings: Settings,
     state: State,
     draws: Draws,
     number: Array,
     every: Array,
     start: Array = 0,
 ) -> tuple[State, Array]:
-    """Run the first `number` rounds of `draws` and return the new state and one row of metrics per round.
+    """Run the first `number` rounds of `draws`.
 
-    `start` is the number of rounds before them. It is shared by all runs of a sweep, so that the
-    condition to evaluate is not vectorised and rounds that are not due skip the evaluation.
+    Args:
+        spec: Static description of the program.
+        federation: The clients' data.
+        state: The state to continue from.
+        draws: Cohorts, batches and step sizes of the rounds.
+        number: How many of these rounds to run.
+        every: Rounds between two evaluations.
+        start: Number of rounds done before. It is shared by all runs of a sweep, so that the
+            condition to evaluate is not vectorised and rounds that are not due skip it.
+
+    Returns:
+        The new state, and one row of metrics per round.
     """
-    given = (federation, settings, state, draws, number, every, start)
+    given = (federation, state, draws, number, every, start)
     with jax.enable_x64(state.x.dtype == jnp.float64):
-        traced, shape = jax.make_jaxpr(partial(_rounds, spec), return_shape=True)(*given)
+        traced, shape = jax.make_jaxpr(partial(_loop, spec), return_shape=True)(*given)
     # Trace here in the run's precision, but map over runs with x64 on: without it vmap would demote
     # float64 to float32.
     results = jaxpr_as_fun(traced)(*jax.tree.leaves(given))
@@ -86,10 +89,9 @@ def rounds(
     return outcome
 
 
-def _rounds(
+def _loop(
     spec: Spec,
     federation: Federation,
-    settings: Settings,
     state: State,
     draws: Draws,
     number: Array,
@@ -103,7 +105,7 @@ def _rounds(
     def one(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
         r, state, table = carry
         draw, due = jax.tree.map(lambda a: a[r], draws), (start + r + 1) % every == 0
-        state, row = _round(spec, federation, settings, state, draw, due, number < 0)
+        state, row = _round(spec, federation, state, draw, due, number < 0)
         return r + 1, state, table.at[r].set(row)
 
     table = jnp.full((draws.cohort.shape[0], len(spec.metrics)), jnp.nan, state.x.dtype)
@@ -112,57 +114,31 @@ def _rounds(
 
 
 def _round(
-    spec: Spec,
-    federation: Federation,
-    settings: Settings,
-    state: State,
-    draw: Draws,
-    due: Array,
-    never: Array,
+    spec: Spec, federation: Federation, state: State, draw: Draws, due: Array, never: Array
 ) -> tuple[State, Array]:
-    settings = with_round_lr(settings, draw)
-    before = state = apply_policy(spec, federation, state, len(draw.cohort))
-    cohort = select_cohort(spec, federation, settings, state, draw)
+    """Run one round: the clients' local steps, the server's step, the metrics."""
+    if spec.policy.name != "keep":
+        state = apply_policy(spec, federation, state, len(draw.cohort))
+    old, work = state, select_cohort(spec, federation, state, draw)
     if spec.algorithm.prepare is not None:
-        mean = _mean_gradient(spec, federation, state, draw, cohort)
+        mean = _mean_gradient(spec, federation, state, draw, work)
         state = state._replace(server=spec.algorithm.prepare(state.server, mean))
-    held, sums = _run_cohort(spec, federation, settings, state, draw, cohort, never)
-    step = partial(_server_step, spec)
-    old = ServerState(state.server, state.mean, state.scale)
-    new, drift = (in_float64(step) if spec.keeps else step)(settings.lr, old, state.told, sums)
-    with enable_float64():
-        server, kept_up, scale = jax.tree.map(
-            lambda after, kept: after.astype(kept.dtype), new, old
-        )
-    x, optimizer = _apply_server_optimizer(spec, state, server.x)
-    server = server._replace(x=x)
-    if spec.silences:
-        was, now = (before.server, before.optimizer), (server, optimizer)
-        with enable_float64():
-            server, optimizer = jax.tree.map(lambda a, b: jnp.where(sums.heard > 0, b, a), was, now)
-    last = state
-    state = State(
-        server,
-        held.memory,
-        kept_up,
-        scale,
-        state.round + ~state.done,
-        state.done,
-        optimizer,
-        update_heard_at(spec, state, draw.cohort),
-        held.errors,
-        held.own,
-        _average_buffers(state.buffers, sums),
-        held.buffers,
-    )
+    clients, sums = _run_cohort(spec, federation, state, draw, work, never)
+    new, drift = _server_step(spec, old, state, draw.lr, sums)
+    new = new._replace(**clients._asdict(), round=state.round + ~state.done)
+    if spec.ages:
+        new = new._replace(heard_at=_heard_at(spec, state, draw.cohort))
     if _runs_to_the_end(spec):
-        state = _unless_done(last, state)
-    row, done = evaluate(spec, federation, settings, state, drift.astype(x.dtype), due)
-    return state._replace(done=state.done | done), row
+        new = _unless_done(state, new)
+    row, done = evaluate(spec, federation, new, drift.astype(new.x.dtype), due)
+    return new._replace(done=new.done | done), row
 
 
 def _runs_to_the_end(spec: Spec) -> bool:
-    """Return whether vectorised runs go on together after one has diverged, so that the loop needs no select."""
+    """Return whether vectorised runs go on together after one has diverged.
+
+    The loop then needs no select.
+    """
     return spec.side_by_side and spec.stop is None
 
 
@@ -171,48 +147,71 @@ def _unless_done(last: State, new: State) -> State:
 
     Tables of clients are kept by `_run_cohort`.
     """
-    last, kept = (
-        one._replace(memory=None, errors=None, own=None, own_buffers=None) for one in (last, new)
-    )
+    tables: dict[str, Any] = dict.fromkeys(ClientState._fields)
     with enable_float64():
-        frozen: State = jax.tree.map(lambda a, b: jnp.where(last.done, a, b), last, kept)
-    return frozen._replace(
-        memory=new.memory, errors=new.errors, own=new.own, own_buffers=new.own_buffers
-    )
-
-
-def with_round_lr(settings: Settings, draw: Draws) -> Settings:
-    """Return the settings with the step sizes of this round, if they vary over rounds."""
-    return settings if draw.lr is None else settings._replace(lr=draw.lr)
-
-
-class ServerState(NamedTuple):
-    """The fields of a state that the server step updates."""
-
-    server: Any
-    mean: tuple[Array, ...]
-    scale: Array
+        frozen: State = jax.tree.map(
+            lambda a, b: jnp.where(last.done, a, b), last._replace(**tables), new._replace(**tables)
+        )
+    return frozen._replace(**{name: getattr(new, name) for name in tables})
 
 
 def _server_step(
-    spec: Spec, lr: Array, old: ServerState, told: Any, sums: Sums
-) -> tuple[ServerState, Array]:
-    """Apply the server step; return its new fields and the drift of the cohort."""
+    spec: Spec, old: State, state: State, lr: Array, sums: Sums
+) -> tuple[State, Array]:
+    """Apply the server step; return the new state and the drift of the cohort.
+
+    It is computed in float64 for algorithms with client memory. A round in which nobody is heard
+    leaves the server as it was in `old`, before the algorithm's `prepare`.
+    """
+    update = partial(_update, spec)
+    before = state.server, state.mean, state.scale
+    found = (in_float64(update) if spec.keeps else update)(*before, state.told, lr, sums)
+    with enable_float64():
+        server, mean, scale = jax.tree.map(lambda a, b: a.astype(b.dtype), found[:3], before)
+    optimizer, buffers = state.optimizer, state.buffers
+    if spec.server_optimizer is not None:  # its gradient is the negative of the algorithm's step
+        updates, optimizer = spec.server_optimizer.update(
+            state.x - server.x, state.optimizer, state.x
+        )
+        server = server._replace(x=state.x + updates)
+    with enable_float64():
+        server, optimizer = jax.tree.map(
+            lambda a, b: jnp.where(sums.heard > 0, a, b),
+            (server, optimizer),
+            (old.server, old.optimizer),
+        )
+    if buffers is not None:
+        buffers = _average_buffers(buffers, sums)
+    new = state._replace(
+        server=server, mean=mean, scale=scale, optimizer=optimizer, buffers=buffers
+    )
+    return new, found[3]
+
+
+def _update(
+    spec: Spec,
+    server: Any,
+    means: tuple[Array, ...],
+    scale: Array,
+    told: Any,
+    lr: Array,
+    sums: Sums,
+) -> tuple[Any, tuple[Array, ...], Array, Array]:
+    """Return the new server record, means of memories and scale, and the drift of the cohort."""
     safe = jnp.where(sums.heard > 0, sums.heard, 1)
     mean = jax.tree.map(lambda total: total / safe, sums.message)
-    if spec.rebuilt is not None and getattr(mean, spec.rebuilt) is None:
-        mean = mean._replace(
-            **{spec.rebuilt: (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))}
-        )
-    server = spec.algorithm.update(old.server, told, mean, sums.heard)
+    if spec.rebuilt is not None and not spec.unequal:
+        move = (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))
+        mean = mean._replace(**{spec.rebuilt: move})
+    server = spec.algorithm.update(server, told, mean, sums.heard)
     for changes in (sums.renewed, sums.rounded):
         server = server if changes is None else absorb(spec.algorithm, server, changes)
     drift = jnp.zeros((), sums.heard.dtype)
     if sums.move is not None:
         move = sums.move / safe
         drift = jnp.sqrt(jnp.maximum(sums.spread / safe - move @ move, 0))
-    kept_up = tuple(mean + change for mean, change in zip(old.mean, sums.change, strict=True))
-    return ServerState(server, kept_up, jnp.maximum(old.scale, jnp.sqrt(sums.size / safe))), drift
+    means = tuple(mean + change for mean, change in zip(means, sums.change, strict=True))
+    return server, means, jnp.maximum(scale, jnp.sqrt(sums.size / safe)), drift
 
 
 def _average_buffers(old: Any, sums: Sums) -> Any:
@@ -230,46 +229,23 @@ def _average_buffers(old: Any, sums: Sums) -> Any:
         return jax.tree.map(mean, old, sums.buffers)
 
 
-def _apply_server_optimizer(spec: Spec, state: State, x: Array) -> tuple[Array, Any]:
-    """Apply the server optimizer to x, with the negative of the algorithm's step as gradient."""
-    if spec.server_optimizer is None:
-        return x, None
-    updates, memory = spec.server_optimizer.update(state.x - x, state.optimizer, state.x)
-    return state.x + updates, memory
-
-
-class Cohort(NamedTuple):
-    """The clients of a round, padded with clients of weight 0."""
-
-    work: Work
-    p: Array
-    """Weights; float64 for algorithms with client memory, and so are all sums over clients."""
-
-
-def select_cohort(
-    spec: Spec, federation: Federation, settings: Settings, state: State, draw: Draws
-) -> Cohort:
-    """Return the cohort of a round and its work."""
-    everyone = jnp.arange(len(federation.first))
-    client = everyone if spec.everyone else jnp.minimum(draw.cohort, len(federation.first) - 1)
+def select_cohort(spec: Spec, federation: Federation, state: State, draw: Draws) -> Work:
+    """Return the work of the clients of a round, padded with clients of weight 0."""
+    clients = len(federation.first)
+    client = jnp.arange(clients) if spec.everyone else jnp.minimum(draw.cohort, clients - 1)
     weights = federation.weights if federation.shares is None else federation.shares
     with enable_float64():
-        p = jnp.where(spec.everyone | (draw.cohort < len(federation.first)), weights[client], 0)
-    key = jax.random.fold_in(settings.key, state.round)
-    random = federation.noise is not None or spec.compressor is not None or spec.functions.random
-    who = (
-        client
-        if federation.who is None
-        else federation.who
-        if spec.everyone
-        else federation.who[client]
-    )
-    keys = jax.vmap(partial(jax.random.fold_in, key))(who) if random else None
+        p = jnp.where(spec.everyone | (draw.cohort < clients), weights[client], 0)
+    keys = returns = None
+    if federation.noise is not None or spec.compressor is not None or spec.functions.random:
+        who = client
+        if federation.who is not None:
+            who = federation.who if spec.everyone else federation.who[client]
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(draw.key, state.round)))(who)
+    if spec.policy.refresh_after is not None:
+        returns = needs_refresh(spec, state, client)
     steps = federation.steps[client]
-    work = Work(
-        client, steps, keys, draw.rows, draw.row_weights, needs_refresh(spec, state, client)
-    )
-    return Cohort(work, p)
+    return Work(client, p, steps, keys, draw.rows, draw.row_weights, returns)
 
 
 def _split_into_blocks(spec: Spec, cohort: Any) -> Any:
@@ -277,9 +253,9 @@ def _split_into_blocks(spec: Spec, cohort: Any) -> Any:
 
 
 def _mean_gradient(
-    spec: Spec, federation: Federation, state: State, draw: Draws, cohort: Cohort
+    spec: Spec, federation: Federation, state: State, draw: Draws, work: Work
 ) -> Array:
-    """Return the weighted mean of the cohort's gradients at x, for algorithms that exchange it first."""
+    """Return the weighted mean of the cohort's gradients at x."""
 
     def one(work: Work) -> Array:
         buffers = state.buffers
@@ -287,29 +263,69 @@ def _mean_gradient(
             buffers = jax.tree.map(lambda a: a[work.client], state.own_buffers)
         return gradient_at_x(spec, federation, state.x, work, buffers)
 
-    def block(total: Array, part: Cohort) -> Array:
-        return total + _weighted_sum(part.p, _map_clients(spec, one, part.work))
+    def block(total: Array, part: Work) -> Array:
+        return total + _weighted_sum(part.p, _map_clients(spec, one, part))
 
-    total, heard = sum_over_devices(
-        spec,
-        (
-            _fold_blocks(spec, federation, draw, block, jnp.zeros_like(state.x), cohort),
-            cohort.p.sum(),
-        ),
-    )
+    begin = jnp.zeros_like(state.x)
+    if spec.mesh is not None:
+        total = _fold_blocks_of_device(spec, federation, draw, block, begin, work)
+        total, heard = sum_over_devices(spec, (total, work.p.sum()))
+    else:
+        blocks = _split_into_blocks(spec, work)
+        total = jax.lax.scan(lambda value, part: (block(value, part), None), begin, blocks)[0]
+        heard = work.p.sum()
     return total / jnp.where(heard > 0, heard, 1)
 
 
-def _fold_blocks(
+def _run_cohort(
+    spec: Spec, federation: Federation, state: State, draw: Draws, work: Work, never: Array
+) -> tuple[ClientState, Sums]:
+    """Run the cohort block by block and return the updated client tables and the weighted sums.
+
+    The cohort's rows are gathered once and written once, so XLA updates the tables in place and a
+    round costs O(S), not O(N).
+    """
+    run = partial(_run_block, spec, federation, state, draw, never)
+    if spec.mesh is not None:
+        return _run_cohort_of_device(spec, federation, state, draw, work, run)
+    tables = ClientState(*(getattr(state, name) for name in ClientState._fields))
+    old = _read_clients(spec, state, tables, work.client)
+    sums, new = jax.lax.scan(run, _zero_sums(spec, state), _split_into_blocks(spec, (work, old)))
+    rows = jax.tree.map(lambda a: a.reshape(len(work.p), *a.shape[2:]), new)
+    if _runs_to_the_end(spec):
+        stored = jax.tree.map(partial(_rows, spec, work.client), tables)
+        rows = jax.tree.map(lambda a, b: jnp.where(state.done, a, b), stored, rows)
+    if spec.everyone:
+        return rows, sums
+    return jax.tree.map(partial(write_rows, spec, draw.cohort), tables, rows), sums
+
+
+def _run_cohort_of_device(
+    spec: Spec, federation: Federation, state: State, draw: Draws, work: Work, run: Any
+) -> tuple[ClientState, Sums]:
+    """Run the members of the cohort that this device holds, and add up the sums of all devices.
+
+    Rows are gathered and written per block, because a device has room for more members than usually
+    come.
+    """
+
+    def turn(carry: tuple[ClientState, Sums], part: tuple[Work, Array]) -> Any:
+        (tables, sums), (work, slots) = carry, part
+        sums, rows = run(sums, (work, _read_clients(spec, state, tables, work.client)))
+        return jax.tree.map(partial(write_rows, spec, slots), tables, rows), sums
+
+    tables = ClientState(*(getattr(state, name) for name in ClientState._fields))
+    begin = tables, _zero_sums(spec, state)
+    parts = work, draw.cohort
+    tables, sums = _fold_blocks_of_device(spec, federation, draw, turn, begin, parts)
+    return tables, sum_over_devices(spec, sums)
+
+
+def _fold_blocks_of_device(
     spec: Spec, federation: Federation, draw: Draws, block: Any, begin: Any, cohort: Any
 ) -> Any:
-    """Fold `block` over the blocks of a cohort.
-
-    With several devices, over those that hold members of it.
-    """
+    """Fold `block` over the blocks of a device that hold members of the cohort."""
     parts = _split_into_blocks(spec, cohort)
-    if spec.mesh is None:
-        return jax.lax.scan(lambda value, part: (block(value, part), None), begin, parts)[0]
     members = jnp.sum(draw.cohort < len(federation.first))
 
     def one(b: Array, value: Any) -> Any:
@@ -318,85 +334,44 @@ def _fold_blocks(
     return jax.lax.fori_loop(0, -(-members // spec.block), one, begin)
 
 
-def _run_cohort(
-    spec: Spec,
-    federation: Federation,
-    settings: Settings,
-    state: State,
-    draw: Draws,
-    cohort: Cohort,
-    never: Array,
-) -> tuple[ClientState, Sums]:
-    """Run the cohort block by block and return the updated client tables and the weighted sums.
-
-    The cohort's rows are gathered once and written once, so XLA updates the tables in place and a
-    round costs O(S), not O(N). With several devices rows are gathered and written per block,
-    because a device has room for more members than usually come.
-    """
-    tables = ClientState(state.memory, state.own, state.errors, state.own_buffers)
-    run = partial(_run_block, spec, federation, settings, state, draw, never)
-    if spec.mesh is not None:
-
-        def turn(
-            carry: tuple[ClientState, Sums], part: tuple[Cohort, Array]
-        ) -> tuple[ClientState, Sums]:
-            own, slots = part
-            sums, rows = run(
-                carry[1], (own, _read_client_state(spec, state, carry[0], own.work.client))
-            )
-            return jax.tree.map(partial(store_rows, spec, slots), carry[0], rows), sums
-
-        begin = (tables, _zero_sums(spec, state))
-        tables, sums = _fold_blocks(spec, federation, draw, turn, begin, (cohort, draw.cohort))
-        return tables, sum_over_devices(spec, sums)
-    old = _read_client_state(spec, state, tables, cohort.work.client)
-    sums, new = jax.lax.scan(run, _zero_sums(spec, state), _split_into_blocks(spec, (cohort, old)))
-    rows = jax.tree.map(lambda a: a.reshape(len(cohort.p), *a.shape[2:]), new)
-    if _runs_to_the_end(spec):
-        stored = jax.tree.map(partial(_rows, spec, cohort.work.client), tables)
-        rows = jax.tree.map(lambda a, b: jnp.where(state.done, a, b), stored, rows)
-    return jax.tree.map(partial(store_rows, spec, draw.cohort), tables, rows), sums
-
-
-def _read_client_state(spec: Spec, state: State, tables: ClientState, client: Array) -> ClientState:
+def _read_clients(spec: Spec, state: State, tables: ClientState, client: Array) -> ClientState:
     """Return the rows of some clients at the start of the round."""
     old: ClientState = jax.tree.map(partial(_rows, spec, client), tables)
+    if spec.policy.rate is None:
+        return old
     return old._replace(memory=decay_memory(spec, state, old.memory, client, ahead=1))
 
 
 def _run_block(
     spec: Spec,
     federation: Federation,
-    settings: Settings,
     state: State,
     draw: Draws,
     never: Array,
     sums: Sums,
-    part: tuple[Cohort, ClientState],
+    part: tuple[Work, ClientState],
 ) -> tuple[Sums, ClientState]:
     """Run a block of clients; return the updated sums and the clients' new state.
 
     `never` is always false at run time, but unknown to the compiler (see `prevent_recomputation`).
     """
-    (work, p), old = part
+    work, old = part
     most = loop_length(spec, draw, work)
 
     def client(own: tuple[ClientState, Work]) -> Reply:
-        buffers = own[0].buffers if spec.local_buffers else state.buffers
-        return train(spec, federation, settings, state.told, *own, most, buffers)
+        return train(spec, federation, state, draw.lr, *own, most)
 
     replies = prevent_recomputation(never, _map_clients(spec, client, (old, work)))
     with enable_float64():
         if spec.rebuilt is not None and spec.unequal:
-            move = (work.steps * settings.lr)[:, None] * getattr(
-                replies.message, str(spec.exchange.d)
-            )
+            d = getattr(replies.message, str(spec.exchange.d))
+            move = (work.steps * draw.lr)[:, None] * d
             replies = replies._replace(message=replies.message._replace(**{spec.rebuilt: move}))
         held, renewed, rounded = _update_memory(spec, state, replies, old)
-        new = _sum_block(spec, p, replies, old, held)._replace(
-            renewed=_weighted_sums(p, renewed),
-            rounded=_weighted_sums(p, rounded),
-            buffers=None if spec.local_buffers else _weighted_sums(p, replies.buffers),
+        new = _sum_block(spec, work.p, replies, old, held)._replace(
+            renewed=_weighted_sums(work.p, renewed),
+            rounded=_weighted_sums(work.p, rounded),
+            buffers=None if spec.local_buffers else _weighted_sums(work.p, replies.buffers),
         )
         return jax.tree.map(jnp.add, sums, new), held
 
@@ -414,12 +389,12 @@ def _update_memory(
     )
     if spec.algorithm.remember is None:
         return kept, None, None
-    dtype = state.x.dtype
+    dtype, remember = state.x.dtype, spec.algorithm.remember
     before, told, message = (
         jax.tree.map(to_float64, a) for a in (old.memory, state.told, replies.message)
     )
     begun = before if replies.memory is None else jax.tree.map(to_float64, replies.memory)
-    exact = jax.vmap(lambda memory, message: _new_memory(spec, told, memory, message))(
+    exact = jax.vmap(lambda own, sent: remember(own, shift_of(spec.algorithm, told, own), sent))(
         begun, message
     )
     new = jax.tree.map(lambda a: a.astype(dtype), exact)
@@ -430,26 +405,20 @@ def _update_memory(
     return kept._replace(memory=new), renewed, rounded
 
 
-def _new_memory(spec: Spec, told: Any, memory: Any, message: Any) -> Any:
-    """Return a client's new memory, with its shift recomputed in float64."""
-    assert spec.algorithm.remember is not None
-    return spec.algorithm.remember(memory, shift_of(spec.algorithm, told, memory), message)
-
-
 def _sum_block(spec: Spec, p: Array, replies: Reply, old: ClientState, held: ClientState) -> Sums:
     """Return the sums over a block, in the precision of p."""
     fields = [of for _, of in spec.algorithm.means]
     new, was = ([getattr(a.memory, of).astype(p.dtype) for of in fields] for a in (held, old))
     return Sums(
-        p.sum(),
-        _weighted_sums(p, replies.message),
-        tuple(_weighted_sum(p, a - b) for a, b in zip(new, was, strict=True)),
-        sum(
+        heard=p.sum(),
+        message=_weighted_sums(p, replies.message),
+        change=tuple(_weighted_sum(p, a - b) for a, b in zip(new, was, strict=True)),
+        size=sum(
             (_weighted_square_sum(p, getattr(held.memory, of)) for of in fields),
             jnp.zeros((), p.dtype),
         ),
-        _weighted_sum(p, replies.move),
-        _weighted_square_sum(p, replies.move),
+        move=_weighted_sum(p, replies.move),
+        spread=_weighted_square_sum(p, replies.move),
     )
 
 
@@ -470,6 +439,29 @@ def _rows(spec: Spec, client: Array, table: Array) -> Array:
     return table if spec.everyone else table.at[client].get(mode="promise_in_bounds")
 
 
+def write_rows(spec: Spec, cohort: Array, table: Array, new: Array) -> Array:
+    """Write the cohort's rows into a table, without padding, which is at the end.
+
+    Rows are written one by one, which XLA does in place, whereas a scatter copies the table. Under
+    vmap single writes become scatters too, so one scatter is faster there.
+    """
+    if spec.side_by_side:
+        return table.at[cohort].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+    def put(s: Array, table: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(table, new[s], cohort[s], axis=0)
+
+    return jax.lax.fori_loop(0, jnp.sum(cohort < len(table)), put, table)
+
+
+def _heard_at(spec: Spec, state: State, cohort: Array) -> Array:
+    """Return the round in which each client was last heard, after this round."""
+    now = state.round + 1
+    if spec.everyone:
+        return jnp.full_like(state.heard_at, now)
+    return state.heard_at.at[cohort].set(now, mode="drop")
+
+
 def _zero_sums(spec: Spec, state: State) -> Sums:
     """Return sums of zero."""
     with enable_float64():
@@ -484,15 +476,15 @@ def _zero_sums(spec: Spec, state: State) -> Sums:
     if spec.rebuilt is not None and not spec.unequal:
         message[spec.rebuilt] = None
     return Sums(
-        zero,
-        known.record(**message),
-        (empty,) * len(spec.algorithm.means),
-        zero,
-        empty if "drift" in spec.metrics else None,
-        zero,
-        memory if spec.policy.refresh_after is not None else None,
-        memory if spec.keeps and state.x.dtype != jnp.float64 else None,
-        buffers,
+        heard=zero,
+        message=known.record(**message),
+        change=(empty,) * len(spec.algorithm.means),
+        size=zero,
+        move=empty if "drift" in spec.metrics else None,
+        spread=zero,
+        renewed=memory if spec.policy.refresh_after is not None else None,
+        rounded=memory if spec.keeps and state.x.dtype != jnp.float64 else None,
+        buffers=buffers,
     )
 
 
@@ -511,8 +503,6 @@ def _weighted_sum(p: Array, rows: Array) -> Array:
 
 def _weighted_square_sum(p: Array, rows: Array) -> Array:
     """Return sum p_i |row_i|^2; 0 if `rows` is None."""
-    return (
-        jnp.zeros((), p.dtype)
-        if rows is None
-        else _weighted_sum(p, jnp.sum(rows * rows, axis=1, keepdims=True))[0]
-    )
+    if rows is None:
+        return jnp.zeros((), p.dtype)
+    return _weighted_sum(p, jnp.sum(rows * rows, axis=1, keepdims=True))[0]

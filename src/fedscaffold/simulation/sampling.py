@@ -47,6 +47,8 @@ class Drawer(NamedTuple):
     """(N,) batch size of each client; None for full batches."""
     shuffle: bool
     """Shuffle the records in each epoch, instead of sampling with replacement."""
+    lr: Callable[[int], NDArray[Any]]
+    """(round, counted from 1) -> its step size, or those of its local steps."""
     precision: str = "float64"
     """Dtype of the record weights."""
     available: NDArray[np.bool_] | Availability | None = None
@@ -56,8 +58,6 @@ class Drawer(NamedTuple):
     """Mean number of local steps if it is geometric and shared by all clients, else None."""
     known: tuple[int, int, bool] | None = None
     """Cached `shape`, which takes O(N) to compute."""
-    lr: Callable[[int], NDArray[Any]] | None = None
-    """(round, counted from 1) -> step sizes, if they vary over rounds."""
     sampling: Sampling | None = None
     """The user's function, or (N,) weights; None for uniform sampling."""
 
@@ -69,6 +69,12 @@ class Drawer(NamedTuple):
             0 if self.batch is None else int(self.batch.max()),
             self.ragged,
         )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the draws of one round."""
+        steps, batch, ragged = self.known or self.shape
+        return self.slots * (4 + steps * batch * (8 if ragged else 4))
 
     @property
     def ragged(self) -> bool:
@@ -147,10 +153,13 @@ class Drawer(NamedTuple):
             steps[:number] = [
                 draw_local_steps(streams, start + r, self.mean_steps) for r in range(number)
             ]
-        lr = self._step_sizes(start, number, room)
+        lr = np.zeros((room, *self.lr(start + 1).shape), self.precision)
+        for r in range(number):
+            lr[r] = self.lr(start + r + 1)
+        key = np.broadcast_to(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), (room, 2))
         if self.batch is None and self.always:
             cohort[:, : self.size] = np.arange(self.size)
-            return Draws(cohort, None, None, steps, lr)
+            return Draws(cohort, None, None, steps, lr, key)
         fill = self._sample_epochs if self.shuffle else self._sample_with_replacement
         for r in range(number):
             chosen = self.cohort(streams, start + r)
@@ -166,16 +175,7 @@ class Drawer(NamedTuple):
                     rows[r, :, :own],
                     None if weights is None else weights[r, :, :own],
                 )
-        return Draws(cohort, rows, weights, steps, lr)
-
-    def _step_sizes(self, start: int, number: int, room: int) -> NDArray[Any] | None:
-        """Return the step sizes of `number` rounds after round `start`, with room for `room` rounds."""
-        if self.lr is None:
-            return None
-        table = np.zeros((room, *self.lr(start + 1).shape), self.precision)
-        for r in range(number):
-            table[r] = self.lr(start + r + 1)
-        return table
+        return Draws(cohort, rows, weights, steps, lr, key)
 
     def _sample_with_replacement(
         self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None

@@ -27,13 +27,8 @@ from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 __all__ = ["Shards", "make_shards", "on_all_devices", "sum_over_devices"]
 
 AXIS = "clients"
-OF_CLIENTS = (
-    "memory",
-    "heard_at",
-    "errors",
-    "own",
-    "own_buffers",
-)  # fields of a state with one row per client
+# fields of a state with one row per client
+OF_CLIENTS = "memory", "heard_at", "errors", "own", "own_buffers"
 EVENLY = 4  # blocks per device if cohorts are sampled, as a device's number of members varies
 
 
@@ -47,16 +42,13 @@ def sum_over_devices(spec: Spec, sums: Any) -> Any:
 
 
 def on_all_devices(spec: Spec, program: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
-    """Wrap the program of one device in shard_map, for arguments that are already placed.
-
-    The third is the state.
-    """
+    """Wrap the program of one device in shard_map, for arguments (federation, state, ...)."""
     places = jax.tree.map(lambda a: a.sharding.spec, arguments)
     return jax.shard_map(
         program,
         mesh=spec.mesh,
         in_specs=places,
-        out_specs=(places[2], PartitionSpec()),
+        out_specs=(places[1], PartitionSpec()),
         check_vma=False,
     )
 
@@ -111,25 +103,28 @@ class Shards(NamedTuple):
         first = self.offsets[clients] - np.repeat(begins[self.devices], self.rows)
         weighed = host.record_weights is not None
         return Federation(
-            some(host.records, records),
-            self.put(first.astype(np.int32), 0),
-            some(host.counts, clients),
-            some(host.steps, clients),
-            self.put(host.weights[clients] * real.astype(dtype), 0),
-            self.put(jax.tree.map(cast, host.test), None),
-            some(host.noise, clients) if each else self.put(host.noise, None),
-            self.put(host.optimum, None),
-            some(host.controls, clients),
-            self.put(host.optimal_loss, None),
-            self.put(host.record_weights[records] * there.astype(dtype), 0) if weighed else None,
-            self.put(clients.astype(np.int32), 0),
-            {
+            records=some(host.records, records),
+            first=self.put(first.astype(np.int32), 0),
+            counts=some(host.counts, clients),
+            steps=some(host.steps, clients),
+            weights=self.put(host.weights[clients] * real.astype(dtype), 0),
+            test=self.put(jax.tree.map(cast, host.test), None),
+            noise=some(host.noise, clients) if each else self.put(host.noise, None),
+            optimum=self.put(host.optimum, None),
+            controls=some(host.controls, clients),
+            optimal_loss=self.put(host.optimal_loss, None),
+            record_weights=self.put(host.record_weights[records] * there.astype(dtype), 0)
+            if weighed
+            else None,
+            who=self.put(clients.astype(np.int32), 0),
+            evaluation={
                 kind: [self._shard_batches(part, begins) for part in parts]
                 for kind, parts in host.evaluation.items()
             },
-            self.put(host.test_evaluation, None),
-            None if host.shares is None else self.put(host.shares[clients] * real, 0),
-            tuple(self._shard_metric_data(data, begins) for data in host.measured),
+            test_evaluation=self.put(host.test_evaluation, None),
+            shares=None if host.shares is None else self.put(host.shares[clients] * real, 0),
+            measured=tuple(self._shard_metric_data(data, begins) for data in host.measured),
+            target=self.put(host.target, None),
         )
 
     def _shard_metric_data(self, data: Any, begins: NDArray[np.int64]) -> Any:
@@ -236,7 +231,8 @@ class Shards(NamedTuple):
                     dealt[0][0][r, here] -= np.int32(self.offsets[first])
         parts = iter(own for own, _ in dealt)
         rows, weights = (None if a is None else self.put(next(parts), 1) for a in drawn[1:3])
-        return Draws(self.put(cohort, 1), rows, weights, *self.put((drawn.steps, drawn.lr), None))
+        shared = self.put((drawn.steps, drawn.lr, drawn.key), None)
+        return Draws(self.put(cohort, 1), rows, weights, *shared)
 
     def put(self, tree: Any, axis: int | None) -> Any:
         """Copy arrays to the devices.

@@ -22,10 +22,8 @@ from fedscaffold.simulation.callbacks import Observers
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress, catch_signals
 from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.distributed import (
-    allreduce_max,
     check_same_run,
     detect_lost_processes,
-    is_distributed,
     run_everywhere,
 )
 from fedscaffold.simulation.engine import Engine, Seconds, compile_rounds, run_rounds
@@ -35,6 +33,7 @@ from fedscaffold.simulation.out_of_core import OutOfCoreClients, open_clients, r
 from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.result import Run, find_fault, finish
 from fedscaffold.simulation.spec import State
+from fedscaffold.simulation.threads import choose_threads
 from fedscaffold.state.files import owned
 
 __all__ = ["Simulator", "simulate"]
@@ -83,7 +82,11 @@ class Simulator:
         return made
 
     def _prepare(self, config: RunConfig) -> None:
-        self.config = resolve_client_state(config)
+        self.config = config
+        if config.client_state != "array":
+            self.config = resolve_client_state(config)
+        if isinstance(config.problem, Problem):
+            choose_threads(config.problem, config.batch_size)
         with self._precision():
             self.ready = prepare(self.config)
 
@@ -167,44 +170,29 @@ class Simulator:
             Interrupted: A signal ended the run; a checkpoint was written first.
             StateError: The state or a checkpoint is damaged or violates an invariant.
         """
-        config, ready = self.config, self.ready
-        with self._precision(), ExitStack() as stack:
-            identity = (
-                facts(config, ready)
-                if config.checkpoint is not None or is_distributed(ready)
-                else {}
+        config, ready, away, checkpoint = self.config, self.ready, None, None
+        if config.stop_at is not None and config.evaluate_every > config.rounds:
+            raise InputError(
+                f"stop_at is looked at every {config.evaluate_every} rounds (evaluate_every), and "
+                f"the run has {config.rounds}: measure more often, or leave stop_at out"
             )
-            if is_distributed(ready):
-                agreed = {
-                    "rounds": config.rounds,
-                    "every": config.every,
-                    "checkpoint": config.checkpoint is not None,
-                }
-                check_same_run(identity | agreed)
-                stack.enter_context(detect_lost_processes())
-            if config.checkpoint is not None:
-                _lock_checkpoint(Path(config.checkpoint), stack, ready)
-            away = None
+        with self._precision(), ExitStack() as stack:
+            if config.checkpoint is not None or ready.several:
+                identity = _claim(config, ready, stack)
             if config.client_state != "array":
                 away = open_clients(config, ready)
                 stack.callback(away.store.close)
-            monitor = InvariantMonitor(
-                partial(find_fault, config, ready, away),
-                lambda due: allreduce_max(due)[0] if is_distributed(ready) else due,
-            )
-            checkpoint = None
+            monitor = InvariantMonitor(partial(find_fault, config, ready, away), ready.several)
             if config.checkpoint is not None:
-                signals = stack.enter_context(catch_signals())
-                folder = Path(config.checkpoint)
                 checkpoint = Checkpoint(
-                    folder,
-                    config.every,
-                    identity,
-                    config.rounds,
-                    monitor,
-                    signals,
-                    away,
-                    ready.shards,
+                    folder=Path(config.checkpoint),
+                    every=config.every,
+                    identity=identity,
+                    rounds=config.rounds,
+                    monitor=monitor,
+                    signals=stack.enter_context(catch_signals()),
+                    away=away,
+                    shards=ready.shards,
                 )
             observers = Observers(config, ready, monitor, checkpoint)
             now, seconds = self._run(observers, checkpoint, away)
@@ -230,9 +218,9 @@ class Simulator:
         now = now._replace(state=engine.place(now.state))
         compiled, cpu = time.perf_counter(), time.process_time()
         observers.begin(now, compiled - began)
-        now = run_rounds(
-            engine._replace(draw=observers.time_draws(engine.draw)), now, config.rounds, observers
-        )
+        if observers.callbacks:
+            engine = engine._replace(draw=observers.time_draws(engine.draw))
+        now = run_rounds(engine, now, config.rounds, observers)
         seconds = Seconds(
             compiled - began, time.perf_counter() - compiled, time.process_time() - cpu
         )
@@ -291,13 +279,20 @@ def simulate(algorithm: Algorithm, problem: Problem, **arguments: Any) -> Run:  
     return Simulator(algorithm, problem, **arguments).run()
 
 
-def _lock_checkpoint(folder: Path, stack: ExitStack, ready: PreparedRun) -> None:
-    """Lock the checkpoint folder for the duration of the run.
+def _claim(config: RunConfig, ready: PreparedRun, stack: ExitStack) -> dict[str, Any]:
+    """Lock the checkpoint folder until `stack` is closed, and return the run's fingerprint.
 
-    With several processes, process 0 does.
+    With several processes, check that all run the same, end the run if one of them is lost, and let
+    process 0 hold the lock.
     """
-    if not is_distributed(ready):
-        stack.enter_context(owned(folder))
-        return
-    first = jax.process_index() == 0
-    run_everywhere(lambda: stack.enter_context(owned(folder)) if first else None)
+    identity, folder = facts(config, ready), config.checkpoint
+    if not ready.several:
+        stack.enter_context(owned(Path(str(folder))))
+        return identity
+    agreed = {"rounds": config.rounds, "every": config.every, "checkpoint": folder is not None}
+    check_same_run(identity | agreed)
+    stack.enter_context(detect_lost_processes())
+    if folder is not None:
+        first, path = jax.process_index() == 0, Path(folder)
+        run_everywhere(lambda: stack.enter_context(owned(path)) if first else None)
+    return identity

@@ -1,4 +1,4 @@
-"""Records of the compiled program: static spec, federation, settings, state and draws."""
+"""Records of the compiled program: static spec, federation, state and draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedscaffold.simulation.stale import Policy
 if TYPE_CHECKING:
     from fedscaffold.simulation.compression import Compressor
 
-__all__ = ["Draws", "Federation", "Measure", "Settings", "Spec", "State"]
+__all__ = ["Draws", "Federation", "Measure", "Spec", "State"]
 
 Array: TypeAlias = (
     Any  # jax.Array inside the program, numpy.ndarray outside; None for unused fields
@@ -64,8 +64,6 @@ class Spec(NamedTuple):
     compressor: Compressor | None = None
     ages: bool = False
     """Track the round in which each client was last heard."""
-    silences: bool = False
-    """Cohorts may be empty; such rounds change nothing."""
     mesh: Any = None
     """Device mesh over which clients are sharded; None for one device."""
     kinds: Kinds = Kinds()
@@ -192,17 +190,8 @@ class Federation(NamedTuple):
     """(N,) p_i in float64, for algorithms with client memory."""
     measured: Any = ()
     """Data of each compiled user-defined metric."""
-
-
-class Settings(NamedTuple):
-    """Inputs that may differ between the runs of a sweep without recompilation."""
-
-    lr: Array
-    """() or (K,): the step size, or one per local step; `Draws.lr` overrides it."""
-    key: Array
-    """Random key of the gradient noise."""
-    target: Array
-    """Value of the stop metric that ends the run."""
+    target: Array = None
+    """Value of the stop metric that ends the run, if any."""
 
 
 class State(NamedTuple):
@@ -247,7 +236,7 @@ class State(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Cohorts and batches of R rounds, drawn on the host."""
+    """Inputs of R rounds, prepared on the host; they may differ between the runs of a sweep."""
 
     cohort: Array
     """(R, S) client indices; N marks padding of the last block."""
@@ -255,7 +244,9 @@ class Draws(NamedTuple):
     """(R, S, K, B) record indices; None for full batches."""
     row_weights: Array
     """(R, S, K, B) record weights, if batch sizes differ."""
-    steps: Array = None
+    steps: Array
     """(R,) geometric numbers of local steps, if the algorithm draws them."""
-    lr: Array = None
-    """(R,) or (R, K) step sizes, if they vary over rounds."""
+    lr: Array
+    """(R,) step sizes, or (R, K) if they vary over local steps."""
+    key: Array
+    """(R, 2) random key of the run, the same in all rounds."""

@@ -77,12 +77,19 @@ def refresh(after: int) -> Policy:
     return Policy(f"refresh:{after}", refresh_after=after)
 
 
-def of(text: str) -> Policy:
-    """Parse a policy: keep, decay:0.9, drop:20 or refresh:5.
+def of(text: str | Policy) -> Policy:
+    """Parse a policy: keep, decay:0.9, drop:20 or refresh:5; a `Policy` is returned unchanged.
 
     >>> of("drop:20").name
     'drop:20'
     """
+    if isinstance(text, Policy):
+        return text
+    if not isinstance(text, str):
+        raise InputError(
+            "stale must be a policy such as fs.stale.drop(20) or 'drop:20', got "
+            f"{checks.shown(text)}"
+        )
     name, _, value = text.partition(":")
     checks.choice("stale policy", name, ("decay", "drop", "keep", "refresh"))
     if name == "keep":

@@ -25,15 +25,11 @@ __all__ = [
     "decay_factor",
     "decay_memory",
     "needs_refresh",
-    "store_rows",
-    "update_heard_at",
 ]
 
 
 def apply_policy(spec: Spec, federation: Federation, state: State, slots: int) -> State:
-    """Apply the policy at the start of a round.
-
-    Decay control variates, or drop those of clients long not heard.
+    """Apply the policy at the start of a round: decay control variates, or drop old ones.
 
     At most `slots` clients were last heard in any one round, so at most that many are dropped.
     Decay multiplies only c and the mean; rows are multiplied when they are read.
@@ -54,11 +50,15 @@ def apply_policy(spec: Spec, federation: Federation, state: State, slots: int) -
     )[0]
     there = gone < len(state.heard_at)
     rows = jax.tree.map(lambda table: table.at[gone].get(mode="fill", fill_value=0), state.memory)
-    zeroed = jax.tree.map(
-        lambda table, a: store_rows(spec, gone, table, jnp.zeros_like(a), some=True),
-        state.memory,
-        rows,
-    )
+
+    def forget(s: Array, memory: Any) -> Any:  # row by row, which XLA does in place
+        def zero(table: Array) -> Array:
+            row = jnp.zeros(table.shape[1:], table.dtype)
+            return jax.lax.dynamic_update_index_in_dim(table, row, gone[s], axis=0)
+
+        return jax.tree.map(zero, memory)
+
+    zeroed = jax.lax.fori_loop(0, jnp.sum(there), forget, state.memory)
     with enable_float64():
         p = jnp.where(there, federation.shares.at[gone].get(mode="fill", fill_value=0), 0)
         share = sum_over_devices(spec, jax.tree.map(lambda a: -(p @ to_float64(a)), rows))
@@ -87,44 +87,10 @@ def decay_factor(
 
 
 def needs_refresh(spec: Spec, state: State, client: Array) -> Array:
-    """Return which clients renew their memory under the `refresh` policy.
-
-    None for other policies.
-    """
-    if spec.policy.refresh_after is None:
-        return None
+    """Return which clients renew their memory under the `refresh` policy."""
     return state.round - state.heard_at[client] >= spec.policy.refresh_after
-
-
-def update_heard_at(spec: Spec, state: State, cohort: Array) -> Array:
-    """Return the round in which each client was last heard, after this round."""
-    if not spec.ages:
-        return None
-    now = state.round + 1
-    if spec.everyone:
-        return jnp.full_like(state.heard_at, now)
-    return state.heard_at.at[cohort].set(now, mode="drop")
 
 
 def ages(state: State) -> Array:
     """Return the (N,) number of rounds since each client was last heard."""
     return state.round - state.heard_at
-
-
-def store_rows(spec: Spec, cohort: Array, table: Array, new: Array, some: bool = False) -> Array:
-    """Write the cohort's rows into a table, without padding (at the end).
-
-    `some` if the cohort is not everyone.
-
-    Rows are written one by one, which XLA does in place, whereas a scatter copies the table. Under
-    vmap single writes become scatters too, so one scatter is faster there.
-    """
-    if spec.everyone and not some:
-        return new
-    if spec.side_by_side:
-        return table.at[cohort].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
-
-    def put(s: Array, table: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(table, new[s], cohort[s], axis=0)
-
-    return jax.lax.fori_loop(0, jnp.sum(cohort < len(table)), put, table)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["Schedule", "by_step", "in_precision", "schedule_of"]
+__all__ = ["Schedule", "in_precision", "schedule_of"]
 
 WANTED = (
     "lr must be a number above 0, or a function of `round`, of `step`, or of both by these names"
@@ -29,22 +29,31 @@ class Schedule(NamedTuple):
     """Whether arguments are passed by the names `round` and `step`; a single argument of another
     name is the step."""
 
-    def values(self, round: int, steps: int, dtype: str) -> NDArray[Any]:
+    def values(self, round: int, steps: int, least: int, dtype: str) -> NDArray[Any]:
         """Return the step sizes of a round: shape (), or (steps,) if they vary over local steps.
 
-        >>> schedule_of(lambda round: 1 / round).values(4, 3, "float64")
+        Args:
+            round: The round, counted from 1.
+            steps: Largest number of local steps of any client.
+            least: Smallest number: at least one of so many step sizes must be above 0, as the mean
+                direction is the move divided by their sum.
+            dtype: Precision of the run.
+
+        >>> schedule_of(lambda round: 1 / round).values(4, 3, 3, "float64")
         array(0.25)
-        >>> schedule_of(lambda round, step: 1 / (round + step)).values(1, 2, "float64")
+        >>> schedule_of(lambda round, step: 1 / (round + step)).values(1, 2, 2, "float64")
         array([1. , 0.5])
         """
         if not self.by_step:
             return in_precision(self._at(round, None), dtype)
         checks.fits(f"a schedule of {steps} step sizes", 32 * steps)
         values = in_precision([self._at(round, k) for k in range(steps)], dtype)
-        if not values.any():
+        if not values[:least].any():
             where = f" of round {round}" if self.by_round else ""
+            whose = "" if least == steps else f" of the client that takes {least}"
             raise InputError(
-                f"lr must be above 0 at some of the {steps} local steps{where}, got zeros only"
+                f"lr must be above 0 at some of the {least} local steps{where}{whose}, "
+                "got zeros only"
             )
         return values
 
@@ -76,20 +85,16 @@ def in_precision(lr: Any, dtype: str) -> NDArray[Any]:
     return wanted.astype(dtype)
 
 
-def schedule_of(lr: Any) -> Schedule | None:
+def schedule_of(lr: Callable[..., Any]) -> Schedule:
     """Return the schedule of a function, according to the names of its arguments.
 
-    None for a number.
-
-    >>> schedule_of(0.1) is None, schedule_of(lambda k: 0.1).by_step, schedule_of(lambda round: 0.1).by_step
-    (True, True, False)
+    >>> schedule_of(lambda k: 0.1).by_step, schedule_of(lambda round: 0.1).by_step
+    (True, False)
     >>> schedule_of(lambda epoch, k: 0.1)
     Traceback (most recent call last):
     fedscaffold.checks.InputError: lr must be a number above 0, or a function of `round`, of `step`,
     or of both by these names, got one of (epoch, k)
     """
-    if not callable(lr):
-        return None
     try:
         parameters = inspect.signature(lr).parameters.values()
     except (TypeError, ValueError):  # built-in callables have none
@@ -103,9 +108,3 @@ def schedule_of(lr: Any) -> Schedule | None:
     if not named and len(required) <= 1 and parameters:
         return Schedule(lr, False, True, named=False)
     raise InputError(f"{WANTED}, got one of {inspect.signature(lr)}")
-
-
-def by_step(lr: Any) -> bool:
-    """Return whether the step size may vary over the local steps of a round."""
-    schedule = schedule_of(lr)
-    return schedule is not None and schedule.by_step

@@ -24,6 +24,7 @@ from fedscaffold.simulation.checkpoint import Progress
 from fedscaffold.simulation.engine import Seconds, compile_rounds, run_rounds
 from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.result import Run, finish
+from fedscaffold.simulation.threads import choose_threads
 
 __all__ = ["Sweep", "sweep"]
 
@@ -91,6 +92,8 @@ def sweep(  # noqa: D417
     config = RunConfig(algorithm, problem, lr=steps[0], **arguments)
     runs = [[replace(config, lr=one, seed=seed) for seed in chosen] for one in steps]
     grid = [run for row in runs for run in row]
+    if isinstance(problem, Problem):
+        choose_threads(problem, config.batch_size)
     with jax.enable_x64(config.precision == "float64"):
         began = time.perf_counter()
         ready, group = _choose_group(prepare(config, [run.seed for run in grid]), len(grid))

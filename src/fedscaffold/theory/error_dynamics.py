@@ -36,7 +36,6 @@ from fedscaffold.problems.records import reals
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import resolve
 from fedscaffold.simulation.compatibility import refuse
-from fedscaffold.simulation.stale import Policy
 from fedscaffold.theory.cohorts import Cohorts, cohort_moments
 from fedscaffold.theory.quadratics import LinearRound, Spectra, geometric, linear_round, spectra
 from fedscaffold.theory.rates import bias_of
@@ -203,8 +202,8 @@ def _checked(
     """Validate the arguments as `simulate` does."""
     form, p = _form(algorithm), weights_of(a_problem(problem), weights)
     config = RunConfig(algorithm, problem, rounds=1, local_steps=local_steps, lr=lr, cohort=cohort)  # type: ignore[arg-type]
-    steps, size = resolve.steps(config, None), resolve.cohort_size(config)
-    refuse(config, steps, size, Policy())
+    (steps, _, _), size = resolve.local_work(config), resolve.cohort_size(config)
+    refuse(config, steps, size, scheduled=False)
     if (
         exchange(algorithm).travel and (steps != steps[0]).any()
     ):  # the server scales by how far each went

@@ -24,7 +24,6 @@ from fedscaffold.problems.quadratic import quadratic
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import resolve
 from fedscaffold.simulation.compatibility import refuse
-from fedscaffold.simulation.stale import Policy
 from fedscaffold.theory import error_dynamics
 from fedscaffold.theory.cohorts import Cohorts, cohort_moments
 from fedscaffold.theory.derivatives import client_gradients, client_hessians, noise_covariance
@@ -128,7 +127,7 @@ def cohorts_of(
     for algorithm in algorithms:
         config = RunConfig(algorithm, problem, rounds=1, local_steps=1, cohort=cohort)
         size = resolve.cohort_size(config)
-        refuse(config, resolve.steps(config, None), size, Policy())
+        refuse(config, resolve.local_work(config)[0], size, scheduled=False)
     return cohort_moments(p, size)
 
 

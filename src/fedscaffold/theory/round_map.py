@@ -41,7 +41,7 @@ from fedscaffold.problems.regression import SquaredLoss
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.program import prepare
 from fedscaffold.simulation.rounds import rounds
-from fedscaffold.simulation.spec import Draws, Federation, Settings, Spec, State
+from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 from fedscaffold.theory.declared_form import has_declared_form
 
 __all__ = [
@@ -144,13 +144,11 @@ def round_map(
                 f"{algorithm.name} counts its rounds, which are not all the same map: it has no "
                 "matrix"
             )
-        settings = Settings(ready.lr, np.zeros(2, np.uint32), np.array(np.nan))
         federation = ready.federation._replace(noise=None)
-        arguments = (ready.spec, federation, settings, ready.drawer.draw(0, 0, 1, 1), ready.start)
         somewhere = np.cos(np.arange(1, _size(ready.start) + 1))
         parts: list[tuple[Floats, ...]] = []
-        for chance, draws in _outcomes(ready.spec, arguments[3]):
-            given = (*arguments[:3], draws, ready.start)
+        for chance, draws in _outcomes(ready.spec, ready.drawer.draw(0, 0, 1, 1)):
+            given = (ready.spec, federation, draws, ready.start)
             one = (*_differentiated(*given), _round(*given, jnp.asarray(somewhere)))
             parts.append(tuple(chance * np.array(part) for part in one))
     offset, matrix, there = (np.sum(part, axis=0) for part in zip(*parts, strict=True))
@@ -209,19 +207,15 @@ def _size(start: State) -> int:
 
 
 @partial(jax.jit, static_argnums=0)
-def _differentiated(
-    spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State
-) -> Any:
+def _differentiated(spec: Spec, federation: Federation, draws: Draws, start: State) -> Any:
     """Return the round at X = 0 and its Jacobian, in forward mode as the program consists of loops."""
-    one = partial(_round, spec, federation, settings, draws, start)
+    one = partial(_round, spec, federation, draws, start)
     origin = jnp.zeros(_size(start))
     return one(origin), jax.jacfwd(one)(origin)
 
 
 @partial(jax.jit, static_argnums=0)
-def _round(
-    spec: Spec, federation: Federation, settings: Settings, draws: Draws, start: State, stacked: Any
-) -> Any:
+def _round(spec: Spec, federation: Federation, draws: Draws, start: State, stacked: Any) -> Any:
     """Evaluate the engine's round as a function of the stacked state."""
     given = _vectors(start)
     ends = np.cumsum([np.size(a) for a in given])
@@ -236,7 +230,7 @@ def _round(
     )
     mean = tuple(getattr(server, field) for field, _ in spec.algorithm.means)
     state = start._replace(server=server, memory=memory, own=own, mean=mean)
-    after, _ = rounds(spec, federation, settings, state, draws, jnp.int32(1), jnp.int32(1))
+    after, _ = rounds(spec, federation, state, draws, jnp.int32(1), jnp.int32(1))
     return jnp.concatenate([jnp.ravel(a) for a in _vectors(after)])
 
 
