@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import networks
 from benchmarks.networks import NETWORKS
-from benchmarks.workloads import L2, WORKLOADS, Workload, num_steps
+from benchmarks.workloads import L2, WORKLOADS, Workload
 
 __all__ = ["main"]
 
@@ -34,22 +34,18 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
     from fedscaffold import problems, simulate
     from fedscaffold.algorithms import scaffold
-    from fedscaffold.experiments.build_problem import configure_jax, step_flops
+    from fedscaffold.experiments.build_problem import cache_programs
 
-    flops = None
     if workload.model in NETWORKS:
-        from benchmarks.machine import gemm_flops
-
         start = networks.start(workload.model, workload.classes, seed=0)
         problem = problems.Problem(networks.jax_loss(workload.model), start, workload.clients)
-        flops = gemm_flops(workload) / num_steps(workload)
     elif workload.model == "mlp":
         problem = problems.mlp(workload.clients, workload.hidden, classes=workload.classes)
     elif workload.model == "softmax":
         problem = problems.softmax(workload.clients, classes=workload.classes)
     else:
         problem = problems.logistic(workload.clients, l2=L2)
-    configure_jax(flops or step_flops(problem, workload.batch_size))
+    cache_programs()
     steps: dict[str, Any] = (
         {"local_steps": workload.local_steps} if workload.local_steps else {"local_epochs": 1}
     )
@@ -105,12 +101,12 @@ def _sweep(precision: str, noise: float, cohort: float) -> dict[str, Any]:
     """
     from fedscaffold import problems, simulate, sweep
     from fedscaffold.algorithms import scaffold
-    from fedscaffold.experiments.build_problem import configure_jax, step_flops
+    from fedscaffold.experiments.build_problem import cache_programs
 
     problem = problems.quadratic(
         num_clients=10, dim=20, mu=0.01, smoothness=1.0, noise=noise, seed=0
     )
-    configure_jax(step_flops(problem, 1))
+    cache_programs()
     same: dict[str, Any] = {
         "rounds": 500,
         "local_steps": 10,

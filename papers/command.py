@@ -101,9 +101,9 @@ def _list(as_json: bool) -> int:
 
 
 def _settle() -> None:
-    from fedscaffold.experiments.build_problem import configure_jax
+    from fedscaffold.experiments.build_problem import cache_programs
 
-    configure_jax(0.0)
+    cache_programs()
 
 
 def _run(

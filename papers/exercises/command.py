@@ -33,9 +33,9 @@ def exercise(
     as_json: Json = False,
 ) -> None:
     """Measure one of the tutorial's exercises: a table, and what it says."""
-    from fedscaffold.experiments.build_problem import configure_jax
+    from fedscaffold.experiments.build_problem import cache_programs
 
-    configure_jax(0)
+    cache_programs()
     from fedscaffold.runs import tables
     from papers.exercises.record import table
 

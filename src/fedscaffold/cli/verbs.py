@@ -263,11 +263,11 @@ def refuse_other_options(context: typer.Context, what: str, allowed: tuple[str, 
 
 
 def prepare_problem(config: Config, team: Team = SINGLE_PROCESS) -> Built:
-    """Build a configuration's problem, and configure JAX for the size of its local steps before it starts."""
-    from fedscaffold.experiments.build_problem import build, configure_jax, step_flops
+    """Build a configuration's problem, and let JAX cache its programs and join its processes."""
+    from fedscaffold.experiments.build_problem import build, cache_programs
 
     built = build(config.problem)
-    configure_jax(step_flops(built.problem, config.local.batch_size))
+    cache_programs()
     team.begin()
     return built
 

@@ -20,19 +20,13 @@ __all__ = [
     "SYNTHETIC",
     "Built",
     "build",
-    "configure_jax",
+    "cache_programs",
     "refuse_unused_keys",
-    "step_flops",
     "unused_keys",
 ]
 
 MODELS = ("linear", "logistic", "mlp", "softmax")
 SYNTHETIC = ("quadratic", "synthetic-linear", "synthetic-logistic")
-# floating-point operations in a local step below which a second thread costs more than it brings:
-# at 3e8
-SMALL = 1e9
-# (an MLP 784-300-62 on batches of 200) two threads save a quarter of the wall time for a third more
-# CPU time
 MADE = {"dataset", "clients", "seed", "data", "dim"}  # keys used by all synthetic problems
 
 
@@ -128,30 +122,8 @@ def refuse_unused_keys(config: Config, sets: Sequence[str] = ()) -> None:
                 raise InputError(f"{who} makes no use of {name}.{key}; leave it out")
 
 
-def step_flops(problem: Problem, batch_size: int | float | None) -> float:
-    """Estimate the operations of one local step: two per weight and record forward, four backward.
-
-    >>> step_flops(build(ProblemConfig(clients=10)).problem, 0.1)
-    54600.0
-    """
-    largest = int(problem.counts.max())
-    if batch_size is None:
-        rows: float = largest
-    elif isinstance(batch_size, float):
-        rows = batch_size * largest
-    else:
-        rows = batch_size
-    return 6.0 * problem.dim * rows
-
-
-def configure_jax(step_flops: float) -> None:
-    """Choose JAX's threads for local steps of this size, and cache compiled programs in the user's cache folder.
-
-    Must be called before JAX runs anything. PJRT_NPROC and JAX_COMPILATION_CACHE_DIR take
-    precedence if set.
-    """
-    if step_flops < SMALL:
-        os.environ.setdefault("PJRT_NPROC", "1")
+def cache_programs() -> None:
+    """Cache compiled programs in the user's cache folder, or in JAX_COMPILATION_CACHE_DIR."""
     import jax
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
