@@ -22,6 +22,7 @@ from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress
 from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.distributed import allreduce_max
+from fedscaffold.simulation.forecast import Forecast
 from fedscaffold.simulation.invariants import InvariantMonitor, explained_residual
 from fedscaffold.simulation.program import PreparedRun
 from fedscaffold.simulation.sampling import Streams
@@ -133,6 +134,11 @@ class ProgressLine:
         )
         self.rounds, self.began, self.before = rounds, time.perf_counter(), 0
 
+    def announce(self, size: Forecast) -> None:
+        """Print the size of the run, before its first round."""
+        if self.shown:
+            sys.stderr.write(f"{size}\n")
+
     def until(self, done: int) -> int:
         """Return the number of rounds to run before `after` must be called."""
         return self.rounds
@@ -203,6 +209,7 @@ class Observers:
         """Call `begin` of all callbacks; `now` is the progress restored from the checkpoint."""
         self.seconds["compile"] += seconds
         self.line.before = now.done
+        self.line.announce(self.ready.size)
         rows = (
             np.concatenate(now.table) if now.table else np.zeros((0, len(self.ready.spec.metrics)))
         )

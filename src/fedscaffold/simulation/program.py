@@ -24,6 +24,7 @@ from fedscaffold.simulation import compression, resolve, stale
 from fedscaffold.simulation.compatibility import refuse
 from fedscaffold.simulation.evaluation import default_metrics
 from fedscaffold.simulation.evaluation_batches import client_batches, test_batches
+from fedscaffold.simulation.forecast import Forecast, forecast
 from fedscaffold.simulation.out_of_core import cohort_federation
 from fedscaffold.simulation.own_metrics import OnHost, OwnMetrics, own_metrics
 from fedscaffold.simulation.sampling import Drawer, most_steps
@@ -45,6 +46,8 @@ class PreparedRun(NamedTuple):
     start: State
     fitting: int
     """Number of runs of a sweep that fit the cache at once."""
+    size: Forecast
+    """Parameters and memory."""
     shards: Shards | None = None
     """Placement of clients on several devices; `federation` and `start` are then host arrays."""
     host: OnHost | None = None
@@ -84,12 +87,14 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
     if config.devices not in (None, 1):
         shards = make_shards(config, drawer.size, touched, block)
         spec = shards.spec(spec)
-    if config.client_state != "array":
-        federation, rows = cohort_federation(config, spec, drawer.slots), drawer.slots
-    else:
-        federation, rows = _federation(config, spec, drawer), config.problem.num_clients
+    rows = config.problem.num_clients if config.client_state == "array" else drawer.slots
     if shards is not None:
         rows = shards.own.stop - shards.own.start
+    size = forecast(config, spec, drawer, touched, rows)
+    if config.client_state == "array":
+        federation = _federation(config, spec, drawer)
+    else:
+        federation = cohort_federation(config, spec, drawer.slots)
     return PreparedRun(
         spec=spec,
         federation=federation._replace(
@@ -98,6 +103,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         drawer=drawer,
         start=_initial_state(config, spec, rows),
         fitting=max(1, resolve.CACHE // (block * touched)),
+        size=size,
         shards=shards,
         host=own.on_host(config, spec, target) if own.measures else None,
     )
@@ -275,8 +281,8 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         problem.state,
     )
 
-    def table(record: Any) -> Any:
-        return jax.tree.map(lambda a: np.repeat(np.asarray(a, dtype)[None], rows, axis=0), record)
+    def table(record: Any) -> Any:  # a view: the rows are written where the run needs them
+        return jax.tree.map(lambda a: _repeated(np.asarray(a, dtype), rows), record)
 
     optimizer, own = spec.server_optimizer, algorithm.own
     return State(
@@ -291,13 +297,17 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         done=np.bool_(False),
         optimizer=None if optimizer is None else jax.tree.map(np.asarray, optimizer.init(vector)),
         heard_at=np.zeros(rows, np.int32) if spec.ages else None,
-        errors={name: np.zeros((rows, problem.dim), dtype) for name in spec.errors} or None,
+        errors={name: table(np.zeros(problem.dim)) for name in spec.errors} or None,
         own=None if own is None else table(own(vector)),
         buffers=None if spec.local_buffers else buffers,
-        own_buffers=jax.tree.map(lambda a: np.repeat(a[None], rows, axis=0), buffers)
+        own_buffers=jax.tree.map(lambda a: _repeated(a, rows), buffers)
         if spec.local_buffers
         else None,
     )
+
+
+def _repeated(row: NDArray[Any], rows: int) -> NDArray[Any]:
+    return np.broadcast_to(row, (rows, *row.shape))
 
 
 def _flat_model(problem: Problem, x: Any, dtype: str) -> NDArray[Any]:

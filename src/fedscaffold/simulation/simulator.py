@@ -28,6 +28,7 @@ from fedscaffold.simulation.distributed import (
 )
 from fedscaffold.simulation.engine import Engine, Seconds, compile_rounds, run_rounds
 from fedscaffold.simulation.fingerprint import facts
+from fedscaffold.simulation.forecast import Forecast
 from fedscaffold.simulation.invariants import InvariantMonitor
 from fedscaffold.simulation.out_of_core import OutOfCoreClients, open_clients, resolve_client_state
 from fedscaffold.simulation.program import PreparedRun, prepare
@@ -142,6 +143,17 @@ class Simulator:
             raise InputError("state must be one of this simulator, from init() or step()")
         typed: State = jax.tree.map(lambda a, b: np.asarray(a, np.asarray(b).dtype), state, start)
         return typed
+
+    @property
+    def size(self) -> Forecast:
+        """Parameters of the model, and the memory that the run takes.
+
+        >>> import fedscaffold as fs
+        >>> problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, seed=0)
+        >>> print(fs.Simulator(fs.scaffold(), problem, local_steps=5, lr=0.5).size)
+        3 parameters; memory ...
+        """
+        return self.ready.size
 
     def params(self, state: State) -> Any:
         """Return the model of a state, with the pytree structure of the problem's params."""

@@ -1,0 +1,112 @@
+"""Forecast of the memory that a run takes, made before anything large is allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedscaffold import checks
+from fedscaffold.checks import InputError
+from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation.spec import Spec
+
+if TYPE_CHECKING:
+    from fedscaffold.simulation.sampling import Drawer
+
+__all__ = ["Forecast", "forecast"]
+
+SUMS = 12  # vectors of the model's size in double precision: sums over clients, server's record
+
+
+class Forecast(NamedTuple):
+    """Size of a run, in bytes apart from `parameters`."""
+
+    parameters: int
+    """Number of parameters of the model."""
+    state: int
+    """What the clients keep between rounds."""
+    data: int
+    """Records of clients and tests, in the run's precision."""
+    work: int
+    """What a round needs besides: its cohort's state, a block of clients at work, sums, draws."""
+
+    @property
+    def total(self) -> int:
+        """All memory together."""
+        return self.state + self.data + self.work
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parameters:,} parameters; memory {_size(self.total)}: {_size(self.state)} for "
+            f"the clients' state, {_size(self.data)} of data, {_size(self.work)} to work in"
+        )
+
+
+def forecast(config: RunConfig, spec: Spec, drawer: Drawer, touched: int, rows: int) -> Forecast:
+    """Forecast the memory of a run.
+
+    Args:
+        config: The run.
+        spec: Static description of its program.
+        drawer: Its cohorts and batches.
+        touched: Bytes that a client touches in a local step.
+        rows: Number of clients whose state is in memory.
+
+    Raises:
+        InputError: The machine does not have so much.
+    """
+    problem, itemsize = config.problem, np.dtype(config.precision).itemsize
+    own = spec.algorithm.own
+    private = 0 if own is None else sum(np.size(field) for field in own(np.zeros(problem.dim)))
+    numbers = sum(spec.widths.values()) + private + len(spec.errors) * problem.dim
+    client = numbers * itemsize
+    if spec.local_buffers:
+        client += sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(problem.state))
+    gathered = 0 if spec.everyone else drawer.slots * client
+    stored = rows * client
+    expected = Forecast(
+        parameters=problem.dim,
+        state=stored,
+        data=_records(problem.records, itemsize) + _records(problem.test, itemsize),
+        work=2 * gathered
+        + (2 * stored if spec.everyone else 0)  # the new state of all, beside the old one
+        + spec.block * touched
+        + SUMS * 8 * problem.dim
+        + drawer.bytes,
+    )
+    if expected.total > (most := checks.memory()):
+        raise InputError(
+            f"the run would take {_size(expected.total)} and this machine has {_size(int(most))}: "
+            f"{expected}; {_advice(config, expected)}"
+        )
+    return expected
+
+
+def _records(records: Any, itemsize: int) -> int:
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(records)]
+    return sum(leaf.size * min(leaf.itemsize, max(itemsize, 1)) for leaf in leaves)
+
+
+def _advice(config: RunConfig, expected: Forecast) -> str:
+    """Return what to change, by the largest part."""
+    if expected.state >= max(expected.data, expected.work):
+        if config.client_state == "array":
+            return "keep the clients' state out of memory with client_state='file' and checkpoint="
+        return "take a smaller model"
+    if expected.work >= expected.data:
+        return "take smaller cohorts, smaller batches or block=1"
+    return "take fewer records, precision='float32', or several processes (devices=)"
+
+
+def _size(number: int) -> str:
+    """Return a number of bytes with its unit.
+
+    >>> _size(1_500_000), _size(12)
+    ('1.5 MB', '12 B')
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number} B"

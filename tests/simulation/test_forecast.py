@@ -1,0 +1,92 @@
+"""The forecast of memory: near what a process really takes, and a refusal before it is taken."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import fedscaffold as fs
+from fedscaffold import checks
+
+MEASURE = """
+import json, resource
+import numpy as np
+import fedscaffold as fs
+
+def loss(w, batch):
+    x, y = batch
+    return ((x @ w[:10] - y) ** 2).mean() + 1e-3 * (w**2).sum()
+
+def made(dim):
+    clients = [(np.ones((4, 10), np.float32), np.ones(4, np.float32)) for _ in range(40)]
+    return fs.Problem(loss, np.ones(dim, np.float32), clients)
+
+ask = {"rounds": 2, "local_steps": 2, "lr": 0.01, "metrics": (), "cohort": %s}
+fs.simulate(fs.scaffold(), made(20), **ask)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+simulator = fs.Simulator(fs.scaffold(), made(1_000_000), **ask)
+simulator.run()
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([simulator.size.total, 1024 * (after - before)]))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("cohort", ["4", "1.0"])
+def test_the_forecast_is_near_what_a_process_takes(cohort):
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE % cohort], capture_output=True, text=True, check=True
+    )
+    expected, measured = json.loads(done.stdout)
+    assert 0.6 < measured / expected < 1.5
+
+
+def problem(dim=100, records=50, clients=6):
+    def loss(w, batch):
+        return ((batch[0] @ w[:2] - batch[1]) ** 2).mean() + (w**2).sum()
+
+    each = [(np.ones((records, 2)), np.ones(records)) for _ in range(clients)]
+    return fs.Problem(loss, np.ones(dim), each)
+
+
+ASK = {"rounds": 1, "local_steps": 2, "lr": 0.1, "metrics": ()}
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "advice"),
+    [
+        ({"dim": 2000, "clients": 200}, {"cohort": 2}, "client_state='file'"),
+        ({"dim": 2000, "clients": 4}, {"cohort": 3}, "smaller cohorts"),
+        ({"records": 100_000}, {"batch_size": 2, "cohort": 1}, "fewer records"),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_with_what_to_change(monkeypatch, given, more, advice):
+    size = fs.Simulator(fs.scaffold(), problem(**given), **ASK, **more).size
+    monkeypatch.setattr(checks, "memory", lambda: size.total)
+    fs.simulate(fs.scaffold(), problem(**given), **ASK, **more)  # what fits runs
+    monkeypatch.setattr(checks, "memory", lambda: size.total - 1)
+    with pytest.raises(fs.InputError, match=advice) as error:
+        fs.simulate(fs.scaffold(), problem(**given), **ASK, **more)
+    assert "\n" not in str(error.value)
+
+
+def test_state_counts_what_clients_keep():
+    def state(algorithm, **more):
+        return fs.Simulator(algorithm, problem(), **ASK, **more).size.state
+
+    vector = 6 * 100 * 4
+    assert state(fs.fedavg()) == 0
+    assert state(fs.scaffold()) == vector
+    assert state(fs.scaffold(), precision="float64") == 2 * vector
+    assert state(fs.ditto()) == vector
+    assert state(fs.fedavg(), compression="top_k:0.1") == vector
+
+
+def test_the_size_is_said_before_the_first_round(capsys):
+    fs.simulate(fs.scaffold(), problem(), **ASK, progress=True)
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == str(fs.Simulator(fs.scaffold(), problem(), **ASK).size)
+    assert first.startswith("100 parameters; memory ")
