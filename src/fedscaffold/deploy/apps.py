@@ -11,25 +11,19 @@ from fedscaffold.checks import InputError
 from fedscaffold.deploy.client import Learner
 from fedscaffold.deploy.settings import Settings, load
 
-__all__ = ["APP", "TOML", "load_learner", "open_app"]
+__all__ = ["APP", "TOML", "open_app"]
 
 APP, TOML = "app.py", "federation.toml"
 
 
 def open_app(folder: Path) -> tuple[Settings, Learner]:
-    """Return the settings and the learner of an app's folder."""
-    settings = load(Path(folder) / TOML)
-    return settings, load_learner(Path(folder), settings)
-
-
-def load_learner(folder: Path, settings: Settings) -> Learner:
-    """Import `app.py` from a folder and return its learner.
+    """Read the settings of an app's folder, import its `app.py`, and return both.
 
     Raises:
-        FileNotFoundError: If there is no `app.py`.
-        InputError: If it cannot be imported, or returns no learner of the settings' precision.
+        FileNotFoundError: If there is no `app.py` or no `federation.toml`.
+        InputError: If the app cannot be imported, or returns no learner of the settings' precision.
     """
-    path = Path(folder) / APP
+    settings, path = load(Path(folder) / TOML), Path(folder) / APP
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; `fedscaffold deploy new DIR` writes one")
     spec = importlib.util.spec_from_file_location("fedscaffold_site_app", path)
@@ -65,7 +59,7 @@ def load_learner(folder: Path, settings: Settings) -> Learner:
             f"the learner is {made.schema.dtype} and precision is {settings.precision}; "
             "give the learner precision=settings.precision"
         )
-    return made
+    return settings, made
 
 
 def _summarize_error(error: Exception, path: Path) -> str:

@@ -61,17 +61,15 @@ class JaxLearner:
         self.start = self.schema.flatten(arrays)
         self.buffers: dict[str, Array] = {}
         self.data, self.test = data, test or data
-        self.loss, self.params, self.clients = loss, params, data
-        metrics = {
-            name: _bind_arguments(name, function) for name, function in (metrics or {}).items()
-        }
+        self.loss, self.params = loss, params
         self._bound_loss = _bind_arguments("loss", loss)
         self.precise = precision == "float64"
         self.random = "key" in taken_by_name(loss)
-        measures = {"loss": self._loss, **metrics}
+        measures = {"loss": self._loss} | {
+            name: _bind_arguments(name, function) for name, function in (metrics or {}).items()
+        }
         self._measures = {name: self._compile(function) for name, function in measures.items()}
         self._gradient = self._compile(jax.grad(self._loss))
-        self.metrics = metrics
 
     def site(self, name: str) -> Site:
         """Open a site's data."""

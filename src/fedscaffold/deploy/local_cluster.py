@@ -40,12 +40,19 @@ from fedscaffold.deploy.server_loop import Stopped
 from fedscaffold.deploy.settings import load
 from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["Federation", "engine_environment", "stage"]
+__all__ = ["SWITCHES", "Federation", "engine_environment", "stage"]
 
 RETURN = 70.0  # seconds; Flower still considers a site online that restarts sooner, and refuses it
 HEALTHY = 60.0  # seconds that the link may take to start
 MOST_DEATHS = 5
 PRIVATE = 0o077  # umask: database, logs and output are readable by their owner only
+SWITCHES = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+}
+"""Environment of Flower's processes: no telemetry, update checks or package installations."""
 
 PROJECT = """\
 [project]
@@ -67,21 +74,12 @@ home = ""
 
 
 def engine_environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's processes.
-
-    No proxies, telemetry, update checks or installations.
-    """
+    """Return the environment of Flower's processes: this one without proxies, and `SWITCHES`."""
     kept = {
         name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
     }
-    return kept | {
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return kept | SWITCHES | {"FLWR_HOME": str(home), "PATH": path}
 
 
 def stage(app: Path, target: Path) -> None:

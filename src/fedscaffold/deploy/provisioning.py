@@ -33,7 +33,7 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
 from fedscaffold.deploy.apps import TOML, open_app
-from fedscaffold.deploy.local_cluster import stage
+from fedscaffold.deploy.local_cluster import SWITCHES, stage
 from fedscaffold.deploy.settings import load
 from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
@@ -42,13 +42,14 @@ __all__ = ["ENGINE", "Finding", "check", "make_kit"]
 
 ENGINE = "1.41.0"  # the version of flwr that the kit was tested with
 MOST_SKEW = 120.0  # seconds; Flower's signatures are valid for 300
-SWITCHES = """\
-export FLWR_HOME="$here/engine" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
-export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
-"""
-HEAD = (
-    '#!/bin/sh\nset -eu\numask 077\nhere="$(cd "$(dirname "$0")" && pwd)"\ncd "$here"\n' + SWITCHES
-)
+HEAD = """\
+#!/bin/sh
+set -eu
+umask 077
+here="$(cd "$(dirname "$0")" && pwd)"
+cd "$here"
+export FLWR_HOME="$here/engine"
+""" + "".join(f"export {name}={value}\n" for name, value in SWITCHES.items())
 UNIT = """\
 [Unit]
 Description=fedscaffold {what}
@@ -119,7 +120,7 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     stage(app, hub / "app")
     for site in sites:
         _site_folder(out / site, site, app, server, port, authority, hub, str(data.get(site, "")))
-    _server_folder(hub, server, port, sites)
+    _server_folder(hub, port, sites)
     return [authority, hub, *(out / site for site in sites)]
 
 
@@ -216,7 +217,7 @@ def _site_folder(
     write_private(folder / f"fedscaffold-{site}.service", unit)
 
 
-def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) -> None:
+def _server_folder(hub: Path, port: int, sites: tuple[str, ...]) -> None:
     """Write the server's start scripts and systemd units."""
     link = (
         f"{HEAD}exec flower-superlink --host 0.0.0.0 --port {port} --database link.db \\\n"
@@ -245,9 +246,9 @@ def _server_folder(hub: Path, server: str, port: int, sites: tuple[str, ...]) ->
     _script(hub / "start-executor.sh", executor)
     _script(hub / "register-sites.sh", f"{HEAD}{config}{register}")
     _script(hub / "run.sh", f"{HEAD}{config}{run}")
-    for name, what in (("link", "link"), ("executor", "executor")):
+    for name in ("link", "executor"):
         unit = UNIT.format(
-            what=what, folder="/opt/fedscaffold/server", script=f"start-{name}.sh", pause=5
+            what=name, folder="/opt/fedscaffold/server", script=f"start-{name}.sh", pause=5
         )
         write_private(hub / f"fedscaffold-{name}.service", unit)
 

@@ -298,7 +298,8 @@ def _deploy(table: dict[str, Any]) -> Deploy:
             f"deploy.sites: {taken[0]!r} is a name of the kit or the system; call the site "
             "otherwise"
         )
-    clip, records = table.get("clip"), table.get("records", {})
+    given = Deploy()._asdict() | table
+    clip, records = given["clip"], given["records"]
     if not isinstance(records, dict):
         raise InputError(
             f"deploy.records must be a table, written [deploy.records], got {checks.shown(records)}"
@@ -306,15 +307,17 @@ def _deploy(table: dict[str, Any]) -> Deploy:
     for site in records:
         checks.choice("site in [deploy.records]", site, sites)
     return Deploy(
-        tuple(sites),
-        checks.choice("deploy.state", table.get("state", "server"), ("server", "client")),
-        checks.number("deploy.deadline", table.get("deadline", 600.0), above=0),
-        checks.share("deploy.quorum", table.get("quorum", 0.5), "sites"),
-        checks.whole("deploy.retries", table.get("retries", 10), at_least=0),
-        checks.number("deploy.wait", table.get("wait", 300.0), at_least=0),
-        None if clip is None else checks.number("deploy.clip", clip, above=0),
-        checks.whole("deploy.max_records", table.get("max_records", 10**9)),
-        {site: checks.whole(f"deploy.records.{site}", number) for site, number in records.items()},
+        sites=tuple(sites),
+        state=checks.choice("deploy.state", given["state"], ("server", "client")),
+        deadline=checks.number("deploy.deadline", given["deadline"], above=0),
+        quorum=checks.share("deploy.quorum", given["quorum"], "sites"),
+        retries=checks.whole("deploy.retries", given["retries"], at_least=0),
+        wait=checks.number("deploy.wait", given["wait"], at_least=0),
+        clip=None if clip is None else checks.number("deploy.clip", clip, above=0),
+        max_records=checks.whole("deploy.max_records", given["max_records"]),
+        records={
+            site: checks.whole(f"deploy.records.{site}", number) for site, number in records.items()
+        },
     )
 
 
