@@ -473,47 +473,18 @@ class Server:
     def _ask(self, site: str, kind: str) -> tuple[Packet, Asked]:
         """Return a request and the reply expected to it.
 
-        Its nonce is unique to this attempt and server process.
-
-        A training request holds x, and the shift or (where clients keep memories) the fields to
-        compute it from.
+        The nonce is unique to this attempt and server process.
         """
-        state, algorithm, local, member = (
-            self.state,
-            self.algorithm,
-            self.settings.local,
-            self.roster[site],
-        )
-        down: dict[str, Array] = {} if kind == "resync" else {"x": state.x}
-        up: dict[str, Array] = {}  # arrays of the shapes that are expected
-        if kind == "resync":
-            up = blank_memory(algorithm, state.x)._asdict()
-        elif kind == "train":
-            known = exchange(algorithm)
-            up = dict.fromkeys(known.sent(local.optimizer == "sgd"), state.x)
-            if not self.server_keeps:
-                down |= {name: getattr(state.told, name) for name in known.down + known.told}
-            elif algorithm.shift is not None:
-                memory = state.memory.get(site, blank_memory(algorithm, state.x))
-                shift = shift_of(algorithm, state.told, memory)
-                fields = shift._asdict() if hasattr(shift, "_asdict") else {}
-                down |= {f"shift.{name}": value for name, value in fields.items()} or {
-                    "shift": shift
-                }
-        steps = local.steps
-        if (
-            steps is None
-        ):  # without a batch size the app makes its own batches, of at least one record each
-            steps = (local.epochs or 1) * -(-member.records // (local.rows(member.records) or 1))
-        words = (
-            f"{self.run} {self.token} {self.attempt} {self.lives} {state.round + 1} {kind} {site}"
-        )
+        state, private, member = self.state, self.algorithm.private, self.roster[site]
+        number = state.round + 1
+        words = f"{self.run} {self.token} {self.attempt} {self.lives} {number} {kind} {site}"
+        nonce = hashlib.sha256(words.encode()).hexdigest()[:16]
         facts: dict[str, Fact] = {
             "kind": kind,
             "run": self.run,
             "site": site,
-            "round": state.round + 1,
-            "nonce": hashlib.sha256(words.encode()).hexdigest()[:16],
+            "round": number,
+            "nonce": nonce,
             "schema": self.schema.digest,
             "settings": self.settings.digest,
             "expect": member.digest,
@@ -521,32 +492,70 @@ class Server:
             "told": member.told,
             "evaluate": kind == "train" and state.round % self.settings.evaluate_every == 0,
         }
+        dtype = self.schema.dtype
         blobs = {
-            name: blob(pack(np.asarray(array, self.schema.dtype), algorithm.private))
-            for name, array in down.items()
-        }
-        arrays = {
-            name: (pack(like, algorithm.private).shape, self.schema.dtype)
-            for name, like in up.items()
+            name: blob(pack(np.asarray(array, dtype), private))
+            for name, array in self._vectors_down(site, kind).items()
         }
         if kind != "resync":
             blobs |= {f"buffer.{name}": blob(value) for name, value in state.buffers.items()}
-        if kind == "train" and local.buffers == "average":
-            arrays |= {
-                f"buffer.{name}": (shape, dtype) for name, shape, dtype in self.schema.buffers
-            }
+        arrays = {
+            name: (pack(like, private).shape, dtype)
+            for name, like in self._vectors_up(kind).items()
+        }
+        if kind == "train" and self.settings.local.buffers == "average":
+            arrays |= {f"buffer.{name}": (shape, of) for name, shape, of in self.schema.buffers}
         asked = Asked(
-            site,
-            state.round + 1,
-            str(facts["nonce"]),
-            arrays,
-            self.schema,
-            member.records,
-            work_of(algorithm, steps).steps,
-            local.lr,
-            algorithm.private,
+            site=site,
+            round=number,
+            nonce=nonce,
+            arrays=arrays,
+            schema=self.schema,
+            records=member.records,
+            most_steps=self._most_steps(member.records),
+            lr=self.settings.local.lr,
+            private=private,
         )
         return Packet(facts, blobs), asked
+
+    def _vectors_down(self, site: str, kind: str) -> dict[str, Array]:
+        """Return the vectors of a request: x, and for training the shift.
+
+        Where clients keep memories, the fields from which they compute the shift.
+        """
+        state, algorithm = self.state, self.algorithm
+        down: dict[str, Array] = {} if kind == "resync" else {"x": state.x}
+        if kind != "train":
+            return down
+        if not self.server_keeps:
+            known = exchange(algorithm)
+            return down | {name: getattr(state.told, name) for name in known.down + known.told}
+        memory = state.memory.get(site, blank_memory(algorithm, state.x))
+        shift = shift_of(algorithm, state.told, memory)
+        if shift is None:
+            return down
+        if hasattr(shift, "_asdict"):
+            return down | {f"shift.{name}": value for name, value in shift._asdict().items()}
+        return down | {"shift": shift}
+
+    def _vectors_up(self, kind: str) -> dict[str, Array]:
+        """Return vectors of the shapes that the reply must have, by name."""
+        if kind == "resync":
+            memory: dict[str, Array] = blank_memory(self.algorithm, self.state.x)._asdict()
+            return memory
+        if kind == "evaluate":
+            return {}
+        sent = exchange(self.algorithm).sent(self.settings.local.optimizer == "sgd")
+        return dict.fromkeys(sent, self.state.x)
+
+    def _most_steps(self, records: int) -> int:
+        """Return the number of local steps that a client with so many records may report."""
+        local = self.settings.local
+        steps = local.steps
+        if steps is None:
+            # without a batch size the app makes its own batches, of at least one record each
+            steps = (local.epochs or 1) * -(-records // (local.rows(records) or 1))
+        return int(work_of(self.algorithm, steps).steps)
 
     def _refuse(self, site: str, refusal: Refused) -> None:
         """Record a refused reply in the round, the log and the sender's next request."""
