@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.runs.round_log import RECENT, Tail, is_count, is_number, process_exists
+from fedscaffold.runs.round_log import (
+    RECENT,
+    Tail,
+    is_count,
+    is_number,
+    is_text,
+    process_exists,
+)
 from fedscaffold.runs.run_folder import RunRecord, Study
 from fedscaffold.runs.view_model import Progress, Source
 
@@ -26,7 +33,6 @@ __all__ = ["Deployed", "find_server_folder"]
 AUDIT, METRICS, STATUS = "audit.jsonl", "metrics.jsonl", "status.json"
 NOT_COLUMNS = {"heard", "round", "unmeasured"}  # keys of a metrics line that are not metrics
 MOST_REFUSALS = 5  # kinds of refusals to list
-ENDS = {"finished": "finished", "stopped": "stopped"}
 
 
 def find_server_folder(folder: Path) -> Path | None:
@@ -44,11 +50,9 @@ class Deployed:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.audit, self.metrics = Tail(folder / AUDIT), Tail(folder / METRICS)
-        self.version = 0
         self._reset()
 
     def _reset(self) -> None:
-        self.version += 1
         self.run = self.algorithm = ""
         self.members: dict[str, int] = {}
         self.refused: set[str] = set()
@@ -74,9 +78,6 @@ class Deployed:
         for event in filter(is_valid_event, events):
             self._apply(event)
         for line in filter(is_valid_metrics, lines):
-            self.version += (
-                line["round"] in self.rows
-            )  # a round was measured again: readers must redraw
             self.rows[line["round"]] = line
         status = _read_status(self.folder)
         sites = sorted({*self.members, *status.get("sites", {}), *status.get("absent", [])})
@@ -173,8 +174,8 @@ class Deployed:
 
     def _phase(self, status: dict[str, Any]) -> str:
         phase = status.get("phase", "")
-        if phase in ENDS:
-            return ENDS[phase]
+        if phase in ("finished", "stopped"):
+            return str(phase)
         if not status:
             return "starting"
         return "running" if process_exists(status.get("pid")) else "silent"
@@ -214,14 +215,14 @@ def is_valid_event(event: dict[str, Any]) -> bool:
     False
     """
     words = all(
-        _is_text(event.get(name, "")) for name in ("event", "run", "algorithm", "kind", "reason")
+        is_text(event.get(name, "")) for name in ("event", "run", "algorithm", "kind", "reason")
     )
     counts = all(is_count(event.get(name, 0)) for name in ("round", "attempt", "records"))
     lists = all(_are_texts(event.get(name, [])) for name in ("heard", "missing"))
     failed = event.get("failed", {})
     site = event.get("site")
     return (
-        words and counts and lists and isinstance(failed, dict) and (site is None or _is_text(site))
+        words and counts and lists and isinstance(failed, dict) and (site is None or is_text(site))
     )
 
 
@@ -249,7 +250,7 @@ def is_valid_status(status: Any) -> bool:
     tables = all(isinstance(table, dict) for table in (missed, unmeasured, sites))
     return (
         tables
-        and _is_text(status.get("phase", ""))
+        and is_text(status.get("phase", ""))
         and all(_are_texts(status.get(name, [])) for name in ("waiting_for", "absent"))
         and all(
             status.get(name) is None or is_count(status[name])
@@ -267,12 +268,8 @@ def is_valid_status(status: Any) -> bool:
     )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_is_text, values))
+    return isinstance(values, list) and all(map(is_text, values))
 
 
 def _read_status(folder: Path) -> dict[str, Any]:

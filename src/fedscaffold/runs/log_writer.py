@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from fedscaffold.checks import InputError
 from fedscaffold.runs.round_log import (
@@ -23,34 +23,23 @@ from fedscaffold.runs.round_log import (
     RoundLog,
     count_agreeing_rounds,
     format_column,
+    format_rounds,
 )
 from fedscaffold.runs.run_folder import remove_study
+from fedscaffold.runs.trackers import Tracker
 from fedscaffold.simulation import Callback, Look, Run
 
-__all__ = ["Listener", "LogWriter"]
+__all__ = ["LogWriter"]
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 MOST_NAMED = 1000  # clients of a round listed by index; above that only their number
 
 
-class Listener(Protocol):
-    """Receiver of everything that is written to the log, such as a tracker."""
-
-    def begin(self, facts: dict[str, Any]) -> None:
-        """Start a session that continues after round `facts["after"]`."""
-
-    def log(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Receive the log lines of finished rounds."""
-
-    def end(self, how: str) -> None:
-        """End the session."""
-
-
 class LogWriter(Callback):
     """Callback that appends a run's rounds to its log; used as a context manager.
 
-    The rounds of each block are written at once. The run is asked to stop if the file `stop` exists
-    beside the log.
+    The rounds of each block are written at once, and passed on to the trackers. The run is asked to
+    stop if the file `stop` exists beside the log.
 
     >>> import tempfile
     >>> import fedscaffold as fs
@@ -64,10 +53,10 @@ class LogWriter(Callback):
     """
 
     def __init__(
-        self, folder: Path, facts: dict[str, Any], listeners: Sequence[Listener] = ()
+        self, folder: Path, facts: dict[str, Any], trackers: Sequence[Tracker] = ()
     ) -> None:
         self.path, self.stop = folder / NAME, folder / STOP
-        self.facts, self.listeners = facts, list(listeners)
+        self.facts, self.trackers = facts, list(trackers)
         self.file: Any = None
         self.done, self.own_seconds, self.tracker_seconds = 0, 0.0, 0.0
         self.how: str | None = None
@@ -144,16 +133,12 @@ class LogWriter(Callback):
         """Write one line for each round after the first `known`, the last one with the clock fields."""
         columns = {name: column[known - look.start :] for name, column in look.columns.items()}
         heard = [self._heard_field(look, number) for number in columns["round"].tolist()]
-        # formatted as text, because json.dumps is several times slower and rounds may take some ten
-        # microseconds
-        pattern = "{" + "".join(f'"{name}": %s, ' for name in columns) + '"heard": %s}'
-        lines = [
-            pattern % row for row in zip(*map(format_column, columns.values()), heard, strict=True)
-        ]
+        written = {name: format_column(column) for name, column in columns.items()}
+        lines = format_rounds({**written, "heard": heard})
         if clock:
             lines[-1] = f"{lines[-1][:-1]}, {json.dumps(clock)[1:]}"
         self._write(lines)
-        if self.listeners:
+        if self.trackers:
             self._notify("log", list(map(json.loads, lines)))
 
     def _clock_fields(self, look: Look) -> dict[str, Any]:
@@ -176,23 +161,20 @@ class LogWriter(Callback):
         self.file.flush()
 
     def _notify(self, what: str, *said: Any) -> None:
-        """Call a method of each listener.
-
-        Drop a listener that fails, with a warning, and go on with the run.
-        """
+        """Call a method of each tracker; drop one that fails, with a warning."""
         began = time.perf_counter()
-        for listener in tuple(self.listeners):
+        for tracker in tuple(self.trackers):
             try:
-                getattr(listener, what)(*said)
+                getattr(tracker, what)(*said)
             except InputError:
-                self.listeners.remove(listener)
+                self.trackers.remove(tracker)
                 raise
             except Exception as error:
-                self.listeners.remove(listener)
+                self.trackers.remove(tracker)
                 warnings.warn(
-                    f"{type(listener).__name__} failed and is left out: {error}", stacklevel=2
+                    f"{type(tracker).__name__} failed and is left out: {error}", stacklevel=2
                 )
-        self.tracker_seconds += time.perf_counter() - began if self.listeners else 0.0
+        self.tracker_seconds += time.perf_counter() - began if self.trackers else 0.0
 
 
 def _ends_with_newline(path: Path) -> bool:

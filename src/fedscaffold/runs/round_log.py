@@ -50,8 +50,10 @@ __all__ = [
     "Tail",
     "count_agreeing_rounds",
     "format_column",
+    "format_rounds",
     "is_count",
     "is_number",
+    "is_text",
     "is_valid_line",
     "process_exists",
     "write_log",
@@ -204,6 +206,11 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and is_number(value) and value >= 0
 
 
+def is_text(value: Any) -> bool:
+    """Return whether a value read from a file is a string."""
+    return isinstance(value, str)
+
+
 class RoundLog:
     r"""The rounds of a run as logged so far; `update` reads what was added since the last call.
 
@@ -218,8 +225,6 @@ class RoundLog:
 
     def __init__(self, folder: Path) -> None:
         self.tail = Tail(folder / NAME)
-        self.version = 0
-        """Incremented whenever something read before is no longer valid."""
         self._reset()
 
     def _reset(self) -> None:
@@ -267,7 +272,6 @@ class RoundLog:
             self.tail.rewind()
             fresh, lines = self._read_new()
         if fresh:
-            self.version += 1
             self._reset()
         for line in drop_superseded(lines):
             self._apply(line)
@@ -376,6 +380,19 @@ def format_column(column: NDArray[Any]) -> list[str]:
     return written
 
 
+def format_rounds(columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return one line of JSON for each round, from columns of JSON literals.
+
+    Formatting as text is several times faster than `json.dumps`; rounds may take ten microseconds.
+
+    >>> format_rounds({"round": ["1", "2"], "loss": ["0.5", "null"]})
+    ['{"round": 1, "loss": 0.5}', '{"round": 2, "loss": null}']
+    """
+    keys = (json.dumps(name).replace("%", "%%") for name in columns)
+    pattern = "{" + ", ".join(f"{key}: %s" for key in keys) + "}"
+    return [pattern % row for row in zip(*columns.values(), strict=True)]
+
+
 def count_agreeing_rounds(
     recorded: Mapping[str, Sequence[Any]], columns: Mapping[str, NDArray[Any]]
 ) -> int:
@@ -401,12 +418,7 @@ def write_log(
 ) -> None:
     """Write the complete log of a finished run that kept none; its cohorts are not known."""
     begin = {"event": "begin", "format": FORMAT, "after": 0, **facts}
-    rows = zip(*map(format_column, columns.values()), strict=True)
-    pattern = (
-        "{" + ", ".join(f"{json.dumps(name).replace('%', '%%')}: %s" for name in columns) + "}"
-    )
-    lines = [json.dumps(begin), *(pattern % row for row in rows)]
-    end = {"event": "end", "after": len(lines) - 1, "how": how}
-    (folder / NAME).write_text(
-        "".join(f"{line}\n" for line in [*lines, json.dumps(end)]), encoding="utf-8"
-    )
+    rounds = format_rounds({name: format_column(column) for name, column in columns.items()})
+    end = {"event": "end", "after": len(rounds), "how": how}
+    lines = [json.dumps(begin), *rounds, json.dumps(end)]
+    (folder / NAME).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

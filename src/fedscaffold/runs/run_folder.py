@@ -43,6 +43,7 @@ from fedscaffold.runs.round_log import (
     count_agreeing_rounds,
     is_count,
     is_number,
+    is_text,
     write_log,
 )
 
@@ -411,10 +412,6 @@ def _check_fields(what: str, held: Any, kinds: Mapping[str, Callable[[Any], bool
             raise InputError(f"{key!r} of {what} is {shown(held[key])}")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_plain(value: Any) -> bool:
     """Return whether a value is null, a string, a boolean or a number."""
     return value is None or isinstance(value, (str, bool)) or is_number(value)
@@ -425,9 +422,7 @@ def _optional(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_target(value: Any) -> bool:
-    return (
-        isinstance(value, list) and len(value) == 2 and _is_text(value[0]) and is_number(value[1])
-    )
+    return isinstance(value, list) and len(value) == 2 and is_text(value[0]) and is_number(value[1])
 
 
 def _is_table(value: Any) -> bool:
@@ -450,14 +445,14 @@ def _are_columns(value: Any) -> bool:
 def _are_names(value: Any) -> bool:
     """Return whether a value is a list of plain folder names, which cannot point outside the folder."""
     return isinstance(value, list) and all(
-        _is_text(name) and re.fullmatch(r"[a-z0-9-]+", name) for name in value
+        is_text(name) and re.fullmatch(r"[a-z0-9-]+", name) for name in value
     )
 
 
 def _are_rows(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(row, dict)
-        and _is_text(row.get("algorithm"))
+        and is_text(row.get("algorithm"))
         and all(map(_is_plain, row.values()))
         for row in value
     )
@@ -465,24 +460,24 @@ def _are_rows(value: Any) -> bool:
 
 SHARED = ("problem", "target", "precision", "command", "versions", "seconds")
 KINDS: dict[str, Callable[[Any], bool]] = {
-    "problem": _is_text,
+    "problem": is_text,
     "target": _optional(_is_target),
     "precision": lambda value: value in ("float32", "float64"),
-    "command": _is_text,
-    "versions": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+    "command": is_text,
+    "versions": lambda value: isinstance(value, dict) and all(map(is_text, value.values())),
     "seconds": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
     "label_counts": _optional(_is_table),
 }
 RUN_KINDS: dict[str, Callable[[Any], bool]] = {
-    "algorithm": _is_text,
+    "algorithm": is_text,
     "seed": is_count,
     "lr": _optional(is_number),
     "columns": _are_columns,
     "rounds": is_count,
     "diverged_at": _optional(is_count),
     "reached_at": _optional(is_count),
-    "advice": _optional(_is_text),
+    "advice": _optional(is_text),
     "residual": _optional(is_number),
     "explained": _optional(is_number),
-    "digest": _is_text,
+    "digest": is_text,
 }
