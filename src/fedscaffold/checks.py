@@ -37,12 +37,8 @@ R = TypeVar("R")
 LARGEST = 2**63 - 1
 """Largest whole number: 64 bits."""
 MOST_SHOWN = 120
-BY_NAME = (
-    "weights",
-    "key",
-    "state",
-    "train",
-)  # what a function of (params, batch) may take besides
+# what a function of (params, batch) may take besides
+BY_NAME = "weights", "key", "state", "train"
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -157,9 +153,7 @@ def share(name: str, value: Any, of: str, *, at_most: int = LARGEST) -> float | 
 
 
 def written(word: str) -> int | float | str:
-    """Return the number that a word such as "20" or "0.5" represents.
-
-    The word itself if it is not a number.
+    """Return the number that a word such as "20" represents, or the word if it is none.
 
     >>> written("20"), written("0.5"), written("many")
     (20, 0.5, 'many')
@@ -173,9 +167,7 @@ def written(word: str) -> int | float | str:
 
 
 def text(name: str, value: Any) -> str:
-    """Return `value` if it is text that can be written to a file.
-
-    Not empty, without zero bytes, valid in UTF-8.
+    """Return `value` if it is text for a file: not empty, no zero bytes, valid in UTF-8.
 
     >>> text("output.dir", "")
     Traceback (most recent call last):
@@ -242,9 +234,9 @@ def one_number(loss: str, shape: Iterable[int]) -> None:
 
 
 def memoised(make: Callable[P, R]) -> Callable[P, R]:
-    """`functools.cache` for functions that check their arguments.
+    """Return a cached version of a function that checks its arguments.
 
-    True is not 1, and a list reaches the check.
+    Unlike `functools.cache`, it tells True from 1, and passes a list on to the check.
 
     >>> memoised(lambda k: whole("k", k))([3])
     Traceback (most recent call last):
@@ -308,7 +300,6 @@ def taken_by_name(function: Callable[..., Any], name: str = "the function") -> s
     if not several or any(p.default is p.empty and p.name not in BY_NAME for p in more):
         raise InputError(
             f"{name} must take (params, batch), and may take {', '.join(BY_NAME[:-1])} and "
-            f"{BY_NAME[-1]} by name, got "
-            f"{signature}; unpack the batch inside it: x, y = batch"
+            f"{BY_NAME[-1]} by name, got {signature}; unpack the batch inside it: x, y = batch"
         )
     return {p.name for p in more if p.name in BY_NAME and p.kind is not p.POSITIONAL_ONLY}

@@ -1,11 +1,13 @@
 """Metrics of a run, and targets.
 
 loss            f(x) = sum p_i f_i(x), over all clients' records
-accuracy        fraction of records classified correctly, on the test data if there are any, else on all records
+accuracy        fraction of records classified correctly, on the test data if there are any, else on
+                all records
 grad_norm       |sum p_i grad f_i(x)|
 gap             f(x) - f(x*), if the optimum x* is known
 distance        |x - x*|
-drift           root mean square distance of the cohort's local models from their mean, at the end of the round
+drift           root mean square distance of the cohort's local models from their mean, at the end
+                of the round
 control_error   root mean square distance of the c_i from grad f_i(x*)
 age             rounds since a client was last heard, averaged over clients
 residual        |c - sum p_i c_i|; always recorded. A value above rounding means a permanent bias
@@ -45,7 +47,9 @@ DIRECTIONS = {">=": True, "<=": False}
 
 
 def explained(rounds: int, clients: int, scale: float) -> float:
-    """Return the largest residual that rounding explains, ten times that of correct runs with full participation.
+    """Return the largest residual that rounding explains.
+
+    It is ten times that of correct runs with full participation.
 
     c and the mean of the c_i are stored in double precision for any precision of the run, so
     rounding errors come from sums over clients and accumulate over rounds.
@@ -55,7 +59,7 @@ def explained(rounds: int, clients: int, scale: float) -> float:
         clients: Number of clients.
         scale: Size of the c_i.
 
-    >>> explained(10**6, 10**6, 1.0) < 1e-6  # detects one lost c_i of size 1 among a million, after a million rounds
+    >>> explained(10**6, 10**6, 1.0) < 1e-6  # one lost c_i of size 1 among a million is detected
     True
     """
     eps = float(np.finfo(np.float64).eps)
@@ -74,12 +78,10 @@ def complaint(round: int, residual: float, explained: float) -> str | None:
     if not math.isfinite(residual) or residual <= explained:
         return None
     return (
-        f"after round {round} c differs from the mean of the c_i by {residual:.3g}, where rounding "
-        "explains "
-        f"{explained:.2g}: a bias that never heals. Likely causes: an algorithm whose server step "
-        "and remember do not "
-        "agree (factor S/N, weights), or state that was changed or damaged between rounds (memory, "
-        "disk)"
+        f"after round {round} c differs from the mean of the c_i by {residual:.3g}, where "
+        f"rounding explains {explained:.2g}: a bias that never heals. Likely causes: an algorithm "
+        "whose server step and remember do not agree (factor S/N, weights), or state that was "
+        "changed or damaged between rounds (memory, disk)"
     )
 
 
@@ -91,9 +93,9 @@ def rises(metric: str) -> bool:
 def target_of(
     text: str | tuple[str, float] | Mapping[str, float], own: Collection[str] = ()
 ) -> tuple[str, float]:
-    """Return the metric and value of a target: "accuracy:0.9", ("accuracy", 0.9) or {"accuracy".
+    """Return the metric and value of a target.
 
-    0.9}.
+    A target is "accuracy:0.9", ("accuracy", 0.9) or {"accuracy": 0.9}.
 
     >>> target_of("accuracy:0.9")
     ('accuracy', 0.9)
@@ -143,8 +145,7 @@ def stop_of(stop_at: Any, own: Mapping[str, bool | None]) -> tuple[Stop, float]:
     if direction is None:
         raise InputError(
             f"stop_at must say which way {name} goes: ({name!r}, '>=', {target:g}), ({name!r}, "
-            f"'<=', {target:g}), or "
-            "maximize=True or False in fs.metric"
+            f"'<=', {target:g}), or maximize=True or False in fs.metric"
         )
     return Stop(name, direction), target
 

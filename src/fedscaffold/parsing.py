@@ -1,7 +1,4 @@
-"""Read TOML and JSON from files and command lines.
-
-Invalid input raises an InputError of one line.
-"""
+"""Read TOML and JSON; invalid input raises an InputError of one line."""
 
 from __future__ import annotations
 
@@ -33,9 +30,8 @@ def toml(text: str, source: str) -> dict[str, Any]:
     fedscaffold.checks.InputError: config.toml cannot be read: it is nested too deep
     """
     try:
-        return tomllib.loads(
-            text.removeprefix("\ufeff")
-        )  # the mark that some editors put before UTF-8
+        # the mark that some editors put before UTF-8
+        return tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         raise NotToml(f"{source} is not valid TOML: {error}") from None
     except (ValueError, RecursionError) as error:
@@ -108,7 +104,7 @@ def text_of(path: Path) -> str:
 
 
 def record(path: Path, **kinds: type) -> dict[str, Any]:
-    """Read a JSON object from a file, and check that it has the given keys with values of the given types.
+    """Read a JSON object from a file, and check the types of the given keys.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "site.json"

@@ -1,4 +1,4 @@
-"""`RunConfig`: the arguments of a run, each with its default, check, key in configuration files and description.
+"""`RunConfig`: the arguments of a run, with their defaults, checks, keys and descriptions.
 
 `simulate`, `Simulator` and `sweep` take these arguments by name. Configuration files, the command
 line, the estimators and the settings of a deployment are derived from the same tables, `RunConfig`
@@ -181,10 +181,9 @@ class RunConfig:
     )
     lr: float | Callable[..., float] | None = _argument(
         None,
-        "local step size, or a schedule: a function of `round` (from 1), of `step` (the local step "
-        "within a round, "
-        "from 0), or of both, matched by name; a single argument with another name is taken as "
-        "`step`",
+        "local step size, or a schedule: a function of `round` (from 1), of `step` (the local "
+        "step within a round, from 0), or of both, matched by name; a single argument with "
+        "another name is taken as `step`",
         _step_size,
         key="local.lr",
         written=_step_size_or_tuned,
@@ -199,10 +198,9 @@ class RunConfig:
     )
     sampling: str | ArrayLike | Callable[[int, np.random.Generator], ArrayLike] = _argument(
         "uniform",
-        'how clients are drawn, without replacement: "uniform"; one weight per client; or a function (round, rng) '
-        "that returns at most `cohort` client indices, where rounds count from 1 and rng is a "
-        "NumPy Generator with a "
-        "separate stream for each round",
+        'how clients are drawn, without replacement: "uniform"; one weight per client; or a '
+        "function (round, rng) that returns at most `cohort` client indices, where rounds count "
+        "from 1 and rng is a NumPy Generator with a separate stream for each round",
     )
     cohorts: Sequence[Sequence[int]] | None = _argument(
         None, "explicit client indices for each round, instead of sampling; sizes may differ"
@@ -216,15 +214,15 @@ class RunConfig:
     )
     draw: str = _argument(
         "auto",
-        'how batches are drawn: "replacement", "shuffle" (reshuffled every epoch), or "auto": "shuffle" with '
-        '`local_epochs`, "replacement" with `local_steps`',
+        'how batches are drawn: "replacement", "shuffle" (reshuffled every epoch), or "auto": '
+        '"shuffle" with `local_epochs`, "replacement" with `local_steps`',
         _choice("auto", "replacement", "shuffle"),
         key="local.draw",
     )
     weights: str | ArrayLike = _argument(
         "equal",
-        'weights p_i of the objective sum p_i f_i: "equal", "records" (proportional to the number of records), or one '
-        "number per client",
+        'weights p_i of the objective sum p_i f_i: "equal", "records" (proportional to the number '
+        "of records), or one number per client",
         key="weights",
         written=_choice("equal", "records"),
         file_sentence='weights p_i of the objective sum p_i f_i: "equal" or "records"',
@@ -249,7 +247,10 @@ class RunConfig:
     stop_at: str | tuple[str, float] | tuple[str, str, float] | Mapping[str, float] | None = (
         _argument(
             None,
-            'stop when a metric reaches a target: ("accuracy", 0.9), or with a direction ("f1", ">=", 0.9)',
+            (
+                'stop when a metric reaches a target: ("accuracy", 0.9), or with a direction '
+                '("f1", ">=", 0.9)'
+            ),
             key="stop_at",
             written=checks.text,
             file_sentence='stop when a metric reaches a target: "accuracy:0.9"',
@@ -258,8 +259,7 @@ class RunConfig:
     metrics: Sequence[str | Metric | Callable[[Any, Any], Any]] | None = _argument(
         None,
         "metrics to record every `evaluate_every` rounds: names (see `fedscaffold.metrics`), "
-        "functions of (params, "
-        "data), or results of `fs.metric`",
+        "functions of (params, data), or results of `fs.metric`",
         key="metrics",
         written=_names,
     )
@@ -285,12 +285,11 @@ class RunConfig:
     availability: ArrayLike | Callable[[int], ArrayLike] | None = _argument(
         None,
         "clients that can be drawn: rows of N zeros and ones, one per round, repeated; or a "
-        "function (round) that "
-        "returns N zeros and ones",
+        "function (round) that returns N zeros and ones",
         key="cohort.availability",
         written=checks.text,
-        file_sentence="clients that can be drawn: a CSV file of zeros and ones with one line per round, repeated, and "
-        "one column per client",
+        file_sentence="clients that can be drawn: a CSV file of zeros and ones, one line per round, "
+        "repeated, and one column per client",
     )
     server_optimizer: Any = _argument(
         None,
@@ -299,34 +298,40 @@ class RunConfig:
     )
     stale: str | Policy = _argument(
         "keep",
-        'policy for stale control variates: "keep", "decay:0.9", "drop:20", "refresh:5" (see `fs.stale`)',
+        (
+            'policy for stale control variates: "keep", "decay:0.9", "drop:20", "refresh:5" (see '
+            "`fs.stale`)"
+        ),
         key="stale",
         written=checks.text,
     )
     compression: str | Compressor | None = _argument(
         "none",
-        'compression of messages: "none", "top_k:0.1", "random_k:0.1", "quantise:4" (see `fs.compression`)',
+        (
+            'compression of messages: "none", "top_k:0.1", "random_k:0.1", "quantise:4" (see '
+            "`fs.compression`)"
+        ),
         key="compression",
         written=checks.text,
     )
     client_state: str = _argument(
         "array",
-        'where control variates are stored: "array" (in memory, all N), "sparse" (in memory, only of clients heard so '
-        'far), "file" (in the checkpoint folder), or "auto" (by size); all but "array" load only the cohort of a round',
+        'where control variates are stored: "array" (in memory, all N), "sparse" (in memory, only '
+        'of clients heard so far), "file" (in the checkpoint folder), or "auto" (by size); all '
+        'but "array" load only the cohort of a round',
         _choice(*STORES),
         key="client_state",
     )
     buffers: str = _argument(
         "average",
-        'what becomes of the state that a loss updates, such as running statistics: "average" (over the clients heard, '
-        'with their weights) or "local" (each client keeps its own)',
+        'what becomes of the state that a loss updates, such as running statistics: "average" '
+        '(over the clients heard, with their weights) or "local" (each client keeps its own)',
         _choice("average", "local"),
     )
     checkpoint: Path | str | None = _argument(
         None,
         "folder for checkpoints. Repeating the call resumes an interrupted run, with the same "
-        "bits; SIGINT and SIGTERM "
-        "write a checkpoint before the run ends",
+        "bits; SIGINT and SIGTERM write a checkpoint before the run ends",
         checks.path,
         bits=False,
     )
@@ -349,8 +354,7 @@ class RunConfig:
     devices: int | None = _argument(
         None,
         "number of JAX devices among which clients are distributed, over all processes; results "
-        "agree with those of "
-        "one device up to rounding",
+        "agree with those of one device up to rounding",
         checks.whole,
         bits=False,
     )
@@ -496,9 +500,7 @@ def arguments(*, without: Iterable[str] = ()) -> list[inspect.Parameter]:
 
 
 def document(*, without: Sequence[str] = ()) -> Callable[[F], F]:
-    """Decorate a function that takes `**arguments` of a run.
-
-    Set its signature, and add them to its docstring.
+    """Decorate a function that takes `**arguments` of a run: set its signature and docstring.
 
     The line ARGUMENTS of the docstring is replaced by one line per argument.
 
@@ -524,7 +526,7 @@ def document(*, without: Sequence[str] = ()) -> Callable[[F], F]:
 
 
 def takes(stated: Callable[P, RunConfig]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """`document` for a function that takes exactly the arguments of a run.
+    """Decorate a function that takes exactly the arguments of a run, as `document` does.
 
     Type checkers see the signature too.
     """
@@ -534,7 +536,7 @@ def takes(stated: Callable[P, RunConfig]) -> Callable[[Callable[..., R]], Callab
 def refuse_arguments(
     driver: str, given: Iterable[str], refused: Mapping[str, str] | Iterable[str] = ()
 ) -> None:
-    """Raise an InputError for unknown arguments, and for arguments that a function does not support.
+    """Raise an InputError for unknown arguments, and for those that a function refuses.
 
     >>> refuse_arguments("sweep", ["roundz"])
     Traceback (most recent call last):

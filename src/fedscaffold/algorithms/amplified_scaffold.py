@@ -11,7 +11,7 @@ and with g_i the mean of the gradients it saw, in its n-th round of this window,
     c_i+ = c_i + gain,    gain = (g_i - c_i) / n                            message, remember
 
 so that c_i is the mean of its gradients over the window: its first round puts the last window's
-    away. The server takes
+away. The server takes
 
     x+ = x - server_lr * move,    c+ = c + heard * mean gain                update
 
@@ -165,5 +165,5 @@ def frozen(server: Server) -> Vector:
 
 
 def nothing(server: Server) -> Vector:
-    """What compression leaves out of a gain is in the next one, as that is the difference from c_i."""
+    """Zero: what compression omits of a gain is in the next one, the difference from c_i."""
     return 0 * server.c

@@ -5,7 +5,7 @@ In one round every client i of the cohort
 
     receives       x and shift_i = shift(server, memory_i)
     starts at      y = x
-    repeats        y <- y - step of its local optimiser along d,    d = direction(gradient, y, x, shift_i)
+    repeats        y <- y - step of its optimiser along d,    d = direction(gradient, y, x, shift_i)
     sends          message_i = message(walk_i, shift_i),            walk_i: its local training
     remembers      memory_i <- remember(memory_i, shift_i, message_i)
 
@@ -13,7 +13,7 @@ and the server, with messages received from clients of total weight `heard` = su
 for equal weights),
 
     averages       mean = sum p_i message_i / heard                 field by field
-    steps          server <- update(server, sent, mean, heard)      sent: the server's record that the clients received
+    steps          server <- update(server, sent, mean, heard)      sent: what clients received
 
 The memory is computed from the message as the server decoded it. It can therefore be stored at the
 client or at the server, and whatever compression, clipping or a lost reply removed from the message
@@ -70,7 +70,8 @@ class Walk:
     """Result of a client's local training. Fields are computed on first access.
 
     x          the model that the client received
-    y          the end of its local steps; `y`, `move` and `d` have the structure that `start` returned
+    y          the end of its local steps; `y`, `move` and `d` have the structure that `start`
+               returned
     move       start - y
     travel     the sum of its step sizes
     d          its mean direction: the sum of directions divided by the planned number of steps
@@ -175,9 +176,7 @@ class Algorithm(NamedTuple):
     """(x, own) -> the model that a client uses; None for x."""
     fit: Callable[[Any], Algorithm] | None = None
     """(layout) -> the algorithm for a model with these layers; engines call it once.
-
-    `layout.split(names)` locates
-    layers; a layout of None stands for a model without layers."""
+    `layout.split(names)` locates layers; a layout of None stands for a model without layers."""
     private: tuple[tuple[int, int], ...] = ()
     """Ranges (begin, end) of coordinates that never leave a client: messages are 0 there and omit
     them."""
@@ -190,12 +189,9 @@ class Algorithm(NamedTuple):
     work: Callable[[LocalWork], LocalWork] | None = None
     """(requested work) -> local work that the method does; None for the requested work."""
     needs: tuple[tuple[str, str], ...] = ()
-    """Pairs (condition, reason) that a configuration must meet or be refused. Conditions.
-
-    `everyone`, `plain sgd`,
-    `sgd`, `equal steps`, `exact messages`, `plain server step`. The reason completes a sentence
-    that begins with the
-    algorithm's name."""
+    """Pairs (condition, reason) that a configuration must meet or be refused. The conditions are
+    `everyone`, `plain sgd`, `sgd`, `equal steps`, `exact messages` and `plain server step`. The
+    reason completes a sentence that begins with the algorithm's name."""
     form: Form | None = None
     """Affine structure for the closed forms of `fs.theory`; None if the method has none of that
     kind."""

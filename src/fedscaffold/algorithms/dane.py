@@ -1,6 +1,6 @@
 """DANE (Shamir et al. 2014), its local problems solved by K gradient steps.
 
-    all heard     a = mean of grad f_i(x)                                   prepare: one exchange more
+    all heard     a = mean of grad f_i(x)                                   prepare, one exchange
     client i      min over y of f_i(y) - <grad f_i(x) - a, y> + mu/2 |y - x|^2,      by steps along
                   d = g_i(y) - g_i(x) + a + mu (y - x)                      direction
     server        x+ = mean y_i

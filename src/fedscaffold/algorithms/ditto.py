@@ -1,4 +1,4 @@
-"""Ditto (Li et al. 2021): FedAvg, and beside it a model of each client's own that is held near the common one.
+"""Ditto (Li et al. 2021): FedAvg, and personal models that are held near the common one.
 
     client     y <- y - lr g_i(y)                                           K times from y = x
                v <- v - lr (g_i(v) + lam (v - x))                           K times from its own v

@@ -4,8 +4,8 @@
     server     x+ = x - server_lr * move,   move = sum p_i (x - y_i) / heard
 
 It is SCAFFOLD with every control variate held at zero. With K > 1 and unlike clients its fixed
-point is not the
-optimum: the bias is about lr (K - 1) / 2 times the mean of H^-1 (H_i - H) grad f_i.
+point is not the optimum: the bias is about lr (K - 1) / 2 times the mean of H^-1 (H_i - H) grad
+f_i.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def message(walk: Walk, shift: Vector) -> Move:
 
 
 def stepping(server_lr: float) -> Callable[[Model, Model, Move, float], Model]:
-    """The server's step of every method that averages models.
-
-    x moves along the clients' mean move.
-    """
+    """Return the server's step of methods that average models: x follows the clients' mean move."""
     server_lr = checks.number("server_lr", server_lr, above=0)
 
     def update(server: Model, sent: Model, mean: Move, heard: float) -> Model:

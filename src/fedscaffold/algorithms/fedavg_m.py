@@ -1,6 +1,6 @@
-"""FedAvg-M (Cheng et al. 2024), or FedCM (Xu et al. 2021).
+"""FedAvg-M, or FedCM: FedAvg whose local steps mix in the direction of the last round.
 
-FedAvg whose local steps mix in the last round's direction.
+By Cheng et al. (2024) and Xu et al. (2021).
 
     client     d = beta g_i(y) + (1 - beta) m      K times from y = x       shift, direction
     server     x+ = x - server_lr * move,    m+ = D, the mean of the d_i    update

@@ -1,4 +1,4 @@
-"""FedBN (Li et al. 2021): FedAvg with layers that never leave the client, such as its batch normalisation.
+"""FedBN (Li et al. 2021): FedAvg with layers that never leave the client.
 
 With s the layers that are shared and l those that are local,
 
@@ -11,10 +11,10 @@ shared layers alone, in both directions. In the paper the local layers are those
 normalisation; any may be chosen here.
 
 `local_layers` does the same to other methods: control variates of layers that are not shared stay
-    0.
+0.
 
 The lines are those of the paper's Algorithm 1, from memory: all clients take part there, and weigh
-    the same.
+the same.
 """
 
 from __future__ import annotations
@@ -124,9 +124,8 @@ def _with_local(algorithm: Algorithm, private: Any, local: Any, shared: Any) -> 
     needs = (*algorithm.needs, *(() if private == () else (("exact messages", why),)))
     form = algorithm.form if private == () else None
     own: Any = {"own": Own, "start": personal, "keep": keep, "personal": personal}
-    renew = (
-        algorithm.renew if private == () else None
-    )  # it would take the gradient at x, which has no local layers
+    # it would take the gradient at x, which has no local layers
+    renew = algorithm.renew if private == () else None
     return algorithm._replace(
         message=message, private=private, needs=needs, form=form, renew=renew, **own
     )

@@ -1,6 +1,4 @@
-"""FedDyn (Acar et al. 2021).
-
-Each client's objective is bent so that its minimiser moves to the common one.
+"""FedDyn (Acar et al. 2021): clients' objectives are bent towards a common minimiser.
 
     client     d = g_i(y) - c_i + alpha (y - x)        K times from y = x   shift, direction
                c_i+ = c_i + alpha (x - y)                                   remember
@@ -8,10 +6,9 @@ Each client's objective is bent so that its minimiser moves to the common one.
                x+ = x - server_lr * (move + c+ / alpha)
 
 c_i is the gradient the client reached if it solved its problem exactly, and c = sum p_i c_i at all
-times, as in
-SCAFFOLD: the same gauge watches it. At a fixed point y_i = x and c = 0, hence c_i = grad f_i(x) and
-sum p_i grad f_i(x) = 0: no bias, whatever the heterogeneity. alpha is a step size in disguise: the
-clients must come near their minimisers.
+times, as in SCAFFOLD: the same gauge watches it. At a fixed point y_i = x and c = 0, hence c_i =
+grad f_i(x) and sum p_i grad f_i(x) = 0: no bias, whatever the heterogeneity. alpha is a step size
+in disguise: the clients must come near their minimisers.
 
 Symbols: lambda_i (the paper's gradient of L_i) = c_i, h = c.
 """
@@ -47,8 +44,7 @@ def feddyn(alpha: float = 1.0, server_lr: float = 1.0) -> Algorithm:
 
     why = (
         "remembers its moves, so what compression leaves out of one would count twice, in its "
-        "memory and in its "
-        "error feedback, and grow; compress scaffold instead"
+        "memory and in its error feedback, and grow; compress scaffold instead"
     )
     return Algorithm(
         "feddyn",

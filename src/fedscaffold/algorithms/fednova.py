@@ -1,11 +1,11 @@
 """FedNova (Wang et al. 2020): FedAvg whose clients pull equally hard however many steps they take.
 
     client     y <- y - lr_k g_i(y)      K_i times;    T_i = sum of its lr_k
-    server     x+ = x - server_lr * T * mean of (x - y_i) / T_i,    T = mean T_i          (means weighted by p_i)
+    server     x+ = x - server_lr * T * mean of (x - y_i) / T_i,    T = mean T_i
 
-With equal numbers of steps it is FedAvg. With unequal ones FedAvg minimises an objective in which
-busy clients weigh more; FedNova keeps the weights p_i, but not SCAFFOLD's exactness: the drift of
-each client stays.
+Means are weighted by p_i. With equal numbers of steps it is FedAvg. With unequal ones FedAvg
+minimises an objective in which busy clients weigh more; FedNova keeps the weights p_i, but not
+SCAFFOLD's exactness: the drift of each client stays.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def fednova(server_lr: float = 1.0) -> Algorithm:
 
     why = (
         "divides moves by the sum of step sizes, which says how far SGD goes but not how far an "
-        "optimizer does; "
-        "use scaffold, whose mean direction holds for any optimizer"
+        "optimizer does; use scaffold, whose mean direction holds for any optimizer"
     )
     return Algorithm(
         "fednova", direction, message, update, needs=(("sgd", why),), form=form(server_lr)

@@ -1,6 +1,4 @@
-"""Mime (Karimireddy et al. 2021) with SGD and momentum.
-
-The server's momentum, held fixed while clients step.
+"""Mime (Karimireddy et al. 2021): SGD with the server's momentum, fixed while clients step.
 
     all heard     a = mean of grad f_i(x),   s+ = beta s + (1 - beta) a     prepare
     client i      d = (1 - beta) (g_i(y) - g_i(x) + a) + beta s             direction

@@ -1,6 +1,4 @@
-"""Parts of a round that all engines share.
-
-Client work around the local steps, and message contents.
+"""Parts of a round that all engines share: the work around the local steps, and messages.
 
 An engine supplies the gradient and the loop over local steps.
 """
@@ -68,7 +66,7 @@ class Exchange(NamedTuple):
 
 @cache
 def exchange(algorithm: Algorithm) -> Exchange:
-    """Find what an algorithm exchanges, by tracing its functions on scalars and recording the fields they read.
+    """Find what an algorithm exchanges, by tracing which fields its functions read.
 
     >>> from fedscaffold.algorithms import fedavg, scaffold
     >>> exchange(scaffold()).sent(plain=True), exchange(scaffold()).sent(plain=False)
@@ -166,7 +164,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _fields_holding(message: Any, value: Any) -> tuple[str, ...]:
-    """Return the fields of a message that hold this very object, or one of its fields if it is a record."""
+    """Return the fields of a message that hold this very object, or a field of this record."""
     parts = [value, *value] if _is_record(value) else [value]
     fields = zip(message._fields, message, strict=True)
     return tuple(name for name, field in fields if any(field is part for part in parts))
@@ -194,10 +192,7 @@ def _without_layers(algorithm: Algorithm) -> Algorithm:
 
 
 def start_of(algorithm: Algorithm, x: Vector, own: Record) -> Any:
-    """Return the start of a client's local steps.
-
-    A vector, or a record of vectors that are stepped together.
-    """
+    """Return the start of a client's local steps: a vector, or a record of vectors."""
     return x if algorithm.start is None else algorithm.start(x, own)
 
 
@@ -229,9 +224,7 @@ def each(function: Callable[..., Any], *values: Any) -> Any:
 
 
 def personal_model(algorithm: Algorithm, x: Vector, own: Record) -> Vector:
-    """Return the model that a client uses.
-
-    A personal one if the algorithm has them, else the common model.
+    """Return the model that a client uses: its personal one, or else the common model.
 
     Args:
         algorithm: The algorithm.
@@ -249,7 +242,7 @@ def personal_model(algorithm: Algorithm, x: Vector, own: Record) -> Vector:
 def rebuild(
     algorithm: Algorithm, vectors: Mapping[str, Vector], travel: Any, plain: bool
 ) -> Record:
-    """Rebuild the message from the vectors sent and the travel, which the server knows from the client's steps.
+    """Rebuild the message from the vectors sent and the travel, which the server knows.
 
     >>> from fedscaffold.algorithms import scaffold
     >>> rebuild(scaffold(), {"d": 3.0}, travel=0.5, plain=True)
@@ -278,7 +271,7 @@ def absorb(algorithm: Algorithm, server: Record, changes: Record) -> Record:
 
 
 def work_of(algorithm: Algorithm, steps: Any, batch_size: Any = None) -> LocalWork:
-    """Return the local work that an algorithm does for the requested number of steps and batch size.
+    """Return the local work that an algorithm does for the requested steps and batch size.
 
     >>> from fedscaffold.algorithms import fedavg, sgd
     >>> work_of(fedavg(), 5).steps, work_of(sgd(), 5).steps

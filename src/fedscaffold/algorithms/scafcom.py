@@ -5,7 +5,7 @@ a round, client i takes K steps as in SCAFFOLD, along d = g_i(y) - c_i + c. With
 gradients it saw:
 
     v_i+ = (1 - beta) v_i + beta g_i                                        keep
-    sends   d_i = v_i+ + (c - c_i), as its difference from c: C(v_i+ - c_i)             message, reference
+    sends   d_i = v_i+ + (c - c_i), as its difference from c: C(v_i+ - c_i)      message, reference
     c_i+ = d_i - (c - c_i)  =  c_i + C(v_i+ - c_i)                          remember
     x+ = x - server_lr * K lr * D,    c+ = c + heard * (D - c)              update
 
@@ -63,8 +63,7 @@ def scafcom(beta: float = 0.2, server_lr: float = 1.0) -> Algorithm:
 
     why = (
         "makes the server's step from the sum of step sizes, which says how far SGD goes but not "
-        "how far an optimizer "
-        "does; use scaffold, compressed"
+        "how far an optimizer does; use scaffold, compressed"
     )
     return plain._replace(
         name="scafcom",

@@ -1,9 +1,9 @@
-"""Scaffnew (Mishchenko et al. 2022), or ProxSkip on the consensus problem.
+"""Scaffnew, or ProxSkip on the consensus problem (Mishchenko et al. 2022).
 
-A shared coin decides when to communicate.
+A shared coin decides when clients communicate.
 
     each step      y_i <- y_i - lr (g_i(y_i) - h_i)
-    with prob. p   x = mean y_j,   h_i <- h_i + (p / lr) (x - y_i),   y_i = x      one coin for all clients
+    with prob. p   x = mean y_j,   h_i <- h_i + (p / lr) (x - y_i),   y_i = x      one coin for all
 
 Between two communications every client takes the same number of steps, geometric with mean K = 1/p.
 So it is SCAFFOLD with h_i = c_i - c and a shared random number of local steps, but with the mean
@@ -34,8 +34,7 @@ def scaffnew() -> Algorithm:
     """
     displacement = (
         "divides x - y by the expected travel, a displacement form that is a mean direction only "
-        "for plain SGD "
-        "steps of one size; use scaffold with an optimizer or a schedule"
+        "for plain SGD steps of one size; use scaffold with an optimizer or a schedule"
     )
     shared = "has one number of local steps for all clients, drawn by a coin; use scaffold instead"
     return scaffold()._replace(

@@ -18,7 +18,7 @@ local data: the same line, with d_i = g_i(x) - c_i + c.
 With D = sum p_i d_i / heard over the clients heard, heard = sum of their p_i (S/N when all weigh
 the same):
 
-    x+ = x - server_lr * move,    move = sum p_i (x - y_i) / heard          ( = K lr D for plain SGD )
+    x+ = x - server_lr * move,    move = sum p_i (x - y_i) / heard    ( = K lr D for plain SGD )
     c+ = c + heard * (D - c)                                                update
 
 Why c stays the mean: c_i+ - c_i = d_i - c for the clients heard and 0 for the rest, so sum p_i
@@ -26,7 +26,7 @@ Why c stays the mean: c_i+ - c_i = d_i - c for the clients heard and 0 for the r
 limit of x by as much.
 
 Symbols: x, y_i, c, c_i, K = local_steps, eta_l = lr, eta_g = server_lr, S/N = heard; xi_i = c - c_i
-    is the shift.
+is the shift.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def shift(server: Server, memory: Memory) -> Vector:
 
 
 def direction(gradient: Gradient, y: Vector, x: Vector, shift: Vector) -> Vector:
-    """The corrected gradient: its mean over clients is the mean gradient, whatever the heterogeneity."""
+    """The corrected gradient: its mean over clients is the mean gradient."""
     return gradient(y) + shift
 
 

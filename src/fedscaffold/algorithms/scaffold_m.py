@@ -1,6 +1,4 @@
-"""SCAFFOLD-M (Cheng et al. 2024).
-
-SCAFFOLD whose local steps mix in the direction of the last round.
+"""SCAFFOLD-M (Cheng et al. 2024): local steps that mix in the direction of the last round.
 
 The server keeps x, c and m, client i keeps c_i; c = sum p_i c_i at all times. In a round, client i
 takes K steps along

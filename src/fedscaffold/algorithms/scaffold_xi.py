@@ -1,6 +1,6 @@
 """SCAFFOLD as its two analyses write it (Mangold et al. 2025), for full participation.
 
-One vector each way.
+One vector is sent each way.
 
     client     y <- y - lr (g_i(y) + xi_i)      K times from y = x
     server     x+ = x - server_lr * (x - mean y)
@@ -26,14 +26,13 @@ from fedscaffold.checks import memoised
 EVERYONE = (
     "everyone",
     "is right only when all clients take part in every round, as they take the mean direction for "
-    "c; use scaffold "
-    "with sampling",
+    "c; use scaffold with sampling",
 )
 
 
 @memoised
 def scaffold_xi(server_lr: float = 1.0) -> Algorithm:
-    """SCAFFOLD in the xi form: the same models as `scaffold()` with all clients, half of its messages down.
+    """SCAFFOLD in the xi form: `scaffold()`'s models with all clients, half its messages down.
 
     >>> scaffold_xi().finds
     ('c',)

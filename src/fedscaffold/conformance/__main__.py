@@ -1,9 +1,7 @@
-"""`python -m fedscaffold.conformance module:adapter`.
-
-Run the suite with NumPy as the only dependency.
+"""`python -m fedscaffold.conformance module:adapter`: run the suite with NumPy alone.
 
 Exit codes: 0 if no offered row fails, 1 if a row fails, 2 if a row ends in an error or the command
-    is invalid.
+is invalid.
 """
 
 from __future__ import annotations

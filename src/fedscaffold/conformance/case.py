@@ -1,6 +1,4 @@
-"""`Case` and `Trace`, input and output of an adapter.
-
-A federation of quadratics with exact gradients, in NumPy.
+"""`Case` and `Trace`, input and output of an adapter: quadratics with exact gradients.
 
 An adapter is one function, `Case -> Trace`, around an implementation of SCAFFOLD. The case
 determines everything: who trains, whose reply is lost, when the process restarts; nothing is
@@ -44,10 +42,7 @@ Array: TypeAlias = NDArray[np.float64]
 
 
 class Unsupported(Exception):
-    """Raised by an adapter for what its implementation does not offer.
-
-    `raise Unsupported("momentum")`.
-    """
+    """Raised by an adapter for a feature it does not offer: `Unsupported("momentum")`."""
 
 
 class Call(NamedTuple):
@@ -59,7 +54,7 @@ class Call(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One federation f_i(x) = x'A_i x / 2 - b_i'x, run with exact gradients from control variates of zero."""
+    """One federation f_i(x) = x'A_i x / 2 - b_i'x with exact gradients and c = c_i = 0 at first."""
 
     hessians: Array
     """(N, d, d): A_i."""
@@ -186,7 +181,7 @@ class Case(NamedTuple):
 
 
 def federation(hessians: Any, linear: Any, x0: Any, rounds: int, steps: int, lr: float) -> Case:
-    """Return the basic case: all clients in every round, no reply lost, equal weights, a constant step.
+    """Return the basic case: all clients in all rounds, equal weights, a constant step.
 
     Use `_replace` for everything else.
 

@@ -66,7 +66,7 @@ def diagnose(judgement: Judgement) -> list[str]:
 
 
 def early_runs(judgement: Judgement) -> dict[str, Run]:
-    """Return the first rounds of every federation that was run, as long as all numbers are finite."""
+    """Return the first rounds of every federation that was run, while numbers are finite."""
     found = {}
     for name, case in FEDERATIONS.items():
         run = judgement.runs.get(id(case))
@@ -88,16 +88,11 @@ def early_runs(judgement: Judgement) -> dict[str, Run]:
 
 
 def fit_coefficients(values: list[Array], *columns: list[Array]) -> Array | None:
-    """Fit values by a linear combination of columns.
-
-    None if there is no exact or no unique solution.
-    """
+    """Fit values by a linear combination of columns; None unless exact and unique."""
     if not values:
         return None
-    target, matrix = (
-        np.concatenate(values),
-        np.stack([np.concatenate(column) for column in columns], axis=1),
-    )
+    target = np.concatenate(values)
+    matrix = np.stack([np.concatenate(column) for column in columns], axis=1)
     coefficients, _, rank, _ = np.linalg.lstsq(matrix, target, rcond=1e-9)
     wrong = measures.largest(matrix @ coefficients - target)
     if rank < len(columns) or not wrong <= CLOSE * measures.largest(target, matrix) / 10:
@@ -111,7 +106,10 @@ def equal(coefficients: Array, *wanted: float) -> bool:
 
 
 def visits(run: Run) -> Iterator[tuple[int, int, Array, Array]]:
-    """Yield (round, client, points, gradients) of every visit of at least two steps with all gradients recorded."""
+    """Yield (round, client, points, gradients) of visits of two steps or more.
+
+    Only visits whose gradients were all recorded are yielded.
+    """
     case = run.case
     asked = {i: [call for call in run.calls if call.i == i] for i in range(case.num_clients)}
     for i, calls in asked.items():
@@ -158,7 +156,10 @@ def correction_in_words(a: float, b: float) -> str:
     if equal(np.array([a, b]), -1, 1):
         return "the sign of the correction is wrong: c_i - c is added to the gradients, not c - c_i"
     if equal(np.array([a]), -b):
-        return f"the correction is {a:.3g} (c - c_i): is it divided by a loss scale, a weight or a number of steps?"
+        return (
+            f"the correction is {a:.3g} (c - c_i): is it divided by a loss scale, a weight or a "
+            "number of steps?"
+        )
     a, b = (round(one, 3) + 0.0 for one in (a, b))
     return f"the correction is {a:.3g} c {b:+.3g} c_i, not c - c_i"
 
@@ -185,17 +186,13 @@ def about_memory(run: Run) -> Iterator[str]:
     if found is None or equal(found, 1, 0, 0) or case.momentum or len(set(case.lr)) > 1:
         return
     added = correction(run)
-    if added is None or not equal(
-        found, 1, added[0] - 1, added[1] + 1
-    ):  # else what a wrong correction makes of x - y
+    # else what a wrong correction makes of x - y
+    if added is None or not equal(found, 1, added[0] - 1, added[1] + 1):
         yield memory_in_words(*found)
 
 
 def gradients_early(run: Run, i: int) -> Array:
-    """Return client i's gradients of the first rounds.
-
-    The recorded ones, or those recomputed from its states.
-    """
+    """Return client i's gradients of the first rounds, recomputed if not recorded."""
     asked = [g for _, j, _, g in visits(run) if j == i]
     return np.array(asked) if asked else measures.gradients(run._replace(calls=()), i)
 
@@ -235,10 +232,8 @@ def about_control(run: Run) -> Iterator[str]:
     moved = np.diff(c, axis=0)
     heard = measures.heard(case)[:, :, 0]
     changes = np.einsum("rn,rnd->rd", heard * case.weights, np.diff(c_i, axis=0))
-    share, sent = (
-        heard @ case.weights,
-        np.array([case.weights[list(cohort)].sum() for cohort in case.cohorts]),
-    )
+    share = heard @ case.weights
+    sent = np.array([case.weights[list(cohort)].sum() for cohort in case.cohorts])
     if not moved.any():
         yield "c never moves"
         return
@@ -294,9 +289,8 @@ def about_model(run: Run) -> Iterator[str]:
     counts = heard.sum(axis=1)
     if factors is None:
         return
-    divisors = (
-        case.num_clients / factors[counts > 0]
-    )  # of a sum of moves, where clients weigh the same
+    # of a sum of moves, where clients weigh the same
+    divisors = case.num_clients / factors[counts > 0]
     if np.allclose(factors[counts > 0] * (heard @ case.weights)[counts > 0], 1, atol=CLOSE):
         yield "the server step is not used"
     elif np.allclose(factors[counts > 0], case.server_lr, atol=CLOSE):
@@ -346,7 +340,9 @@ class Likeness(NamedTuple):
 
 
 def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) -> list[str]:
-    """Return the mistakes that reproduce the target's numbers or, with `guess`, else those with similar failing rows.
+    """Return the mistakes that reproduce the target's numbers.
+
+    With `guess` and no such mistake, return those with similar failing rows.
 
     Failing rows alone are weak evidence: counting K in epochs fails the same rows as a wrong sign.
     """
@@ -388,7 +384,10 @@ def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) ->
 
 
 def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[str]) -> list[str]:
-    """Cover the wrong federations greedily with mistakes that reproduce them exactly and contradict no other."""
+    """Cover the wrong federations greedily with mistakes that explain them.
+
+    A mistake explains a federation if it gives the same numbers and contradicts no other one.
+    """
     exact = [one for one in likenesses if one.same & wrong and others <= one.same]
     left, said = set(wrong), list[str]()
     while exact and (explains := max((one.same & left for one in exact), key=len)):
@@ -403,7 +402,10 @@ def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[s
 
 
 def gap(name: str | None, federation: str, run: Run) -> float:
-    """Return the distance to a mistake's run (None: a correct one), with c_i from gradients or from the move."""
+    """Return the distance to a mistake's run; a mistake of None is a correct run.
+
+    c_i is made from gradients or from the move, whichever is closer.
+    """
     mistake, forms = right if name is None else MISTAKES[name], [False]
     if (
         isinstance(mistake, Scaffold)

@@ -33,7 +33,10 @@ class Condition(NamedTuple):
 
 
 def clients() -> tuple[Array, Array]:
-    """Return Hessians with eigenvalues 0.5 to 2.6, each steep in its own direction, and conflicting linear terms."""
+    """Return Hessians, each steep in its own direction, and conflicting linear terms.
+
+    The eigenvalues are 0.5 to 2.6.
+    """
     i = np.arange(N)
     steep = np.stack([np.cos(1 + 2 * i), np.sin(2 + 3 * i), np.cos(3 + 5 * i)], axis=1)
     pull = np.stack([np.sin(1 + 3 * i), np.cos(2 + 5 * i), np.sin(3 + 7 * i)], axis=1)
@@ -49,7 +52,7 @@ def meeting(case: Case, *cohorts: tuple[int, ...]) -> Case:
 
 
 def losing(case: Case, period: int) -> Case:
-    """Return the case with one reply lost every `period` rounds from the first, but never the only reply."""
+    """Return the case with a reply lost every `period` rounds, but never the only one."""
 
     def missing(r: int, cohort: tuple[int, ...]) -> tuple[int, ...]:
         return (cohort[r // period % len(cohort)],) if r % period == 0 and len(cohort) > 1 else ()

@@ -95,10 +95,8 @@ def relatives() -> list[Identity]:
     """Return the cases in which SCAFFOLD equals another method or another form of itself."""
     base, sampling, server = (CONDITIONS[name].case for name in ("all", "sampling", "server step"))
     single = brief(server)._replace(local_steps=(1,) * 4, lr=(0.3,))
-    heavy, weighted = (
-        single._replace(momentum=0.5),
-        single._replace(weights=CONDITIONS["weights"].case.weights),
-    )
+    heavy = single._replace(momentum=0.5)
+    weighted = single._replace(weights=CONDITIONS["weights"].case.weights)
     alone = single._replace(cohorts=((0,), (1,), (2,), (1,), (3,)) * 4, server_lr=1.0)
     twins = brief(base)._replace(hessians=base.hessians[[0] * 4], linear=base.linear[[0] * 4])
     zero = "With control variates held at zero, x is FedAvg's all along (I5)."
@@ -209,7 +207,7 @@ def in_units(case: Case, unit: float) -> Case:
 
 
 def features() -> list[Identity]:
-    """Return the rows on features of real models and optimisers, for adapters that `offers` them."""
+    """Return the rows on features of real models, for adapters that `offers` them."""
     whole, sampling = CONDITIONS["all"].case, CONDITIONS["sampling"].case
     base, server = brief(whole), brief(sampling)._replace(server_lr=1.3)
     tensors = base._replace(shapes=((1,), (2, 1)))
@@ -326,9 +324,9 @@ ABOUT_C: tuple[Callable[..., Measure], ...] = (
 
 
 def select(names: Iterable[str]) -> tuple[Identity, ...]:
-    """Return the rows with these names or families (`mean` for all that begin with `mean:`).
+    """Return the rows with these names or families, or all rows if none is given.
 
-    All if none is given.
+    The family `mean` has all rows that begin with `mean:`.
 
     >>> [identity.name for identity in select(["golden", "start"])]
     ['start', 'golden: all', 'golden: sampling']

@@ -63,9 +63,7 @@ class Judgement(NamedTuple):
 def conform(
     target: Target, identities: Sequence[Identity] = IDENTITIES, precision: str = "float64"
 ) -> list[Verdict]:
-    """Check every identity on a target.
-
-    An adapter, an algorithm, or a function that returns an algorithm.
+    """Check every identity on an adapter, an algorithm, or a function that returns one.
 
     Exceptions, wrong shapes and divergence become verdicts and do not stop the suite.
 
@@ -82,9 +80,8 @@ def judge(
     """Return the verdicts, and the runs that `diagnose` uses.
 
     Before all clients have been heard, c may be the mean over all with zeros for the others, or the
-    mean over the
-    clients met: either is correct if used in all rows. The target is judged by the one that fails
-        fewer rows.
+    mean over the clients met: either is correct if used in all rows. The target is judged by the
+    one that fails fewer rows.
     """
     checks.choice("precision", precision, PRECISIONS)
     adapter = adapter_of(target)
@@ -155,10 +152,7 @@ def run_case(adapter: Adapter, case: Case) -> Run | Failure:
 
 
 def error_location(error: BaseException, adapter: Adapter) -> str:
-    """Return where an error was raised and the adapter's line that led there.
-
-    Frames of this package are left out.
-    """
+    """Return where an error was raised, outside this package, and the adapter's line."""
     room = str(Path(__file__).parent)
     everything = list(traceback.extract_tb(error.__traceback__))
     frames = [frame for frame in everything if not frame.filename.startswith(room)] or everything
@@ -239,7 +233,7 @@ def judge_identity(
 
 
 def run_longer(adapter: Adapter, identity: Identity, run: Run) -> Run | Failure:
-    """Repeat a case with more and more rounds until it converges, settles elsewhere or reaches `PATIENCE`."""
+    """Repeat a case with more rounds until it converges, settles, or `PATIENCE` ends."""
     times, last = 1, run
     while times < PATIENCE:
         times *= 4
@@ -260,11 +254,13 @@ def measure_longer(
         return measure
     found = identity.check(longer)
     if found.violation <= found.tolerance:
-        note = f"slow: {measure.violation:.0e} after {run.case.rounds} rounds, there after {longer.case.rounds}"
+        note = (
+            f"slow: {measure.violation:.0e} after {run.case.rounds} rounds, there after "
+            f"{longer.case.rounds}"
+        )
         return found._replace(note=note)
-    if (
-        found.unfinished and found.violation > 0.9 * measure.violation
-    ):  # cohorts that never repeat look so
+    # cohorts that never repeat look so
+    if found.unfinished and found.violation > 0.9 * measure.violation:
         return found._replace(note=f"wrong: the distance rests at {found.violation:.2g}")
     return found._replace(note=f"{found.note} after {longer.case.rounds} rounds")
 
@@ -329,8 +325,8 @@ def import_path(path: str) -> ModuleType:
 def table(verdicts: Sequence[Verdict]) -> str:
     """Format the verdicts as lines of text, one per identity, followed by the counts.
 
-    >>> mean, start = Verdict("mean: all", "", "holds", 2e-16, 3e-12), Verdict("start", "", "fails", 0.5, 0.0)
-    >>> print(table([mean, start]))
+    >>> mean = Verdict("mean: all", "", "holds", 2e-16, 3e-12)
+    >>> print(table([mean, Verdict("start", "", "fails", 0.5, 0.0)]))
     holds        mean: all  2e-16 <= 3e-12
     fails        start      5e-01 >  0e+00
     1 hold, 1 fail, 0 not offered

@@ -39,10 +39,7 @@ def largest(*differences: Any) -> float:
 
 
 def growth(*runs: Run) -> Array:
-    """Return (rounds + 1,) the largest size of the numbers so far relative to a correct run.
-
-    At least 1.
-    """
+    """Return (rounds + 1,) how much larger than in a correct run numbers became, at least 1."""
     sizes = [
         np.max(
             [np.abs(states).reshape(len(states), -1).max(axis=1) for states in run.trace.vectors],
@@ -55,7 +52,7 @@ def growth(*runs: Run) -> Array:
 
 
 def relative(runs: tuple[Run, ...], *differences: Array, rounds: int | None = None) -> Measure:
-    """Return the measure of differences that should be zero in all rounds, or in all but the first states.
+    """Return the measure of differences that should be zero in all rounds.
 
     Args:
         runs: The runs compared.
@@ -165,7 +162,7 @@ def moves(run: Run) -> Measure:
 
 
 def slackened(measure: Measure, case: Case) -> Measure:
-    """With clipping, raise the tolerance for the 1e-6 that torch adds to a norm before dividing by it."""
+    """With clipping, tolerate the 1e-6 that torch adds to a norm before it divides."""
     clips = case.clip is not None or case.clip_corrected is not None
     return measure._replace(tolerance=measure.tolerance + clips * 1e-6 * oracles.size(case))
 
@@ -189,7 +186,7 @@ def gradients_seen(run: Run) -> Measure:
 def gradients(run: Run, i: int) -> Array:
     """Return the gradients of client i, (its rounds, steps, d).
 
-    The recorded ones if there is one per step.
+    They are the recorded ones if there is one per step.
     """
     case, (x, c, c_i) = run.case, run.trace.vectors
     rounds = [r for r, cohort in enumerate(case.cohorts) if i in cohort]
@@ -276,20 +273,14 @@ def translated(run: Run, other: Run) -> Measure:
 
 
 def rescaled(run: Run, other: Run) -> Measure:
-    """`other` measures the losses in other units.
-
-    x is the same, control variates are in the new unit.
-    """
+    """`other` has losses in other units: the same x, control variates in the new unit."""
     unit = other.case.hessians[0, 0, 0] / run.case.hessians[0, 0, 0]
     (x, c, c_i), scaled = run.trace.vectors, other.trace
     return relative((run, other), x - scaled.x, unit * c - scaled.c, unit * c_i - scaled.c_i)
 
 
 def server_step(run: Run, other: Run) -> Measure:
-    """`other` has another server step.
-
-    After one round its move is in proportion, its c and c_i the same.
-    """
+    """`other` has another server step: its first move is in proportion, c and c_i are the same."""
     (x, c, c_i), stepped = run.trace.vectors, other.trace
     moves = (x[1] - x[0]) / run.case.server_lr, (stepped.x[1] - stepped.x[0]) / other.case.server_lr
     differences = moves[0] - moves[1], c[1] - stepped.c[1], c_i[1] - stepped.c_i[1]

@@ -201,9 +201,9 @@ def second_option(formula: Callable[[Visit], Any]) -> Callable[[Visit], Any]:
 
 
 def travelling(travel: Callable[[Visit], float]) -> Callable[[Visit], Any]:
-    """Option II by displacement over some travel.
+    """Return option II by displacement over some travel.
 
-    Right under momentum, which is a mistake of its own.
+    It is right under momentum, which is a mistake of its own.
     """
     return second_option(lambda v: v.mean if v.case.momentum else v.displaced(travel(v)))
 
@@ -253,10 +253,7 @@ def shifted_by_buffers(values: Any, v: Visit) -> Any:
 
 
 def corrected_statistics(state: State, v: Visit, b: Any) -> Any:
-    """Running statistics that are moved by a control variate as well.
-
-    That of the parameters beside them.
-    """
+    """Move running statistics by the control variate of the parameters beside them."""
     return v.case.forward(v.i, b) - v.lr[0] * (v.c - v.c_i)[: len(b)]
 
 

@@ -52,7 +52,7 @@ def large_batch(case: Case) -> Array:
 
 
 def descent(case: Case) -> Array:
-    """Return x of every round of gradient descent on the first client's function, K steps a round."""
+    """Return x of every round of gradient descent on the first client's loss, K steps each."""
     xs = [case.x0]
     for _ in range(case.rounds):
         y = xs[-1]
@@ -81,9 +81,7 @@ def saga(case: Case, met: bool = False) -> Trace:
 
 
 def local_steps(case: Case, i: int, x: Array, c: Array, c_i: Array) -> tuple[Array, Array]:
-    """Run client i's local steps from given states, (..., d).
-
-    Return their end and the gradients, (steps, ..., d).
+    """Run client i's local steps from states (..., d); return the end and the gradients.
 
     m <- momentum * m + clipped(clipped(grad f_i(y)) + c - c_i),   y <- y - lr m
     """
@@ -124,9 +122,7 @@ def statistics(case: Case) -> Array:
 
 
 def centred(case: Case) -> tuple[Array, Array]:
-    """Run SCAFFOLD in its centred form with all clients.
-
-    xi_i stands for c - c_i, and there is no c.
+    """Run SCAFFOLD in its centred form with all clients, where xi_i stands for c - c_i.
 
     y_i <- y_i - lr * (grad f_i(y_i) + xi_i)     K times from y_i = x
     x   <- x + server_lr * (mean y - x),         xi_i <- xi_i + (y_i - mean y) / (K lr)

@@ -95,7 +95,7 @@ def reload_state(state: State, asarray: Callable[[Any], Any]) -> State:
 
 
 def to_trace(algorithm: Algorithm, case: Case, states: list[State]) -> Trace:
-    """Return the states as NumPy arrays, with zeros for control variates that the method does not have."""
+    """Return the states as NumPy arrays, with zeros for control variates not kept."""
     c, c_i = (*algorithm.means, ("c", "c_i"))[0]
 
     def array(record: Any, field: str) -> Any:

@@ -1,6 +1,4 @@
-"""A torch model for adapters, for any training loop.
-
-Its backward pass returns the gradient of the case.
+"""A torch model for adapters: its backward pass returns the gradient of the case.
 
 A batch contains the index of its client, `batch(i)`. The model's output is the loss, which the
 criterion `loss` returns unchanged. Parameters are the case's tensors w0, w1, ...; there is a buffer
@@ -20,7 +18,7 @@ __all__ = ["Quadratic", "batch", "loss", "vector"]
 
 
 class Asked:
-    """Reference to the case of a model that survives deep copies, so that copies of the model call the same case."""
+    """Reference to a model's case that deep copies share, so that they call the same case."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -69,10 +67,7 @@ class Quadratic(torch.nn.Module):  # type: ignore[misc]
             self.register_buffer("statistics", torch.tensor(case.buffers.astype(case.precision)))
 
     def forward(self, numbers: Any) -> Any:
-        """Return the loss of the client whose index the batch contains.
-
-        In training mode, update running statistics.
-        """
+        """Return the loss of the batch's client; in training mode, update running statistics."""
         i, case = int(numbers.reshape(-1)[0]), self.asked.case
         if self.training and case.buffers is not None:
             self.statistics = torch.as_tensor(case.forward(i, self.statistics))
@@ -90,5 +85,5 @@ def loss(output: Any, _target: Any = None) -> Any:
 
 
 def vector(tensors: Any) -> Any:
-    """Concatenate tensors, such as parameters or control variates, into one NumPy vector for a `Trace`."""
+    """Concatenate tensors, such as parameters, into one NumPy vector for a `Trace`."""
     return np.concatenate([one.detach().cpu().numpy().reshape(-1) for one in tensors])

@@ -42,9 +42,9 @@ class Dataset(NamedTuple):
 
 
 def checked(dataset: Dataset) -> Dataset:
-    """Return `dataset` unchanged.
+    """Return `dataset` unchanged, after checking it.
 
-    Raise InputError unless its shapes match, values are finite and labels in range.
+    Shapes must match, values must be finite and labels in range; else an InputError is raised.
 
     >>> x, y = np.zeros((3, 2), np.float32), np.array([0, 1, 2], np.int32)
     >>> checked(Dataset("mine", x, y, x, y, classes=2))

@@ -35,7 +35,7 @@ class FederatedData(NamedTuple):
 def federate(
     dataset: Dataset, split_spec: str, num_clients: int | None = None, *, seed: int = 0
 ) -> FederatedData:
-    """Return `dataset` divided among `num_clients` clients as `split_spec` says (forms in `SPLITS`).
+    """Divide `dataset` among `num_clients` clients as `split_spec` says (see `SPLITS`).
 
     The clients' arrays are slices of one reordered copy of the training records.
 
@@ -67,9 +67,7 @@ def counted(labels: Array, sizes: npt.NDArray[np.int64], classes: int) -> npt.ND
 
 
 def describe(federated: FederatedData) -> dict[str, Any]:
-    """Return summary statistics as JSON.
-
-    Number of records, their distribution, heterogeneity of the clients.
+    """Return statistics as JSON: numbers of records, and heterogeneity of the clients.
 
     `labels_per_client` is the mean number of labels a client has. `heterogeneity` is the mean over
     clients of the total variation distance between the client's label distribution and that of all
@@ -104,7 +102,7 @@ def describe(federated: FederatedData) -> dict[str, Any]:
 
 
 def heterogeneity(counts: npt.NDArray[np.int64]) -> float:
-    """Mean total variation distance (half the sum of differences) between the rows' shares and the total's.
+    """Return the mean total variation distance between the rows' shares and the total's.
 
     >>> heterogeneity(np.array([[5, 0], [0, 5]]))
     0.5

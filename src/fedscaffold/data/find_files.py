@@ -18,7 +18,7 @@ VARIABLE = "FEDSCAFFOLD_DATA"
 def read(
     name: str, folder: Path | None, within: str, original: str, also: Sequence[Path] = ()
 ) -> tuple[bytes, str]:
-    """Return the content of the file `name`, unpacked if kept as `name.gz`, and the path it was found at.
+    """Return the content of the file `name`, or of `name.gz` unpacked, and its path.
 
     Searches the subfolder `within` of `folder`, then `folder` itself, then the folders `also`. The
     default `folder`, None, is that of the environment variable FEDSCAFFOLD_DATA. `original` names

@@ -63,7 +63,7 @@ def idx_array(raw: bytes, ndim: int, where: str) -> npt.NDArray[np.uint8]:
 
 
 def libsvm_table(raw: bytes, features: int, where: str) -> tuple[Floats, npt.NDArray[np.float64]]:
-    r"""Return the dense (n, features) matrix and the labels of lines `label index:value index:value ...`.
+    r"""Return the dense (n, features) matrix and the labels of lines `label index:value ...`.
 
     Indices count from 1. Every distinct word is parsed once, which makes files of 0/1 features
     cheap to read.
@@ -95,21 +95,18 @@ def libsvm_table(raw: bytes, features: int, where: str) -> tuple[Floats, npt.NDA
 
 
 def libsvm_word(word: bytes, features: int) -> tuple[int, float]:
-    """Index and value of one word of a libsvm line.
+    """Return index and value of a libsvm word: index 0 for a label, -1 if it is invalid.
 
-    Index 0 for a label, -1 where the word makes no sense.
-
-    >>> libsvm_word(b"3:0.5", 9), libsvm_word(b"+1", 9), libsvm_word(b"10:1", 9), libsvm_word(b"3:nan", 9)
-    ((3, 0.5), (0, 1.0), (-1, 0.0), (-1, 0.0))
+    >>> [libsvm_word(word, 9) for word in (b"3:0.5", b"+1", b"10:1", b"3:nan")]
+    [(3, 0.5), (0, 1.0), (-1, 0.0), (-1, 0.0)]
     """
     head, colon, tail = word.rpartition(b":")
     try:
         index, value = int(head) if colon else 0, float(tail)
     except ValueError:
         return -1, 0.0
-    good = abs(value) <= FLOAT32_MAX and (
-        not colon or 1 <= index <= features
-    )  # NaN fails the comparison
+    # NaN fails the comparison
+    good = abs(value) <= FLOAT32_MAX and (not colon or 1 <= index <= features)
     return (index, value) if good else (-1, 0.0)
 
 

@@ -1,6 +1,4 @@
-"""Data sets by name. `digits` comes with scikit-learn.
-
-The others are read from local copies of public files.
+"""Data sets by name: `digits` of scikit-learn, and local copies of public files.
 
 To add a data set, write a function and add it to `DATASETS`. If the files have no separate test
 records, these are drawn with a fixed seed.
@@ -24,16 +22,18 @@ from fedscaffold.data.splits import holdout
 
 __all__ = ["DATASETS", "DEBIAN", "HOSPITALS", "load"]
 
-DEBIAN = Path(
-    "/usr/share/datasets/fashion-mnist"
-)  # where the Debian package dataset-fashion-mnist puts its files
+# where the Debian package dataset-fashion-mnist puts its files
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 HOLDOUT_SEED = 0
 
 LIBSVM_PAGE = (
     "the LIBSVM data sets page (www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary.html)"
 )
-EMNIST_PAGE = "EMNIST by NIST (www.nist.gov/itl/products-and-services/emnist-dataset; docs/data.md has the recipe)"
+EMNIST_PAGE = (
+    "EMNIST by NIST (www.nist.gov/itl/products-and-services/emnist-dataset; docs/data.md has the "
+    "recipe)"
+)
 HEART_PAGE = "UCI Heart Disease (archive.ics.uci.edu/dataset/45/heart+disease)"
 FASHION_PAGE = (
     "the Debian package dataset-fashion-mnist or github.com/zalandoresearch/fashion-mnist"
@@ -61,9 +61,7 @@ def load(name: str, folder: str | Path | None = None) -> Dataset:
 
 
 def digits(folder: Path | None = None) -> Dataset:
-    """Handwritten digits, 8 x 8, that come with scikit-learn.
-
-    1,400 for training, 397 for the test, by label.
+    """Handwritten digits, 8 x 8, of scikit-learn: 1,400 for training and 397 for the test.
 
     >>> digits().y.dtype
     dtype('int32')
@@ -126,7 +124,9 @@ def emnist(name: str, file: str, classes: int, folder: Path | None = None) -> Da
 
 
 def heart(folder: Path | None = None) -> Dataset:
-    """UCI Heart Disease: 920 patients of four hospitals, 13 measurements, disease (label above 0) or none.
+    """UCI Heart Disease: 920 patients of four hospitals, 13 measurements, disease or none.
+
+    A diagnosis above 0 is disease.
 
     A quarter of the patients is set apart for the test, stratified by hospital and label. A missing
     value (`?`) becomes the median of its column over the training records of all hospitals; then
@@ -159,9 +159,10 @@ def heart(folder: Path | None = None) -> Dataset:
 
 
 def standardised(raw: npt.NDArray[np.float64], train: Indices) -> Floats:
-    """Columns with NaN replaced by the median, mean 0 and deviation 1, all three taken over the rows `train`.
+    """Replace NaN by the median and standardise columns, by statistics of the rows `train`.
 
-    >>> standardised(np.array([[0.0], [np.nan], [2.0], [0.0], [2.0], [5.0]]), np.array([0, 2, 3, 4])).ravel()
+    >>> raw = np.array([[0.0], [np.nan], [2.0], [0.0], [2.0], [5.0]])
+    >>> standardised(raw, np.array([0, 2, 3, 4])).ravel()
     array([-1.,  0.,  1., -1.,  1.,  4.], dtype=float32)
     """
     unknown = np.flatnonzero(np.isnan(raw[train]).all(axis=0))
@@ -206,9 +207,7 @@ def libsvm_part(
 
 
 def a9a(folder: Path | None = None) -> Dataset:
-    """Adult census income as LIBSVM encodes it: 123 features of 0 and 1.
-
-    The test is the file a9a.t.
+    """Adult census income as LIBSVM encodes it: 123 binary features; the test is a9a.t.
 
     >>> a9a(Path("nowhere"))
     Traceback (most recent call last):
@@ -224,9 +223,7 @@ def a9a(folder: Path | None = None) -> Dataset:
 
 
 def mushrooms(folder: Path | None = None) -> Dataset:
-    """Mushrooms as LIBSVM encodes them: 112 features of 0 and 1, label 1 if edible.
-
-    A quarter is the test.
+    """Mushrooms as LIBSVM encodes them: 112 binary features, 1 if edible; a quarter is the test.
 
     >>> mushrooms(Path("nowhere"))
     Traceback (most recent call last):
@@ -255,7 +252,7 @@ def idx_part(part: str, folder: Path | None) -> tuple[Floats, Labels]:
 
 
 def fashion_mnist(folder: Path | None = None) -> Dataset:
-    """Fashion-MNIST: 70,000 pictures of clothes, 28 x 28, from the four idx files, packed (.gz) or not.
+    """Fashion-MNIST: 70,000 pictures of clothes, 28 x 28, from four idx files (or .gz).
 
     Also found where the Debian package puts it, without any folder given. The files are named as
     MNIST's are: keep them in a folder of their own, `fashion-mnist`.

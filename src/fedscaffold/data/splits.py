@@ -2,14 +2,14 @@
 
 A split assigns each record to exactly one client.
 
-    similarity:S      S % of the records are assigned evenly at random, the rest sorted by label in consecutive
-                      equal shares (Karimireddy et al. 2020, section 7)
+    similarity:S      S % of the records are assigned evenly at random, the rest sorted by label in
+                      consecutive equal shares (Karimireddy et al. 2020, section 7)
     iid               similarity:100
-    dirichlet:ALPHA   each label is divided among the clients in proportions drawn from a symmetric Dirichlet
-                      distribution with parameter ALPHA (Yurochkin et al. 2019); smaller is more
-                      heterogeneous
-    shards:K          sorted by label, cut into N K shards, K of them to each of the N clients at random
-                      (McMahan et al. 2017)
+    dirichlet:ALPHA   each label is divided among the clients in proportions drawn from a symmetric
+                      Dirichlet distribution with parameter ALPHA (Yurochkin et al. 2019); smaller
+                      is more heterogeneous
+    shards:K          sorted by label, cut into N K shards, K of them to each of the N clients at
+                      random (McMahan et al. 2017)
     natural           the data's own clients, such as hospitals
 """
 
@@ -112,7 +112,7 @@ def parsed(spec: str) -> tuple[str, float]:
 def similarity(
     labels: Array, num_clients: int, percent: float, rng: np.random.Generator
 ) -> Indices:
-    """The owner of every record: `percent` % at random, the rest by label.
+    """Return the owner of each record: `percent` % at random, the rest by label.
 
     Sizes differ by one at most.
 
@@ -122,9 +122,8 @@ def similarity(
     order = rng.permutation(len(labels))
     mixed = round(len(labels) * percent / 100)
     rest = order[mixed:]
-    rest = rest[
-        np.argsort(labels[rest], kind="stable")
-    ]  # stable: equal labels stay in random order
+    # stable: equal labels stay in random order
+    rest = rest[np.argsort(labels[rest], kind="stable")]
     # what does not divide goes to the first clients in one part, to the last in the other: sizes
     # stay even
     sizes = even(mixed, num_clients), even(len(rest), num_clients)[::-1]
@@ -171,9 +170,8 @@ def filled(owner: Indices, num_clients: int, rng: np.random.Generator) -> Indice
     """
     empty = np.flatnonzero(np.bincount(owner, minlength=num_clients) == 0)
     order = rng.permutation(len(owner))
-    _, kept = np.unique(
-        owner[order], return_index=True
-    )  # one record, at random, stays with every owner
+    # one record, at random, stays with every owner
+    _, kept = np.unique(owner[order], return_index=True)
     spare = np.delete(order, kept)[: len(empty)]
     owner = owner.copy()
     owner[spare] = empty
@@ -191,8 +189,8 @@ def shards(labels: Array, num_clients: int, each: int, rng: np.random.Generator)
     if number > len(labels):
         most = len(labels) // num_clients
         raise InputError(
-            f"shards:K with {num_clients} clients and {len(labels)} records: K at most {most}, got "
-            f"{each}"
+            f"shards:K with {num_clients} clients and {len(labels)} records: K at most {most}, "
+            f"got {each}"
         )
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
@@ -227,8 +225,8 @@ def natural(
     names, owner = np.unique(values, return_inverse=True)
     if num_clients is not None and checks.whole("num_clients", num_clients) != len(names):
         raise InputError(
-            f"split natural has {len(names)} clients here, got num_clients {num_clients}; leave it "
-            "out"
+            f"split natural has {len(names)} clients here, got num_clients {num_clients}; leave "
+            "it out"
         )
     return owner, len(names)
 
@@ -253,7 +251,7 @@ def gathered(owner: Indices, num_clients: int) -> list[Indices]:
 
 
 def holdout(strata: Any, size: int, *, seed: int) -> tuple[Indices, Indices]:
-    """Return the record numbers for training and `size` for the test, drawn evenly from every stratum.
+    """Return record numbers for training, and `size` for the test, evenly from every stratum.
 
     A stratum gives its exact share rounded down or up, the largest remainders up; both parts
     ascend.

@@ -1,11 +1,13 @@
-"""Deployment: server and client, validation of replies, durable state.
+"""Deployment on Flower: server, clients in torch, JAX or NumPy, and durable state.
 
-Torch, JAX or NumPy at the sites; Flower.
-
-    settings.py       settings, read from TOML       server.py       rounds, each committed before the next
-    schema.py         serialisation                  client.py       replies of a site
-    gate.py           validation of replies          server_loop.py  the main loop, for any transport
-    aggregation.py    state transitions              audit.py        the log, and who missed rounds
+    settings.py       settings, read from TOML
+    schema.py         serialisation
+    gate.py           validation of replies
+    aggregation.py    state transitions
+    server.py         rounds, each committed before the next
+    client.py         replies of a site
+    server_loop.py    the main loop, for any transport
+    audit.py          the log, and who missed rounds
 
 JAX, torch and Flower are imported only when used.
 """

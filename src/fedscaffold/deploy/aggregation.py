@@ -79,10 +79,8 @@ class State(NamedTuple):
 
     round: int
     server: Record
-    """The algorithm's server record: x in the model's precision.
-
-    The other fields in double precision, so that they do
-    not drift from the means of the memories by rounding."""
+    """The algorithm's server record: x in the model's precision, and the other fields in double
+    precision, so that they do not drift from the means of the memories by rounding."""
     memory: dict[str, Record]
     """Client memories by site, where the server keeps them; sites without an entry have the initial
     one."""
@@ -182,9 +180,8 @@ def aggregate(
             )
     server = algorithm.update(cast(state.server, np.float64), cast(told, np.float64), mean, heard)
     if rounding is not None:
-        server = absorb(
-            algorithm, server, rounding
-        )  # apply the memories' storage rounding to the means
+        # apply the memories' storage rounding to the means
+        server = absorb(algorithm, server, rounding)
     done, roster = state.round + 1, dict(state.roster)
     for site, update in updates.items():
         word = f"round {done} applied"
@@ -235,7 +232,10 @@ def remove_member(algorithm: Algorithm, state: State, site: str, memory: Record 
 def _reweight(
     algorithm: Algorithm, state: State, memory: Record, before: float, moved: float, after: float
 ) -> Record:
-    """Return the server record after one memory's mass grows by `moved`, and the total from `before` to `after`."""
+    """Return the server record after the mass of one memory grows by `moved`.
+
+    The total mass goes from `before` to `after`.
+    """
     fields = {}
     for field, of in algorithm.means:
         total = before * getattr(state.server, field)
@@ -275,9 +275,9 @@ def memory_means(
 
 
 def residual(algorithm: Algorithm, state: State) -> float:
-    """Return |c - sum p_i c_i| where the server keeps the c_i.
+    """Return |c - sum p_i c_i|, where the server keeps the c_i.
 
-    Above rounding level, the model is biased.
+    A residual above rounding level means that the model is biased.
     """
     if not state.roster:
         return 0.0
@@ -301,12 +301,13 @@ def memory_scale(algorithm: Algorithm, state: State) -> float:
 
 
 def find_nonfinite(state: State) -> str | None:
-    """Return the first non-finite part of a state: a site (its memory), a field, or "buffer NAME".
+    """Return the first non-finite part of a state, or None if all are finite.
 
-    None if finite.
+    A part is a site (its memory), a field of the server's record, or "buffer NAME".
 
     >>> from fedscaffold.algorithms.scaffold import Memory, Server
-    >>> state = State(1, Server(np.zeros(2), np.zeros(2)), {"ant": Memory(np.array([1.0, np.inf]))}, {}, {})
+    >>> memory = {"ant": Memory(np.array([1.0, np.inf]))}
+    >>> state = State(1, Server(np.zeros(2), np.zeros(2)), memory, {}, {})
     >>> find_nonfinite(state), find_nonfinite(state._replace(memory={}))
     ('ant', None)
     """
@@ -323,9 +324,7 @@ def find_nonfinite(state: State) -> str | None:
 def measure(
     update: Update, algorithm: Algorithm, told: Record, most: float, clip: float | None = None
 ) -> Update:
-    """Return an update with the norm of its effect on the state.
-
-    The pair (move, change of c_i), in the model's units.
+    """Return an update with its norm: that of (move, change of c_i), in the model's units.
 
     The change of a client's memory is the deviation of its direction from the reference that the
     algorithm declares. Where the norm exceeds `clip`, all deviations are scaled by one factor, so
@@ -350,17 +349,16 @@ def measure(
     fedscaffold.deploy.gate.Refused: overflow: numbers up to 1e+308 do not fit float64 when they are
         added up
     >>> server = scaffold().init(np.zeros(2))
-    >>> clipped = measure(Update({"d": np.array([3.0, 4.0])}, 2.0, {}), scaffold(), server, 2.0, clip=200**0.5 / 2)
-    >>> clipped.vectors
+    >>> update = Update({"d": np.array([3.0, 4.0])}, 2.0, {})
+    >>> measure(update, scaffold(), server, 2.0, clip=200**0.5 / 2).vectors
     {'d': array([1.5, 2. ]), 'move': array([3., 4.])}
     """
     known, references = exchange(algorithm), dict(algorithm.references)
     sent = cast(told, np.float64)
     (dtype,) = {vector.dtype for vector in update.vectors.values()}
     usual, off = {}, {}
-    with np.errstate(
-        over="ignore", invalid="ignore"
-    ):  # values too large for double precision are infinite
+    # values too large for double precision are infinite
+    with np.errstate(over="ignore", invalid="ignore"):
         message = message_of(algorithm, update.vectors, update.travel)
         for name in known.vectors:
             usual[name] = references[name](sent) if name in references else 0.0
@@ -420,14 +418,13 @@ def mean_metrics(
 ) -> tuple[dict[str, float], dict[str, list[str]]]:
     """Average the metrics that most clients report.
 
-    Also return, by metric, the sites where it is not finite.
+    Returns:
+        The means, and by metric the sites where it is not finite.
     """
     means: dict[str, float] = {}
     unmeasured: dict[str, list[str]] = {}
-    p, named = (
-        shares(roster),
-        Counter(name for update in updates.values() for name in update.metrics),
-    )
+    p = shares(roster)
+    named = Counter(name for update in updates.values() for name in update.metrics)
     for name in sorted(name for name, sites in named.items() if 2 * sites > len(updates)):
         values = {site: updates[site].metrics.get(name, math.nan) for site in sorted(updates)}
         finite = {site: value for site, value in values.items() if math.isfinite(value)}

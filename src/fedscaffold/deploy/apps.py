@@ -1,4 +1,4 @@
-"""Loading of user apps: a folder with `app.py`, which defines `learner(settings)`, and `federation.toml`."""
+"""User apps: a folder with `federation.toml` and `app.py`, which defines `learner(settings)`."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def open_app(folder: Path) -> tuple[Settings, Learner]:
         )
     if made.schema.dtype != settings.precision:
         raise InputError(
-            f"the learner is {made.schema.dtype} and precision is {settings.precision}; "
-            "give the learner precision=settings.precision"
+            f"the learner is {made.schema.dtype} and precision is {settings.precision}; give the "
+            "learner precision=settings.precision"
         )
     return settings, made
 

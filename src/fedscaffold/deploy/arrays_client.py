@@ -26,10 +26,8 @@ __all__ = ["ArraysLearner", "descend", "draw_batches"]
 Params = Mapping[str, Array]
 Batch = tuple[Array, ...]
 Gradient = Callable[[Array, Array | None, int | None], Array]
-"""(y, rows, step) -> mean gradient at y over rows of a site's records. Rows of None are all.
-
-`step` counts the local
-steps from 0, and is None for the gradient at x over all data."""
+"""(y, rows, step) -> mean gradient at y over rows of a site's records; rows of None are all. `step`
+counts the local steps from 0, and is None for the gradient at x over all data."""
 
 
 class ArraysLearner:
@@ -45,7 +43,7 @@ class ArraysLearner:
 
     >>> def gradient(params, batch):
     ...     return {"w": params["w"] - batch[0].mean(axis=0)}
-    >>> learner = ArraysLearner(gradient, {"w": np.zeros(2)}, lambda site: (np.ones((4, 2)),), precision="float64")
+    >>> learner = ArraysLearner(gradient, {"w": np.zeros(2)}, lambda site: (np.ones((4, 2)),))
     >>> learner.site("north").records, learner.schema.size
     (4, 2)
     """

@@ -178,9 +178,8 @@ class Audit:
         what, number, kind = event["event"], event.get("round"), event.get("kind", "train")
         if number is None:
             return
-        if (
-            what == "refused" and event["site"] not in self.missed
-        ):  # refused at registration: no round missed yet
+        # refused at registration: no round missed yet
+        if what == "refused" and event["site"] not in self.missed:
             self.missed[event["site"]] = Missed(number, "train", str(event["reason"]), 0)
         if what not in ("committed", "abandoned", "evaluated", "waiting"):
             return
@@ -194,10 +193,8 @@ class Audit:
         )
         for site, cause in causes.items():
             before = self.missed.get(site, Missed(0, kind, "", 0))
-            again = before.times > 0 and (before.round, before.kind) == (
-                number,
-                kind,
-            )  # a retry of the same round
+            # a retry of the same round
+            again = before.times > 0 and (before.round, before.kind) == (number, kind)
             self.missed[site] = Missed(number, kind, str(cause), before.times + (not again))
 
 

@@ -59,15 +59,12 @@ class Work(NamedTuple):
 
     @property
     def start(self) -> Any:
-        """Initial point of the local steps.
-
-        A vector, or a record of vectors that are stepped together.
-        """
+        """Initial point of the local steps: a vector, or a record of vectors."""
         return start_of(self.algorithm, self.x, self.own)
 
     @property
     def collect(self) -> bool:
-        """Whether the learner must accumulate the directions, as their mean does not follow from x - y."""
+        """Whether the learner must sum the directions, as x - y does not give their mean."""
         return "d" in exchange(self.algorithm).reads and self.local.optimizer != "sgd"
 
     @property
@@ -95,10 +92,7 @@ class Site(NamedTuple):
 
 
 class Learner(Protocol):
-    """A model and its local training in one framework.
-
-    Identical on the server and at every site.
-    """
+    """A model and its local training in one framework, the same at the server and all sites."""
 
     @property
     def schema(self) -> Schema:
@@ -138,10 +132,7 @@ def make_walk(
 
 
 def greeting(learner: Learner, settings: Settings, name: str) -> Packet:
-    """Return the message by which a site registers.
-
-    Records, digests, fingerprints of frozen parameters.
-    """
+    """Return the message by which a site registers: its records, and digests of its app."""
     facts: dict[str, Fact] = {
         "site": name,
         "records": int(learner.site(name).records),
@@ -279,9 +270,9 @@ def _store_and_pack(
     kept: Path,
     facts: dict[str, Fact],
 ) -> Packet:
-    """Store the client's new state until the server confirms the round.
+    """Return the reply to a training request.
 
-    Return the reply to a training request.
+    The client's new state is stored until the server confirms the round.
     """
     if done.steps < 1:
         raise Refused("implausible", "no local step was performed")
@@ -296,9 +287,8 @@ def _store_and_pack(
     if memory is not None:
         decoded = {name: unpack(array, private, work.x.size) for name, array in arrays.items()}
         with np.errstate(over="ignore", invalid="ignore"):
-            counted = message_of(
-                algorithm, decoded, done.steps * settings.local.lr
-            )  # as the server decodes it
+            # as the server decodes it
+            counted = message_of(algorithm, decoded, done.steps * settings.local.lr)
             new = cast(update_memory(algorithm, sent, memory, counted), dtype)
         facts["memory"] = save_record(kept, memory if request.facts["expect"] else None, new)
     if settings.local.buffers == "average":

@@ -1,6 +1,4 @@
-"""Durable client state, with `state = "client"`.
-
-The c_i that the server has applied, and the pending one.
+"""Durable client state, with `state = "client"`: the applied c_i and the pending one.
 
 After a round the client holds two vectors: the c_i that the server has acknowledged, and that of
 its last reply, which may or may not have been applied. Every request names the valid one by the
@@ -9,7 +7,8 @@ digest of its bits:
     waiting     the reply was applied: the pending vector becomes the acknowledged one
     counted     the reply was lost, late or refused: the pending vector is dropped
     before      the server was restored to one round earlier, and so is the client
-    none        lost, outdated or of another run: the client reports this, does not train, and a resync follows
+    none        lost, outdated or of another run: the client reports this, does not train, and a
+                resync follows
     ""          zeros: a new member, or one that a resync has reset
 
 An algorithm's private client state (`Algorithm.own`) is stored in the same way, in a file of its
@@ -116,7 +115,7 @@ def save_record(folder: Path, counted: Record, waiting: Record) -> str:
 def _read_vectors(folder: Path) -> dict[str, Array]:
     """Return the stored vectors.
 
-    None if the file is damaged, in which case a resync repairs the client.
+    There are none if the file is damaged; a resync then repairs the client.
     """
     try:
         snapshot = latest(folder)

@@ -1,4 +1,6 @@
-"""Errors in a site's code: only a type and a reference leave the site, as messages may contain private data.
+"""Errors in a site's code: only a type and a reference leave the site.
+
+Messages of errors may contain private data.
 
 The message and the traceback are written to `errors/REFERENCE.log` in the site's folder. The
 reference is random, since a hash of the text could be inverted by guessing. The type is the nearest

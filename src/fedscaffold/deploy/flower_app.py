@@ -155,7 +155,7 @@ class FlowerTransport:
         return [(site, reply) for _, site, reply in self._take_replies() if site]
 
     def _push(self, packets: list[tuple[int, Packet]], kind: str) -> list[str | None]:
-        """Push packets to nodes; return the message ids, None for those that could not be pushed."""
+        """Push packets to nodes; return the message ids, None for those not pushed."""
         if not packets:
             return []
         messages = [
@@ -167,7 +167,7 @@ class FlowerTransport:
     def _take_replies(self) -> list[tuple[int, str, Packet | str]]:
         """Return what arrived since the last call.
 
-        Polls in a thread, as flwr may block for minutes.
+        Replies are pulled in a thread, as flwr may block for minutes.
         """
         now = time.monotonic()
         idle = (
@@ -186,11 +186,13 @@ class FlowerTransport:
         return found
 
     def _pull(self, messages: list[str]) -> None:
-        """Pull replies one by one, as one that Flower cannot decode would discard all others of the same call."""
+        """Pull replies one by one.
+
+        A reply that Flower cannot decode would discard all others of the same call.
+        """
         for message in messages:
-            with contextlib.suppress(
-                Exception
-            ):  # link down or undecodable reply: the round continues
+            # link down or undecodable reply: the round continues
+            with contextlib.suppress(Exception):
                 for reply in self.grid.pull_messages([message]):
                     content = _read_reply(reply)
                     with self.lock:
@@ -207,16 +209,16 @@ def _read_reply(reply: Message) -> Packet | str:
 
 
 def _app_folder() -> Path:
-    """Return the folder of the app that Flower unpacked.
-
-    The first on sys.path that contains the settings.
-    """
+    """Return the folder on sys.path to which Flower unpacked the app."""
     return next(Path(place) for place in sys.path if (Path(place) / TOML).is_file())
 
 
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Run the federation; state, log and model are written to the folder `home` of the run's configuration."""
+    """Run the federation.
+
+    State, log and model are written to the folder `home` of the run's configuration.
+    """
     home = Path(str(context.run_config["home"]))
     make_folder(home, private=True)
     outcome: dict[str, Any] = {"error": "the server app failed; see its log"}

@@ -1,14 +1,16 @@
 """Validation of untrusted messages. The first check that fails is the `code` of the refusal.
 
     stranger      the sender is a member and names itself
-    size          bytes, names and texts are within those of a valid reply; checked before anything is allocated
+    size          bytes, names and texts are within those of a valid reply; checked before anything
+                  is allocated
     schema        exactly the requested vectors, with the model's shape, dtype and digest
     not finite    all numbers are finite
     stale         the reply is to this round and this request (round and nonce)
-    implausible   the registered number of records; at least one local step and no more than requested
+    implausible   the registered number of records; at least one local step and no more than
+                  requested
     overflow      the server's scaled sums of it are finite too (`aggregation.measure`)
-    norm          the pair (move, change of c_i) is not so long that the others' replies vanish in rounding
-                  (`aggregation.find_outsized`); with `deploy.clip` it is clipped
+    norm          the pair (move, change of c_i) is not so long that the others' replies vanish in
+                  rounding (`aggregation.find_outsized`); with `deploy.clip` it is clipped
 
 No type, length or number of a message is trusted. Every invalid message raises `Refused`, and
 nothing else.
@@ -59,10 +61,8 @@ class Asked(NamedTuple):
     round: int
     nonce: str
     arrays: dict[str, tuple[tuple[int, ...], str]]
-    """Shape and dtype of every expected array.
-
-    Fields of the algorithm's message, or of its memory in a resync, and
-    `buffer.NAME`."""
+    """Shape and dtype of every expected array: fields of the algorithm's message, or of its memory
+    in a resync, and `buffer.NAME`."""
     schema: Schema
     records: int
     most_steps: int
@@ -102,8 +102,9 @@ def admit(packet: Packet, asked: Asked) -> Update:
 
     >>> from fedscaffold.deploy.schema import blob
     >>> schema = Schema(("w",), ((2,),), "float64")
-    >>> asked = Asked("north", 1, "n1", {"d": ((2,), "float64")}, schema, records=10, most_steps=5, lr=0.1)
-    >>> facts = {"site": "north", "round": 1, "nonce": "n1", "schema": schema.digest, "records": 10, "steps": 5}
+    >>> asked = Asked("north", 1, "n1", {"d": ((2,), "float64")}, schema, 10, most_steps=5, lr=0.1)
+    >>> facts = {"site": "north", "round": 1, "nonce": "n1", "records": 10, "steps": 5}
+    >>> facts["schema"] = schema.digest
     >>> admit(Packet(facts, {"d": blob(np.ones(2))}), asked).travel
     0.5
     >>> admit(Packet(facts, {"d": blob(np.array([1.0, np.nan]))}), asked)
@@ -123,9 +124,8 @@ def admit(packet: Packet, asked: Asked) -> Update:
     room = sum(
         math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in asked.arrays.values()
     )
-    claimed = sum(
-        math.prod(item.shape) for item in packet.blobs.values()
-    )  # every element has at least one byte
+    # every element has at least one byte
+    claimed = sum(math.prod(item.shape) for item in packet.blobs.values())
     most = max(claimed, sum(len(item.data) for item in packet.blobs.values()))
     if most > room:
         raise Refused("size", f"{most} bytes sent or claimed where {room} are expected")
@@ -198,7 +198,10 @@ def check_greeting(
             other = _frozen_mismatches(packet, schema) if what == "schema" else []
             if other:
                 more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-                said = f"frozen parameters of {site} are not the server's: {', '.join(other[:3])}{more}"
+                said = (
+                    f"frozen parameters of {site} are not the server's: "
+                    f"{', '.join(other[:3])}{more}"
+                )
                 raise Refused("config", f"{said}; load them from the same file everywhere")
             raise Refused(
                 "config", f"its {what} differ from the server's; give it the same app and TOML"
@@ -213,13 +216,16 @@ def check_greeting(
             "implausible", f"{records} records where {agreed} stand under [deploy.records]"
         )
     if agreed is None and before is not None and records != before:
-        do = f"if that is right, the operator writes {site} = {records} under [deploy.records] and resumes"
+        do = (
+            f"if that is right, the operator writes {site} = {records} under [deploy.records] and "
+            "resumes"
+        )
         raise Refused("implausible", f"{records} records where {before} were registered; {do}")
     return records
 
 
 def read_vector(packet: Packet, name: str, like: Array, private: Ranges = ()) -> Array:
-    """Read and validate one vector or number with the shape and dtype of `like`.
+    """Read one vector or number with the shape and dtype of `like`.
 
     Private coordinates are zero.
     """
@@ -280,7 +286,7 @@ def read_int(facts: Any, name: str) -> int:
 
 
 def _frozen_mismatches(packet: Packet, schema: Schema) -> list[str]:
-    """Return the names of frozen parameters whose fingerprints in a greeting differ from the schema's."""
+    """Return the frozen parameters whose fingerprints in a greeting are not the schema's."""
     item = packet.blobs.get("frozen") if isinstance(packet.blobs, dict) else None
     mine = [(name, bytes.fromhex(print_)) for name, *_, print_ in schema.frozen]
     if (
@@ -312,7 +318,7 @@ def _read_metrics(facts: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_array(item: Any) -> bool:
-    """Return whether an item of a message is an array with a possible shape, whatever its bytes say."""
+    """Return whether an item of a message is an array with a possible shape."""
     if (
         not isinstance(item, Blob)
         or not isinstance(item.data, bytes)
@@ -328,9 +334,7 @@ def _is_array(item: Any) -> bool:
 
 
 def abbreviate(value: Any) -> str:
-    """Format an untrusted value for a log line, abbreviated.
-
-    Of large or nested values only the type.
+    """Format an untrusted value for a log line; large or nested values by their type only.
 
     >>> abbreviate("north"), abbreviate(10**5000), abbreviate([[]])
     ("'north'", 'a whole number of 16610 bits', 'a list')

@@ -101,7 +101,7 @@ class JaxLearner:
         return value
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function of parameters as one of the flat vector, in the learner's precision."""
+        """Compile a function of parameters as one of the flat vector."""
 
         def of_vector(y: Any, batch: Tree, key: Any) -> Any:
             return function(
@@ -122,7 +122,7 @@ class JaxLearner:
 def step_key(seed: int, step: int | None) -> Any:
     """Return the random key of a local step, counted from 0.
 
-    None for the gradient at x over all data.
+    A step of None stands for the gradient at x over all data.
     """
     words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     site = jax.random.wrap_key_data(jax.numpy.asarray(words), impl="threefry2x32")
@@ -134,7 +134,7 @@ def step_key(seed: int, step: int | None) -> Any:
 
 
 def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of (params, batch, key) that passes on `weights` and `key` only if `function` takes them.
+    """Return a function of (params, batch, key) that passes on only what `function` takes.
 
     Batches of a site contain no padding, so the weights are equal.
     """
@@ -143,8 +143,7 @@ def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., An
     if more := taken & {"state", "train"}:
         raise InputError(
             f"{name} takes {' and '.join(sorted(more))}, which JAX sites do not keep: deploy a "
-            "torch module, whose "
-            "buffers are kept, or a model without running statistics"
+            "torch module, whose buffers are kept, or a model without running statistics"
         )
 
     def called(params: Tree, batch: Tree, key: Any = None) -> Any:

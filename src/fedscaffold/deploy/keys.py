@@ -1,7 +1,4 @@
-"""Certificates and keys of a federation.
-
-An authority, a server certificate, and a key pair per site.
-"""
+"""Certificates and keys: an authority, a server certificate, and a key pair per site."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def make_server(authority: Path, folder: Path, hosts: Sequence[str], days: int) 
 
 
 def make_site_key(private: Path, public: Path) -> None:
-    """Write a site's key pair on the curve P-384 in OpenSSH format, as Flower's SuperNodes require."""
+    """Write a site's key pair on P-384 in OpenSSH format, as Flower's SuperNodes require."""
     key = ec.generate_private_key(ec.SECP384R1())
     _write(
         private,

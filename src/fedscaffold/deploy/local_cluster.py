@@ -1,12 +1,9 @@
-"""A Flower federation on this machine.
-
-SuperLink, SuperExec and one SuperNode per site, with TLS and keys.
+"""A Flower federation on this machine: SuperLink, SuperExec, a SuperNode per site.
 
 Every process leads its own session, so that it can be stopped with everything it started, and
 writes to its own log file (grandchildren would hold a pipe open). Flower's telemetry, update checks
-and package installations are off. The
-link runs with `--isolation process` and a shared secret: a run survives a crash of the link, and
-only our executor is given its tasks.
+and package installations are off. The link runs with `--isolation process` and a shared secret: a
+run survives a crash of the link, and only our executor is given its tasks.
 """
 
 from __future__ import annotations
@@ -299,9 +296,8 @@ class Federation:
             process = self.processes[name]
             while not has_ended(process) and time.monotonic() < until:
                 time.sleep(0.05)
-            signal_group(
-                process.pid, signal.SIGKILL
-            )  # and its group; not reaped yet, so the id is still valid
+            # and its group; not reaped yet, so the id is still valid
+            signal_group(process.pid, signal.SIGKILL)
             process.wait()
         self.processes.clear()
         end_processes(kin)  # descendants that started sessions of their own

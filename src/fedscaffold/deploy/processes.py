@@ -1,4 +1,4 @@
-"""Managing child processes: process groups, descendants, and ending them without affecting other processes."""
+"""Child processes: groups, descendants, and ending them without affecting others."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def _is_running(one: Kin) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name: state, parent, ..., start time.
+    """Return the fields of /proc/PID/stat after the name, or none if the process is gone.
 
-    Empty if it is gone.
+    The first is the state, the second the parent, the twentieth the start time.
     """
     try:
         return (

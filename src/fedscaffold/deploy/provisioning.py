@@ -1,6 +1,4 @@
-"""`deploy kit` makes a folder for the server and one per site.
-
-`deploy check` verifies a site's folder.
+"""`deploy kit`: a folder for the server and one per site; `deploy check` verifies them.
 
 The kit is described by a file sites.toml:
 
@@ -8,8 +6,8 @@ The kit is described by a file sites.toml:
     port = 8000
     app = "app"                      # the folder with app.py and federation.toml, beside this file
     days = 365                       # how long certificates last
-    [data]                           # optional: where a site's data lies, given to its app as FEDSCAFFOLD_DATA
-    north = "/srv/records"
+    [data]                           # optional: where a site's data lies
+    north = "/srv/records"           # given to its app as FEDSCAFFOLD_DATA
 
 Sites only make outgoing connections, to the server's port over TLS, authenticated by their keys.
 The authority's private key is written to a separate folder, to be kept offline.
@@ -92,10 +90,8 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     table = toml(text_of(path), str(path))
     for key in table:
         checks.choice("key", key, ("server", "port", "app", "days", "data"))
-    server, port = (
-        str(table.get("server", "")),
-        checks.whole("port", table.get("port", 8000), at_most=65535),
-    )
+    server = str(table.get("server", ""))
+    port = checks.whole("port", table.get("port", 8000), at_most=65535)
     if not server or any(c.isspace() or c in "\"'$" for c in server):
         raise InputError(
             f"{path}: server must be the name or address that sites call, got {server!r}"
@@ -125,7 +121,7 @@ def make_kit(path: Path, out: Path) -> list[Path]:
 
 
 def check(folder: Path) -> list[Finding]:
-    """Check a site's folder: versions, certificate, server, clock, model, settings, data and key."""
+    """Check a site's folder: versions, certificate, server, clock, app, data and key."""
     facts = record(folder / "site.json", site=str, server=str, port=int)
     left = keys.days_left(folder / "ca.crt")
     findings = [
@@ -160,7 +156,10 @@ def _versions() -> Finding:
         engine = metadata.version("flwr")
     except metadata.PackageNotFoundError:
         engine = "none"
-    said = f"fedscaffold {metadata.version('fedscaffold')}, flwr {engine}, Python {platform.python_version()}"
+    said = (
+        f"fedscaffold {metadata.version('fedscaffold')}, flwr {engine}, Python "
+        f"{platform.python_version()}"
+    )
     return Finding(
         "versions",
         engine == ENGINE,

@@ -1,4 +1,6 @@
-"""Serialisation: a model is one flat vector with a schema of named arrays, a record a few vectors and numbers.
+"""Serialisation: a model is one flat vector with a schema of named arrays.
+
+A record is a few vectors and numbers.
 
 Messages contain raw little-endian numbers only. The receiver knows their number, shape and dtype in
 advance, so no claim of the sender is trusted, parsed or allocated for; bytes of any other length
@@ -90,8 +92,8 @@ class Schema(NamedTuple):
     ) -> Schema:
         """Return the schema of named arrays that are sent as `dtype`.
 
-        >>> Schema.of({"w": np.zeros((2, 2))}, "float64").digest == Schema.of({"w": np.zeros(4)}, "float64").digest
-        False
+        >>> Schema.of({"w": np.zeros((2, 2))}, "float64").shapes
+        ((2, 2),)
         """
         if not arrays:
             raise InputError("the model has no trained arrays; at least one is needed")
@@ -124,7 +126,7 @@ class Schema(NamedTuple):
     def flatten(self, arrays: Mapping[str, Array]) -> Array:
         """Lay named arrays one after the other.
 
-        >>> Schema.of({"b": np.zeros(1), "w": np.zeros((1, 2))}, "float64").flatten({"b": [1], "w": [[2, 3]]})
+        >>> Schema(("b", "w"), ((1,), (1, 2)), "float64").flatten({"b": [1], "w": [[2, 3]]})
         array([1., 2., 3.])
         """
         return np.concatenate([np.asarray(arrays[name], self.dtype).ravel() for name in self.names])
@@ -136,12 +138,10 @@ class Schema(NamedTuple):
         return {name: vector[begin:end].reshape(shape) for name, (begin, end), shape in slices}
 
     def filed(self, vector: Array, kept: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the arrays of the model's file: trained and other arrays.
+        """Return the arrays of the model's file, tied ones under each of their names.
 
-        Tied ones under each of their names.
-
-        >>> schema = Schema.of({"w": np.zeros(1)}, "float64", stored=(("in", "w", "float16"), ("out", "w", "float64")))
-        >>> schema.filed(np.array([3.0]), {})
+        >>> tied = (("in", "w", "float16"), ("out", "w", "float64"))
+        >>> Schema.of({"w": np.zeros(1)}, "float64", stored=tied).filed(np.array([3.0]), {})
         {'in': array([3.], dtype=float16), 'out': array([3.])}
         """
         arrays = {**kept, **self.unflatten(vector)}

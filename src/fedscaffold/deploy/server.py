@@ -1,9 +1,11 @@
 """The deployment server: runs one round at a time and commits each before the next request is sent.
 
-    open     -> requests        sample a cohort among the sites present, draw one nonce per request, start the deadline
+    open     -> requests        sample a cohort among the sites present, draw one nonce per request,
+                                start the deadline
     receive  -> verdict         validate a reply (`gate.py`); a refused reply does not end the round
     due      -> bool            all sites have replied or failed, or the deadline has passed
-    close    -> outcome         quorum met: aggregate and commit; otherwise the state is unchanged, to be retried
+    close    -> outcome         quorum met: aggregate and commit; otherwise the state is unchanged,
+                                to be retried
 
 The server is independent of the transport (`server_loop.drive` passes it messages), and its
 deadlines use a monotonic clock. It can be killed at any time and resumes from the last commit. Each
@@ -11,12 +13,10 @@ request tells the client whether its previous reply was applied (`told`, and the
 it must hold).
 
 With `state = "client"`, a client may lose its c_i or return with an outdated one. Then c would
-contain a term that no
-client holds, so the next round is a resync: every client reports its c_i, c is recomputed from the
-reports, and clients that do not report restart from zeros. To bound the cost, a member that reports
-a loss more than `FREE` times is
-excluded from training for 8 rounds, then 16, 32, ...: at most 3 + log2(R / 4) resyncs of one member
-    in R rounds.
+contain a term that no client holds, so the next round is a resync: every client reports its c_i, c
+is recomputed from the reports, and clients that do not report restart from zeros. To bound the
+cost, a member that reports a loss more than `FREE` times is excluded from training for 8 rounds,
+then 16, 32, ...: at most 3 + log2(R / 4) resyncs of one member in R rounds.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ FREE = 3  # losses of c_i that a member may report before it is excluded: disks 
 REST = 8  # rounds of the first exclusion; each later one is twice as long
 MOST_DOUBLINGS = 32
 DIGEST = re.compile(r"[0-9a-f]{32}")
-HEAVY = (
-    0.5  # share of the total weight above which an unconfirmed number of records is warned about
-)
+# share of the total weight above which an unconfirmed number of records is warned about
+HEAVY = 0.5
 WARM_UP = 18  # steps after which the generator has mixed its three seed words, however similar
 AGAIN = 1 << 32  # stream of repeated draws of a round, which the simulator does not have
 
@@ -143,9 +142,8 @@ class Server:
         self.algorithm = fitted(make(**settings.algorithm), schema)
         self.server_keeps = settings.deploy.state == "server"
         self.clients_keep = not self.server_keeps and self.algorithm.remember is not None
-        self.token = (
-            secrets.token_hex(8) if token is None else token
-        )  # nonces differ between restarts
+        # nonces differ between restarts
+        self.token = secrets.token_hex(8) if token is None else token
         self.open_round: Open | None = None
         self.attempt = self.lives = 0
         self.seen: dict[str, float] = {}
@@ -206,9 +204,8 @@ class Server:
             records = gate.check_greeting(packet, site, self.schema, self.settings, before)
         except Refused as refusal:
             if site in self.settings.deploy.sites:
-                cause = self.declined[site] = str(refusal).removeprefix(
-                    "failed: "
-                )  # the site's own report
+                # the site's own report
+                cause = self.declined[site] = str(refusal).removeprefix("failed: ")
                 self.audit.write(
                     "refused",
                     site=site,
@@ -363,7 +360,7 @@ class Server:
     def receive(self, site: str, packet: Packet) -> Verdict:
         """Validate a reply and add it to the open round.
 
-        An invalid one is refused and logged, not raised.
+        An invalid reply is refused and logged, not raised.
         """
         self.seen[site] = self.clock()
         current = self.open_round
@@ -405,10 +402,7 @@ class Server:
         )
 
     def due(self) -> bool:
-        """Whether the open round should be closed.
-
-        No site is awaited, or the deadline has passed.
-        """
+        """Return whether to close the open round: nobody is awaited, or the deadline has passed."""
         current = self.open_round
         late = current is not None and self.clock() - current.began >= self.settings.deploy.deadline
         return late or not self.waiting
@@ -435,9 +429,8 @@ class Server:
         self.open_round = None
         if not committed:
             self.attempt += 1
-        elif (
-            current.kind != "resync"
-        ):  # else a site that loses its c_i in every round would be asked for ever
+        elif current.kind != "resync":
+            # else a site that loses its c_i in every round would be asked for ever
             self.attempt = 0
         metrics, unmeasured = (
             aggregation.mean_metrics(self.roster, current.updates) if committed else ({}, {})
@@ -577,9 +570,8 @@ class Server:
         reason = gate.read_printable(packet.facts, "reason")
         if packet.facts["kind"] == "lost own" and self.roster[site].own:
             self.audit.write("lost", site=site, round=self.state.round + 1, reason=reason)
-            self.roster[site] = self.roster[site]._replace(
-                own=""
-            )  # private state restarts; no one else depends on it
+            # private state restarts; no one else depends on it
+            self.roster[site] = self.roster[site]._replace(own="")
         counts = self.clients_keep and site not in current.updates and current.kind != "evaluate"
         if packet.facts["kind"] == "lost" and counts:
             if not self.roster[site].digest:
@@ -612,9 +604,8 @@ class Server:
             return update
         if self.clients_keep and not DIGEST.fullmatch(update.memory):
             raise Refused("schema", "it does not say which c_i it holds now")
-        if (
-            update.memory and not self.clients_keep
-        ):  # a later "lost" would trigger a needless resync
+        # a later "lost" would trigger a needless resync
+        if update.memory and not self.clients_keep:
             raise Refused("schema", "it names a c_i of its own where sites keep none")
         if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.own is not None):
             raise Refused(
@@ -681,7 +672,7 @@ class Server:
         return None, self.residual
 
     def _recompute_means(self, state: State) -> tuple[State, float | None]:
-        """Recompute c from the c_i if it still carries rounding errors of larger c_i that have since been replaced.
+        """Recompute c from the c_i where it carries rounding errors of larger, earlier c_i.
 
         Otherwise a site that once sent numbers of 1e15 would leave c off by 0.1 permanently. A
         residual that rounding does not explain is a fault and is left for `residual` to show.

@@ -50,10 +50,7 @@ class Transport(Protocol):
         """Send requests without waiting for replies."""
 
     def collect(self) -> list[tuple[str, Packet | str]]:
-        """Return what arrived since the last call.
-
-        By site a reply, or the reason why there is none.
-        """
+        """Return what arrived since the last call: by site a reply, or why there is none."""
 
 
 class Summary(NamedTuple):
@@ -170,17 +167,17 @@ def drive(
 
 
 def _reason_to_stop(server: Server, outcome: Outcome | None) -> str | None:
-    """Return why the run cannot go on, with the cause of every site that did not count.
-
-    None if it can.
-    """
+    """Return why the run cannot go on, with the sites' causes; None if it can."""
     number = server.state.round + 1
     refused = {} if outcome is None or outcome.committed else outcome.refused
     spoilt = {
         site for site, cause in refused.items() if cause.startswith(("not finite", "overflow"))
     }
     if refused and spoilt >= {*refused, *server.roster}:
-        why = f"round {number}: every site's update holds NaN or infinite numbers, so training diverged"
+        why = (
+            f"round {number}: every site's update holds NaN or infinite numbers, so training "
+            "diverged"
+        )
         why += "; take a smaller local.lr, and look for NaN in the data"
     elif server.attempt > server.settings.deploy.retries:
         why = f"round {number} failed its quorum {server.attempt} times in a row"
@@ -203,7 +200,7 @@ def write_model(path: Path, arrays: Mapping[str, Array], facts: Mapping[str, str
 
 
 def _await_sites(server: Server, transport: Transport, sleep: Callable[[float], None]) -> None:
-    """Register sites until all are present or have declined, or `deploy.wait` seconds have passed."""
+    """Register sites until all are present or declined, or `deploy.wait` seconds pass."""
     began = server.clock()
     while True:
         _register_new_sites(server, transport)

@@ -76,17 +76,14 @@ def load_state(folder: Path, settings: Settings, schema: Schema) -> SavedState |
         if snapshot.facts[what] != mine:
             name = "model" if what == "schema" else "algorithm or local settings"
             raise InputError(
-                f"the state in {folder} belongs to another {name}; take another folder or put them "
-                "back"
+                f"the state in {folder} belongs to another {name}; take another folder or put "
+                "them back"
             )
     return _decode_snapshot(snapshot, make(**settings.algorithm))
 
 
 def peek_state(folder: Path) -> SavedState | None:
-    """Load the latest valid state of `folder` for inspection, of any model and settings.
-
-    None if there is none.
-    """
+    """Load the latest valid state of `folder`, of any model and settings; None without one."""
     snapshot = latest(folder)
     return None if snapshot is None else _decode_snapshot(snapshot)
 
@@ -94,7 +91,7 @@ def peek_state(folder: Path) -> SavedState | None:
 def _decode_snapshot(snapshot: Snapshot, algorithm: Algorithm | None = None) -> SavedState:
     """Build the state with the algorithm's record types.
 
-    Without an algorithm, with generic ones of the same fields.
+    Without an algorithm, the records are generic ones with the same fields.
     """
     facts = snapshot.facts
     format_of(
@@ -142,5 +139,8 @@ def _decode_snapshot(snapshot: Snapshot, algorithm: Algorithm | None = None) -> 
             means,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        said = f"generation {snapshot.generation} is not the state of a server: {type(error).__name__}: {error}"
+        said = (
+            f"generation {snapshot.generation} is not the state of a server: "
+            f"{type(error).__name__}: {error}"
+        )
         raise StateError(said) from None

@@ -157,10 +157,7 @@ class Settings(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Digest of the settings that server and clients must share.
-
-        Those that affect a client's computation.
-        """
+        """Digest of the settings that affect a client's computation, which all must share."""
         return digest_of(
             [self.seed, self.precision, self.algorithm, list(self.local), self.deploy.state]
         )
@@ -248,7 +245,7 @@ def _build_settings(table: dict[str, Any]) -> Settings:
 
 
 def _read(table: dict[str, Any], key: str) -> Any:
-    """Read a key that is shared with the simulator, with its check and default in `run_config.KEYS`."""
+    """Read a key that simulations have too, with the check and default of `run_config.KEYS`."""
     stated = KEYS[key]
     return stated.read(key, table.get(key.rpartition(".")[2], stated.default))
 
@@ -285,12 +282,15 @@ def _deploy(table: dict[str, Any]) -> Deploy:
     if not isinstance(sites, list) or not all(
         isinstance(s, str) and NAME.fullmatch(s) for s in sites
     ):
-        allowed = "names of at most 64 letters (a to z), digits, - and _, which begin with a letter or digit"
+        allowed = (
+            "names of at most 64 letters (a to z), digits, - and _, which begin with a letter or "
+            "digit"
+        )
         raise InputError(f"deploy.sites must be a list of {allowed}, got {checks.shown(sites)}")
     plain = [site.lower() for site in sites]  # for case-insensitive file systems
     if len(set(plain)) != len(sites):
         raise InputError(
-            f"deploy.sites must name each site once, and not by capitals alone, got "
+            "deploy.sites must name each site once, and not by capitals alone, got "
             f"{checks.shown(sites)}"
         )
     if taken := [site for site in sites if site.lower() in RESERVED]:

@@ -31,7 +31,7 @@ size = 1.0                 # a share, or a number of sites, in each round
 
 [deploy]
 sites = ["cleveland", "hungarian", "switzerland", "va"]
-state = "server"           # who keeps the control variates: the server, or each "client" in a durable file
+state = "server"           # who keeps the control variates: the server, or each "client" in a file
 deadline = 120.0           # seconds a round may take
 quorum = 0.5               # share of the cohort without which a round does not count
 """
@@ -40,7 +40,8 @@ DATA = '''\
 def records(site, test=False):
     """The site's own records: (features, labels). Put your own reading of local files here.
 
-    Heart disease (UCI) where FEDSCAFFOLD_DATA names a folder with it; else digits, each site with labels of its own.
+    Heart disease (UCI) where FEDSCAFFOLD_DATA names a folder with it; else digits, with other
+    labels at each site.
     """
     from fedscaffold import data
 
@@ -99,15 +100,17 @@ def tensors(site, test=False):
 
 def learner(settings):
     return TorchLearner(
-        model, loss, tensors, metrics=metrics, test=lambda site: tensors(site, test=True), precision=settings.precision
+        model,
+        loss,
+        tensors,
+        metrics=metrics,
+        test=lambda site: tensors(site, test=True),
+        precision=settings.precision,
     )
 
 
 def problem():
-    """The same model, loss and data in the simulator.
-
-    Fs.simulate(fs.scaffold(), problem(), ...).
-    """
+    """The same model, loss and data for fs.simulate(fs.scaffold(), problem(), ...)."""
     import fedscaffold as fs
 
     sites = [tensors(site) for site in SITES]
@@ -153,7 +156,12 @@ def accuracy(params, batch):
 def learner(settings):
     test = {{"accuracy": accuracy}}
     return JaxLearner(
-        loss, params(), records, metrics=test, test=lambda site: records(site, test=True), precision=settings.precision
+        loss,
+        params(),
+        records,
+        metrics=test,
+        test=lambda site: records(site, test=True),
+        precision=settings.precision,
     )
 '''
 

@@ -4,9 +4,8 @@
         return TorchLearner(model, loss, data, precision=settings.precision)
 
 `model()` creates the module. `loss(module, batch)` returns the mean loss over a batch, or None to
-skip it. `data(site)`
-returns the site's records: a tuple of tensors or a `Dataset`, batched by the settings, or a
-    `DataLoader`, used as is.
+skip it. `data(site)` returns the site's records: a tuple of tensors or a `Dataset`, batched by the
+settings, or a `DataLoader`, used as is.
 
 The local model is one flat vector y; each step adds the flat shift to the flat gradient, for all
 layers at once. After every backward pass the gradients are copied from the parameters, and after
@@ -162,8 +161,7 @@ class TorchLearner:
         if isinstance(work.start, tuple):
             raise InputError(
                 f"{work.algorithm.name} trains several models at once, and a torch module is one: "
-                "deploy it with "
-                "ArraysLearner or JaxLearner"
+                "deploy it with ArraysLearner or JaxLearner"
             )
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
@@ -185,7 +183,11 @@ class TorchLearner:
         )
 
     def _descend(self, work: Work, records: Any) -> tuple[Tensor, int]:
-        """Perform the local steps; return the sum of the directions (if collected) and the number of steps."""
+        """Perform the local steps.
+
+        Returns:
+            The sum of the directions, if it is collected, and the number of steps.
+        """
         x = torch.from_numpy(work.x.copy()).to(self.device)
         shift = (
             None
@@ -234,21 +236,20 @@ class TorchLearner:
         return self.g
 
     def _set_gradients(self, d: Tensor) -> dict[str, Tensor]:
-        """Set d as the gradient of the parameters, as copies since the optimiser may modify them."""
+        """Set copies of d as the parameters' gradients, as the optimiser may modify them."""
         given = {name: part.clone() for name, part in self.schema.unflatten(d).items()}
         for name, grad in given.items():
             self.trained[name].grad = grad
         return given
 
     def _check_gradients_used(self, given: dict[str, Tensor]) -> None:
-        """Raise if the optimiser replaced the gradients, so that the correction would not reach the model."""
+        """Raise if the optimiser replaced the gradients, and with them the correction."""
         for name, grad in given.items():
             now = self.trained[name].grad
             if now is not None and now is not grad:
                 raise InputError(
                     f"the optimiser replaced the gradient of {name!r} by one of its own, without "
-                    "the correction; "
-                    "take one that steps along .grad as it finds it"
+                    "the correction; take one that steps along .grad as it finds it"
                 )
 
     def _loss(self, batch: Batch) -> Tensor | None:
@@ -258,7 +259,7 @@ class TorchLearner:
             return None
         if not isinstance(value, torch.Tensor):
             raise InputError(
-                f"loss(module, batch) must return a tensor, or None to skip a batch, got "
+                "loss(module, batch) must return a tensor, or None to skip a batch, got "
                 f"{type(value).__name__}"
             )
         one_number("loss(module, batch)", value.shape)
@@ -267,7 +268,8 @@ class TorchLearner:
     def _gradient(self, batch: Batch, scaler: Any = None) -> bool:
         """Compute the gradient of a batch into `self.g`, scaled by `scaler`.
 
-        Return False if the loss skips it.
+        Returns:
+            Whether there is one: False if the loss skips the batch.
         """
         value = self._loss(_to_device(batch, self.device))
         if value is None:
@@ -280,9 +282,8 @@ class TorchLearner:
         grads = {name: parameter.grad for name, parameter in self.trained.items()}
         if all(grad is None for grad in grads.values()):
             raise InputError(
-                "loss(module, batch) has no gradient in any trained parameter: it was detached, or "
-                "made of "
-                "something else than the module; return None to skip a batch"
+                "loss(module, batch) has no gradient in any trained parameter: it was detached, "
+                "or made of something else than the module; return None to skip a batch"
             )
         for name, part in self.schema.unflatten(self.g).items():
             grad = grads[name]
@@ -292,7 +293,7 @@ class TorchLearner:
         return True
 
     def _check_untouched(self) -> None:
-        """Raise if the loss changed the parameters, as x - y would no longer be the sum of the steps."""
+        """Raise if the loss changed the parameters: x - y must be the sum of the steps."""
         now = dict(self.module.named_parameters(remove_duplicate=False))
         values, moved = self.schema.unflatten(self.y), {id(p) for p in self.trained.values()}
         for name, parameter in (self.parameters | now).items():
@@ -359,8 +360,8 @@ def _check_module(module: Module) -> None:
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise InputError(
-                f"parameter {name!r} has no shape yet; let model() send a batch through the module "
-                "first"
+                f"parameter {name!r} has no shape yet; let model() send a batch through the "
+                "module first"
             )
         if parameter.is_complex() and parameter.requires_grad:
             raise InputError(f"parameter {name!r} is complex; train its real and imaginary parts")

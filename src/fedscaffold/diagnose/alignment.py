@@ -2,13 +2,14 @@
 
 With g_i = grad f_i(x), g = sum p_i g_i, and rms over clients weighted by p_i:
 
-    left       rms |(c_i - c) - (g_i - g)| / rms |g_i - g|    what the corrections leave of the clients' difference:
-                                                             0 is ideal, 1 as without them, above 1
-                                                             they do harm
-    noise      rms of sqrt(tr C_i / K_i) / rms |g_i - g|      the part of it that batches explain: c_i is a mean of K_i
-                                                             of them, each of covariance C_i
+    left       rms |(c_i - c) - (g_i - g)| / rms |g_i - g|
+    noise      rms of sqrt(tr C_i / K_i) / rms |g_i - g|
     cosines    <c_i, g_i> / (|c_i| |g_i|)
     pull       sum over clients heard no more of p_i (g_i - c_i)
+
+`left` is what the corrections leave of the clients' difference: 0 is ideal, 1 is as without them,
+and above 1 they do harm. `noise` is the part of it that batches explain, as c_i is a mean of K_i of
+them, each of covariance C_i.
 
 The pull is where training ends: the c_i of the clients that are heard become their g_i, and the
 model rests where c = 0, that is grad f(x) = pull, however long it trains.
@@ -57,7 +58,7 @@ def alignment(p: Floats, c: Floats, c_i: Floats, gradients: Floats, noise: Float
 def cosines(one: Floats, two: Floats) -> Floats:
     """Return the cosines between the rows of `one` and `two` (rows, or one vector).
 
-    0 for zero vectors.
+    The cosine with a zero vector is 0.
 
     >>> cosines(np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([2.0, 0.0])).round(6)
     array([0.707107, 0.      ])
@@ -72,9 +73,10 @@ def cosines(one: Floats, two: Floats) -> Floats:
 def pull(p: Floats, c_i: Floats, gradients: Floats, away: NDArray[np.bool_]) -> float:
     """Return |sum p_i (g_i - c_i)| over the clients no longer heard.
 
-    The gradient norm at which training ends.
+    It is the gradient norm at which training ends.
 
-    >>> pull(np.array([0.5, 0.5]), np.zeros((2, 1)), np.array([[3.0], [1.0]]), np.array([True, False]))
+    >>> half, away = np.array([0.5, 0.5]), np.array([True, False])
+    >>> pull(half, np.zeros((2, 1)), np.array([[3.0], [1.0]]), away)
     1.5
     """
     return float(np.linalg.norm(p[away] @ (gradients[away] - c_i[away])))

@@ -1,4 +1,4 @@
-"""Findings about the control variates of a federation, each one sentence with a number and a recommended action.
+"""Findings about control variates: a sentence, a number and a recommended action each.
 
 Shared by simulated runs and deployed servers; needs NumPy only. The severity of a finding is "ok",
 "watch" (worth a look, may be intended) or "wrong" (results are not what they seem).
@@ -40,23 +40,20 @@ NUMBERS = {
     "alignment": "share of the clients' difference that the control variates leave",
     "drift": "distance from the model that the furthest client goes in a local round",
     "step size": "step size as a share of the largest stable one",
-    "progress": "last value of what its sentence is about: metric, gradient norm, or round of divergence",
+    "progress": "last value that it is about: metric, gradient norm, or round of divergence",
     "rounds": "rounds abandoned in a row",
     "refusals": "replies refused",
     "audit": "rounds committed",
 }
 SEVERITIES = ("ok", "watch", "wrong")
 CHANCE = 1e-3  # sampling explains an absence that is at least this probable
-OUTLIER, SIGMAS = (
-    10.0,
-    6.0,
-)  # multiples of the median norm, and of the robust deviation of its logarithm
+# multiples of the median norm, and of the robust deviation of its logarithm
+OUTLIER, SIGMAS = 10.0, 6.0
 NAMED, MOST = 5, 1000  # most clients named in a sentence, and in a finding
 UNKNOWN = "a c_i or c was lost, replayed or overwritten"
 STARTS_AGAIN = (
     "the mismatch never heals: go back to a checkpoint or copy from before it, or start again; "
-    "then find what "
-    "changed the state between rounds"
+    "then find what changed the state between rounds"
 )
 
 
@@ -117,7 +114,8 @@ def mean_and_norms(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return sum p_i c_i in double precision and the norms |c_i|, in one pass over all rows.
 
-    >>> mean, norms = mean_and_norms([(np.array([1]), np.array([[3.0, 4.0]]))], np.array([0.5, 0.5]), 2)
+    >>> chunk = np.array([1]), np.array([[3.0, 4.0]])
+    >>> mean, norms = mean_and_norms([chunk], np.array([0.5, 0.5]), 2)
     >>> mean.tolist(), norms.tolist()
     ([1.5, 2.0], [0.0, 5.0])
     """
@@ -139,7 +137,10 @@ def check_finite(memory: Memory | None, x: NDArray[Any], c: NDArray[Any] | None)
     spoilt = () if memory is None else _client_names(memory, ~np.isfinite(memory.norms))
     if spoilt:
         found.append(f"the control variate of {join_names(spoilt)} is NaN or infinite")
-    do = "the run diverged or its state was damaged: take a smaller step size, or go back to a checkpoint from before"
+    do = (
+        "the run diverged or its state was damaged: take a smaller step size, or go back to a "
+        "checkpoint from before"
+    )
     said = "; ".join(found)
     return (
         [Finding("finite", "wrong", f"{said[0].upper()}{said[1:]}.", do, None, spoilt)]
@@ -151,8 +152,8 @@ def check_finite(memory: Memory | None, x: NDArray[Any], c: NDArray[Any] | None)
 def check_recorded_residual(residual: float, level: float, since: int | None = None) -> Finding:
     """Check c = sum p_i c_i from the recorded residual and the level that rounding explains.
 
-    >>> check_recorded_residual(1e-15, 1e-14).severity, check_recorded_residual(0.1, 1e-14, since=3).severity
-    ('ok', 'wrong')
+    >>> [check_recorded_residual(residual, 1e-14).severity for residual in (1e-15, 0.1)]
+    ['ok', 'wrong']
     """
     return (
         _residual_ok(residual, level)
@@ -167,7 +168,7 @@ def check_residual(
     suspects: Sequence[str] = (),
     zeros_meant: bool = False,
 ) -> list[Finding]:
-    """Check c = sum p_i c_i; if violated, say which side was changed, since when, and which clients are suspected.
+    """Check c = sum p_i c_i; if violated, say which side changed, since when, and who.
 
     Args:
         memory: The control variates.
@@ -183,7 +184,10 @@ def check_residual(
     if largest <= level:
         found = [_residual_ok(largest, level)]
         if lost and memory.scale > 0:
-            said = f"The control variate of {join_names(lost)} is exactly zero although heard, and c agrees with that."
+            said = (
+                f"The control variate of {join_names(lost)} is exactly zero although heard, and c "
+                "agrees with that."
+            )
             do = "look whether a site was repaired or joined anew; its next round refreshes it"
             found.append(Finding("lost", "watch", said, do, float(len(lost)), lost))
         return found
@@ -193,7 +197,10 @@ def check_residual(
 
 
 def _residual_ok(residual: float, level: float) -> Finding:
-    said = f"c is the mean of the c_i: they differ by {residual:.2g}, and rounding explains {level:.2g}."
+    said = (
+        f"c is the mean of the c_i: they differ by {residual:.2g}, and rounding explains "
+        f"{level:.2g}."
+    )
     return Finding("residual", "ok", said, number=residual)
 
 
@@ -222,26 +229,35 @@ def _explain_mismatch(
     if not np.any(memory.c) and np.any(memory.mean):
         return "c is exactly zero, so it was lost"
     if lost:
-        return f"the control variate of {join_names(lost)} is exactly zero although heard, so it was lost"
+        return (
+            f"the control variate of {join_names(lost)} is exactly zero although heard, so it was "
+            "lost"
+        )
     if suspects:
         return (
-            f"the control variate of {join_names(suspects)} alone would explain it, "
-            "so it was overwritten or replayed"
+            f"the control variate of {join_names(suspects)} alone would explain it, so it was "
+            "overwritten or replayed"
         )
     if memory.kept is not None and kept > level:
         apart = float(np.linalg.norm(memory.c - memory.kept))
         if apart <= level:
             return "rows of c_i were changed after the rounds that made them"
-        return "both c and rows of c_i were changed, or the algorithm's server step and remember do not agree"
+        return (
+            "both c and rows of c_i were changed, or the algorithm's server step and remember do "
+            "not agree"
+        )
     if memory.kept is not None:
-        return "the c_i are as the rounds left them, so c was changed, or the server's step does not go with remember"
+        return (
+            "the c_i are as the rounds left them, so c was changed, or the server's step does not "
+            "go with remember"
+        )
     return UNKNOWN
 
 
 def check_ages(
     memory: Memory, tended: str | None = None, pull: float | None = None, slope: float | None = None
 ) -> Finding:
-    """Check for clients not heard for longer than sampling explains, and estimate the effect on the model.
+    """Check for clients not heard for longer than sampling explains, and the effect on x.
 
     With S of N clients drawn uniformly in a round, N (1 - S/N)^a bounds the probability that any
     client is absent for a rounds.
@@ -257,7 +273,10 @@ def check_ages(
     longest = longest_absence(len(memory.p), memory.share)
     late, silent = overdue(memory), memory.heard_at == 0
     never, stale = _client_names(memory, late & silent), _client_names(memory, late & ~silent)
-    usual = f"the mean age is {age.mean():.3g} rounds, the oldest {age.max()}; sampling explains {longest:.3g}"
+    usual = (
+        f"the mean age is {age.mean():.3g} rounds, the oldest {age.max()}; sampling explains "
+        f"{longest:.3g}"
+    )
     if not never and not stale:
         rest = f"; {silent.sum()} of {len(age)} clients are not heard yet" if silent.any() else ""
         return Finding(
@@ -273,7 +292,10 @@ def check_ages(
         said += f"; left so, training ends at a gradient of {pull:.2g} (now {slope:.2g})"
     grave = bool(never) or ends
     severity = "wrong" if grave and tended is None else "watch"
-    do = "find out why they are not reached; or leave them out, or let old memory go: stale = 'drop:20'"
+    do = (
+        "find out why they are not reached; or leave them out, or let old memory go: stale = "
+        "'drop:20'"
+    )
     return Finding(
         "ages", severity, f"{said[0].upper()}{said[1:]}.", do, float(age.max()), (*never, *stale)
     )
@@ -325,7 +347,10 @@ def check_norms(memory: Memory, gradients: NDArray[Any] | None = None) -> Findin
     )
     if not who:
         return Finding("norms", "ok", f"{said}.", number=top)
-    do = "look at this client's data and replies: scaling, labels, or a site that sends what it likes (deploy.clip)"
+    do = (
+        "look at this client's data and replies: scaling, labels, or a site that sends what it "
+        "likes (deploy.clip)"
+    )
     return Finding(
         "norms",
         "watch",

@@ -1,10 +1,9 @@
 """`diagnose RUN`: find what is wrong with a run, finished or in progress, from its folder.
 
 The checkpoint is read as `resume` reads it, the problem is rebuilt from config.toml, and the state
-is checked
-against it: whether c is the mean of the c_i, whether clients are no longer heard, whether the c_i
-match the gradients at x, whether the next round would drift, whether the step size is stable, and
-whether the run makes progress.
+is checked against it: whether c is the mean of the c_i, whether clients are no longer heard,
+whether the c_i match the gradients at x, whether the next round would drift, whether the step size
+is stable, and whether the run makes progress.
 """
 
 from __future__ import annotations

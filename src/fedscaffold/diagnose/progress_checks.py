@@ -1,6 +1,4 @@
-"""Findings about the course of a run.
-
-Step size, drift, alignment of the control variates, and progress.
+"""Findings about the course of a run: step size, drift, alignment and progress.
 
 The measurements come from `state_checks.py` and `diagnose_run.py`.
 """
@@ -47,7 +45,7 @@ class Slope(NamedTuple):
 
 
 def first_excess_round(columns: Mapping[str, NDArray[Any]], level: float) -> int | None:
-    """Return the first round whose recorded residual is above the level that rounding explains, or None.
+    """Return the first round whose recorded residual rounding does not explain, or None.
 
     >>> first_excess_round({"round": np.array([1, 2]), "residual": np.array([0.0, 0.1])}, 1e-14)
     2
@@ -75,10 +73,16 @@ def check_step_size(lr: float, steps: int, found: StableStep, ailing: bool) -> F
         else ""
     )
     if share < NEAR or (found.unstable is False and found.source == "2/L"):
-        said = f"lr {lr:g} with {steps} local steps is {share:.2g} of the largest stable step, {limit}{tall}."
+        said = (
+            f"lr {lr:g} with {steps} local steps is {share:.2g} of the largest stable step, "
+            f"{limit}{tall}."
+        )
         return Finding("step size", "ok", said, number=share)
     if share < 1 and not found.unstable:
-        said = f"lr {lr:g} with {steps} local steps is just below the largest stable step, {limit}{tall}."
+        said = (
+            f"lr {lr:g} with {steps} local steps is just below the largest stable step, "
+            f"{limit}{tall}."
+        )
         return Finding(
             "step size",
             "watch",
@@ -87,7 +91,10 @@ def check_step_size(lr: float, steps: int, found: StableStep, ailing: bool) -> F
             share,
         )
     sure = bool(found.unstable) or ailing
-    said = f"lr {lr:g} with {steps} local steps is {share:.3g} times the largest stable step, {limit}{tall}."
+    said = (
+        f"lr {lr:g} with {steps} local steps is {share:.3g} times the largest stable step, "
+        f"{limit}{tall}."
+    )
     if sure:
         return Finding(
             "step size", "wrong", said, f"take a smaller step: local.lr = {found.lr / 2:.2g}", share
@@ -103,7 +110,7 @@ def check_drift(
     clients: NDArray[np.int64],
     reach: NDArray[Any],
 ) -> Finding | None:
-    """Check how far one local round takes the clients from x, and which go much further than the others.
+    """Check how far a local round takes the clients from x, and which go much further.
 
     Args:
         lengths: |y_i - x| of the clients, or None if no round could be tried.
@@ -124,7 +131,10 @@ def check_drift(
         )
     lost = [name(int(i)) for i in clients[~np.isfinite(lengths)]]
     if lost:
-        said = f"The local steps of {join_names(lost)} diverge within one round from the present model."
+        said = (
+            f"The local steps of {join_names(lost)} diverge within one round from the present "
+            "model."
+        )
         return Finding(
             "drift",
             "wrong",
@@ -136,7 +146,10 @@ def check_drift(
     middle, top = float(np.median(lengths)), float(lengths.max())
     far = [name(int(i)) for i in clients[(lengths > OUTLIER * middle) & (lengths > 3 * reach)]]
     last = name(int(clients[lengths.argmax()]))
-    said = f"One local round takes clients {middle:.2g} away from the model, {last} the furthest, {top:.2g}"
+    said = (
+        f"One local round takes clients {middle:.2g} away from the model, {last} the furthest, "
+        f"{top:.2g}"
+    )
     said += f" (K steps along their own gradients: {np.median(reach):.2g})" if reach.any() else ""
     if not far:
         return Finding("drift", "ok", f"{said}.", number=top)
@@ -149,9 +162,7 @@ def check_drift(
 def check_alignment(
     found: Alignment, with_c: NDArray[Any], age: NDArray[Any], name: Callable[[int], str], of: str
 ) -> Finding:
-    """Check whether the control variates still match the gradients.
-
-    The share of drift they leave, and cosines.
+    """Check whether control variates match the gradients: the drift they leave, and cosines.
 
     Args:
         found: Alignment of the clients that were heard and examined; the other arrays are of the
@@ -162,8 +173,14 @@ def check_alignment(
         of: Phrase that says how many clients these are.
     """
     low, worst = float(found.cosines.min()), int(found.errors.argmax())
-    cosine = f"cosines with the gradients at x {low:.2g} to {found.cosines.max():.2g}, with c {with_c.min():.2g} to "
-    said = f"The control variates leave {found.left:.2g} of the clients' difference at x ({of}; {cosine}"
+    cosine = (
+        f"cosines with the gradients at x {low:.2g} to {found.cosines.max():.2g}, with c "
+        f"{with_c.min():.2g} to "
+    )
+    said = (
+        f"The control variates leave {found.left:.2g} of the clients' difference at x ({of}; "
+        f"{cosine}"
+    )
     said += f"{with_c.max():.2g})"
     if found.left < 1:
         return Finding("alignment", "ok", f"{said}.", number=found.left)
@@ -174,10 +191,13 @@ def check_alignment(
             f"{said}: no more than the noise of batches, {found.noise:.2g}.",
             number=found.left,
         )
-    said += f": they add more drift than they remove, worst {name(worst)}, {int(age[worst])} rounds old."
+    said += (
+        f": they add more drift than they remove, worst {name(worst)}, {int(age[worst])} rounds "
+        "old."
+    )
     do = (
-        "they are stale or the model moves too far in a round: "
-        "smaller local.lr, larger cohorts, or stale = 'refresh:5'"
+        "they are stale or the model moves too far in a round: smaller local.lr, larger cohorts, "
+        "or stale = 'refresh:5'"
     )
     return Finding("alignment", "watch", said, do, found.left, (name(worst),))
 
@@ -192,7 +212,8 @@ def check_progress(
 ) -> Finding | None:
     """Check whether the run diverged, gets worse or stalls.
 
-    None if no decreasing metric was recorded.
+    Returns:
+        The finding; None if no decreasing metric was recorded.
     """
     if diverged_at is not None:
         said = f"The run diverged at round {diverged_at}."
@@ -241,7 +262,7 @@ def _lost_share(values: NDArray[Any]) -> float:
 
 
 def _has_stalled(columns: Mapping[str, NDArray[Any]], slope: Slope, dtype: Any) -> bool:
-    """Return whether the loss of the last quarter fell by a negligible part of what descent would bring."""
+    """Return whether the loss of the last quarter fell much less than descent would bring."""
     metric = next((name for name in ("gap", "loss") if name in columns), None)
     if metric is None:
         return False
@@ -258,12 +279,21 @@ def _has_stalled(columns: Mapping[str, NDArray[Any]], slope: Slope, dtype: Any) 
 
 def _stalled_finding(where: str, slope: Slope, noisy: bool, remembers: bool) -> Finding:
     share = slope.now / slope.start if slope.start > 0 else math.inf
-    said = f"The run stands still at a gradient of {slope.now:.2g}, {share:.2g} of that at the start ({where})"
+    said = (
+        f"The run stands still at a gradient of {slope.now:.2g}, {share:.2g} of that at the start "
+        f"({where})"
+    )
     if noisy:
         why = "noise of batches keeps it there; a smaller step or larger batches go lower"
         return Finding("progress", "ok", f"{said}: {why}.", number=slope.now)
     if remembers:
-        do = "see the residual and the ages: a c that is not the mean of the c_i, or clients no longer heard, end so"
+        do = (
+            "see the residual and the ages: a c that is not the mean of the c_i, or clients no "
+            "longer heard, end so"
+        )
         return Finding("progress", "watch", f"{said}, and no noise explains it.", do, slope.now)
-    do = "this is the bias of a method without control variates: algorithm.name = 'scaffold', or fewer local steps"
+    do = (
+        "this is the bias of a method without control variates: algorithm.name = 'scaffold', or "
+        "fewer local steps"
+    )
     return Finding("progress", "watch", f"{said}, beside the optimum.", do, slope.now)

@@ -96,16 +96,13 @@ def open_checkpoint(folder: Path, config: RunConfig) -> Iterator[CheckpointedRun
 def is_current(folder: Path, run: CheckpointedRun) -> bool:
     """Return whether the commit that was read still exists.
 
-    Otherwise rows in files may be newer.
+    If not, rows in files may be newer than it.
     """
     return any(number == run.generation for number, _ in generations(folder))
 
 
 def _open_store(config: RunConfig, ready: PreparedRun, folder: Path) -> Store | None:
-    """Open the store of the rows, if they are not in the state.
-
-    Read-only, because the run may be in progress.
-    """
+    """Open the store of the rows, read-only as the run may go on; None if they are in the state."""
     if config.client_state == "array":
         return None
     shape = (config.problem.num_clients, row_width(ready.spec), config.precision)
@@ -119,7 +116,8 @@ def _open_store(config: RunConfig, ready: PreparedRun, folder: Path) -> Store | 
 def _load_rows(folder: Path, num_clients: int, store: Store | None, snapshot: Snapshot) -> None:
     """Load the rows into the store, or those of several processes into the snapshot.
 
-    Raise StateError if damaged.
+    Raises:
+        StateError: If they are damaged.
     """
     if store is not None:
         kept = snapshot.arrays.items()

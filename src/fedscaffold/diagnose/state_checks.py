@@ -1,6 +1,4 @@
-"""Check the state of a run's last checkpoint against its problem.
-
-Control variates, drift, step size and progress.
+"""Check a run's last checkpoint: control variates, drift, step size and progress.
 
 With many clients, gradients are computed for a random sample, for those not heard for longest, and
 for those with the largest c_i.
@@ -101,9 +99,9 @@ def _examine_progress(
 
 
 def _reach(run: CheckpointedRun, view: View) -> NDArray[Any]:
-    """K lr |g_i|: the distance of K plain steps along the gradient at x.
+    """Return K lr |g_i|, the distance of K plain steps along the gradient at x.
 
-    0 if the optimizer has its own step size.
+    It is 0 if the optimizer has its own step size.
     """
     steps = run.ready.drawer.steps[view.clients]
     reach: NDArray[Any] = float(np.max(run.lr)) * steps * np.linalg.norm(view.gradients, axis=1)
@@ -152,10 +150,7 @@ def _load_memory(run: CheckpointedRun) -> Memory:
 
 
 def _select_clients(request: RunConfig, run: CheckpointedRun, memory: Memory | None) -> View:
-    """Select the clients to examine.
-
-    All of a small problem, else a sample and the oldest and largest.
-    """
+    """Select the clients to examine: all, or a sample with the oldest and the largest."""
     problem, p = request.problem, run.weights
     n, work = problem.num_clients, int(problem.offsets[-1]) * problem.dim
     x = np.asarray(run.state.x, np.float64)
@@ -188,7 +183,7 @@ def _subproblem(problem: Problem, clients: NDArray[np.int64]) -> Problem:
 def _slope(
     request: RunConfig, run: CheckpointedRun, view: View, stable: StableStep | None
 ) -> Slope:
-    """Return the gradient norm now and at the start, and the decrease that a round of descent would bring."""
+    """Return the gradient norm now and at the start, and the decrease by a round of descent."""
     now = float(np.linalg.norm(view.q @ view.gradients))
     begun = view.q @ client_gradients(
         view.part, request.problem.layout.flatten(request.problem.params)
@@ -203,9 +198,8 @@ def _examine_memory(
 ) -> list[Finding]:
     """Check residual, ages, norms and alignment of the control variates."""
     policy = run.ready.spec.policy
-    gradients = (
-        request.algorithm.renew is not None
-    )  # a c_i that is renewed by a gradient estimates one
+    # a c_i that is renewed by a gradient estimates one
+    gradients = request.algorithm.renew is not None
     since = progress_checks.first_excess_round(run.columns, memory.explained)
     suspects = _find_suspects(memory, view) if gradients else []
     late = overdue(memory)[view.clients]
@@ -248,9 +242,9 @@ def _has_loss(request: RunConfig) -> bool:
 
 
 def _find_suspects(memory: Memory, view: View) -> list[str]:
-    """Return the client whose row alone explains the mismatch e.
+    """Return the client whose row alone explains the mismatch e, if there is one.
 
-    c_i + e / p_i is close to its gradient.
+    Its c_i + e / p_i is close to its gradient.
     """
     p, off = memory.p[view.clients], memory.c - memory.mean
     if np.linalg.norm(off) <= memory.explained:

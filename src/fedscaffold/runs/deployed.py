@@ -156,10 +156,7 @@ class Deployed:
         self.stamps.append((self.round, at))
 
     def _columns(self) -> dict[str, NDArray[Any]]:
-        """Return the metrics by round.
-
-        Each line describes the model that was sent out in that round.
-        """
+        """Return the metrics by round, of the model that was sent out in that round."""
         rounds = sorted(self.rows)
         names = {
             name: None for number in rounds for name in self.rows[number] if name not in NOT_COLUMNS
@@ -229,8 +226,8 @@ def is_valid_event(event: dict[str, Any]) -> bool:
 def is_valid_metrics(line: dict[str, Any]) -> bool:
     """Return whether a line of metrics.jsonl has a round and numeric values.
 
-    >>> is_valid_metrics({"round": 3, "loss": 0.5, "heard": ["north"]}), is_valid_metrics({"round": 3, "loss": "low"})
-    (True, False)
+    >>> [is_valid_metrics({"round": 3, "loss": loss}) for loss in (0.5, None, "low")]
+    [True, True, False]
     """
     numbers = (value for name, value in line.items() if name not in NOT_COLUMNS)
     return is_count(line.get("round")) and all(
@@ -241,8 +238,8 @@ def is_valid_metrics(line: dict[str, Any]) -> bool:
 def is_valid_status(status: Any) -> bool:
     """Return whether status.json has values of the right types.
 
-    >>> is_valid_status({"phase": "waiting", "absent": ["north"]}), is_valid_status({"absent": 3}), is_valid_status([])
-    (True, False, False)
+    >>> [is_valid_status(one) for one in ({"absent": ["north"]}, {"absent": 3}, [])]
+    [True, False, False]
     """
     if not isinstance(status, dict):
         return False

@@ -1,4 +1,4 @@
-"""Sources of the run page: simulated runs, comparisons and deployed servers, read from their folders without JAX.
+"""Sources of the run page: runs, comparisons and deployed servers, read without JAX.
 
 `source_of` opens one folder, which `poll` reads incrementally; `sources` reads any number of
 finished runs.
@@ -31,10 +31,7 @@ class LiveSource(Protocol):
 
 
 class Simulated:
-    """Source of a simulated run.
-
-    Its log while it is running, and its whole folder once it has ended.
-    """
+    """Source of a simulated run: its log while it goes on, its whole folder once it has ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, RoundLog(folder)
@@ -106,10 +103,8 @@ class Simulated:
         facts, end = self.log.facts, self.log.end
         if end is not None:
             return str(end.get("how", "failed"))
-        elsewhere = facts.get("host") not in (
-            None,
-            platform.node(),
-        )  # its process cannot be checked from this machine
+        # its process cannot be checked from this machine
+        elsewhere = facts.get("host") not in (None, platform.node())
         return "running" if elsewhere or process_exists(facts.get("pid")) else "silent"
 
 

@@ -31,7 +31,10 @@ from fedscaffold.runs.view_model import view
 
 __all__ = ["Server"]
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src "
+    "'self'; img-src data:"
+)
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'; base-uri 'none'; form-action "
@@ -41,9 +44,8 @@ HEADERS = {
 }
 LOOPBACK = "127.0.0.1"
 LAST_LOOK = 3.0  # seconds for an open page to fetch the final state
-MAX_CONNECTIONS = (
-    32  # a new one closes the oldest, so that the run does not run out of file descriptors
-)
+# a new one closes the oldest, so that the run does not run out of file descriptors
+MAX_CONNECTIONS = 32
 PAUSE = 0.1  # seconds before the next attempt if a connection cannot be accepted
 
 
@@ -117,9 +119,8 @@ class _HTTPServer(ThreadingHTTPServer):
     """HTTP server with a bounded number of connections, whose errors never reach the run."""
 
     daemon_threads = True
-    request_queue_size = (
-        128  # the default of 5 makes a burst of connections wait for a second and more
-    )
+    # the default of 5 makes a burst of connections wait for a second and more
+    request_queue_size = 128
 
     def __init__(self, port: int, live: Server) -> None:
         super().__init__((LOOPBACK, port), _Handler)
@@ -162,10 +163,7 @@ class _HTTPServer(ThreadingHTTPServer):
             _disconnect(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore closed connections.
-
-        Print other errors as one line, because the terminal is the run's.
-        """
+        """Ignore closed connections; print other errors on one line of stderr."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             sys.stderr.write(

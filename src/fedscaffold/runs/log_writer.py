@@ -46,7 +46,9 @@ class LogWriter(Callback):
     >>> problem = fs.problems.quadratic(num_clients=4, dim=2, mu=0.1)
     >>> folder = Path(tempfile.mkdtemp())
     >>> with LogWriter(folder, {"clients": 4, "rounds": 3}) as log:
-    ...     _ = fs.simulate(fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.1, cohort=2, callbacks=[log])
+    ...     _ = fs.simulate(
+    ...         fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.1, callbacks=[log]
+    ...     )
     >>> reader = RoundLog(folder)
     >>> reader.update(), reader.columns["round"].tolist(), reader.end["how"]
     (True, [1.0, 2.0, 3.0], 'finished')
@@ -130,7 +132,7 @@ class LogWriter(Callback):
         self.own_seconds += time.perf_counter() - began
 
     def _write_rounds(self, look: Look, known: int, clock: dict[str, Any] | None = None) -> None:
-        """Write one line for each round after the first `known`, the last one with the clock fields."""
+        """Write a line for each round after the first `known`, the last with the clock."""
         columns = {name: column[known - look.start :] for name, column in look.columns.items()}
         heard = [self._heard_field(look, number) for number in columns["round"].tolist()]
         written = {name: format_column(column) for name, column in columns.items()}

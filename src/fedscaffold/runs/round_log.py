@@ -1,23 +1,24 @@
 """Read `rounds.jsonl`, the log of a run: one line of JSON for each round, appended as rounds end.
 
-    {"event": "begin", "format": 2, "run": "5f0c...", "at": 1763260000.0, "host": "here", "pid":
-    4711, "after": 0,
-     "rounds": 100, "clients": 20, "cohort": 4, "algorithm": "scaffold", "seed": 0, "precision":
-     "float32", "target": null, "problem": "digits, ...", "config": "8a1f03c2", "stoppable": true}
-    {"round": 1, "loss": 2.1, "residual": 1e-09, "bytes_up": 10400, "bytes_down": 20800, "heard":
-    [3, 7, 12, 19]} {"round": 2, ..., "at": 1763260001.5, "explained": 1e-12, "seconds": {"compile":
-    1.2, "draw": 0.01, "rounds": 0.4,
-     "checkpoint": 0.02, "record": 0.001}}
+    {"event": "begin", "format": 2, "run": "5f0c...", "at": 1763260000.0, "host": "here",
+     "pid": 4711, "after": 0, "rounds": 100, "clients": 20, "cohort": 4, "algorithm": "scaffold",
+     "seed": 0, "precision": "float32", "target": null, "problem": "digits, ...",
+     "config": "8a1f03c2", "stoppable": true}
+    {"round": 1, "loss": 2.1, "residual": 1e-09, "bytes_up": 10400, "bytes_down": 20800,
+     "heard": [3, 7, 12, 19]}
+    {"round": 2, ..., "at": 1763260001.5, "explained": 1e-12, "seconds": {"compile": 1.2,
+     "draw": 0.01, "rounds": 0.4, "checkpoint": 0.02, "record": 0.001}}
     {"event": "end", "at": 1763260009.0, "after": 100, "how": "finished"}
 
-begin       opens every session, also a resumed one, after the round of its checkpoint (`after`). Earlier lines of
-            rounds after that are superseded, because these rounds are run again. `run` is the same
-            in all sessions.
-a round     has the metrics of `Run.history`; null where nothing was measured. `heard` lists the clients of the
-            round, or is their number where they are all clients or more than 1000. The last round
-            of a stretch also has the clock, the residual that rounding explains so far
-            (`explained`), and the seconds of this session by phase.
-end         how: finished, target, diverged, stopped (by Ctrl-C, a signal or the page) or failed (an error).
+begin       opens every session, also a resumed one, after the round of its checkpoint (`after`).
+            Earlier lines of rounds after that are superseded, because these rounds are run again.
+            `run` is the same in all sessions.
+a round     has the metrics of `Run.history`; null where nothing was measured. `heard` lists the
+            clients of the round, or is their number where they are all clients or more than 1000.
+            The last round of a stretch also has the clock, the residual that rounding explains so
+            far (`explained`), and the seconds of this session by phase.
+end         how: finished, target, diverged, stopped (by Ctrl-C, a signal or the page) or failed (an
+            error).
 
 A crash may leave an incomplete line: readers skip what is not JSON, and a last line without a
 newline is not read yet. A file `stop` in the same folder asks the run to stop after the current
@@ -67,11 +68,8 @@ HEAD = 400  # leading bytes that identify a file
 RECENT = 240  # rounds for which the clients heard are kept
 MOST_STAMPS = 4096
 LARGEST = 2**62  # bound of integers accepted from a file
-TIMED = (
-    "draw",
-    "rounds",
-    "checkpoint",
-)  # phases that count as time of rounds; compilation happens once
+# phases that count as time of rounds; compilation happens once
+TIMED = "draw", "rounds", "checkpoint"
 NOT_COLUMNS = {"heard", "at", "explained", "seconds"}  # keys of a round's line that are not metrics
 
 Line = dict[str, Any]
@@ -82,9 +80,9 @@ class OtherFormatError(InputError):
 
 
 class Tail:
-    r"""The lines of a growing file of JSON lines.
+    r"""Reader of a growing file of JSON lines.
 
-    `read_new` returns those added since the last call.
+    `read_new` returns the lines added since the last call.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "lines.jsonl"
@@ -284,7 +282,7 @@ class RoundLog:
         return fresh, list(filter(is_valid_line, lines))
 
     def _refuse_format(self, line: Line) -> None:
-        """Refuse a session of another format before `is_valid_line`, which knows only our own, skips it."""
+        """Refuse a session of another format, which `is_valid_line` would skip."""
         number = line.get("format", FORMAT)
         if line.get("event") == "begin" and is_count(number) and number not in (1, FORMAT):
             self.tail.rewind()  # the next update refuses it again
@@ -336,8 +334,8 @@ class RoundLog:
 def drop_superseded(lines: list[Line]) -> list[Line]:
     """Return the lines without the rounds that a later session runs again.
 
-    >>> drop_superseded([{"round": 1}, {"round": 2}, {"event": "begin", "after": 1}, {"round": 2, "loss": 3}])
-    [{'round': 1}, {'event': 'begin', 'after': 1}, {'round': 2, 'loss': 3}]
+    >>> drop_superseded([{"round": 1}, {"round": 2}, {"event": "begin", "after": 1}, {"round": 2}])
+    [{'round': 1}, {'event': 'begin', 'after': 1}, {'round': 2}]
     """
     kept: list[Line] = []
     ceiling = float("inf")

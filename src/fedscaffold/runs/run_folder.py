@@ -2,7 +2,8 @@
 
 A run:
 
-    run.json        format, algorithm, seed, outcome, problem, command, versions, seconds, label counts by client
+    run.json        format, algorithm, seed, outcome, problem, command, versions, seconds, label
+                    counts by client
     config.toml     resolved configuration: running it again gives the same bits
     rounds.jsonl    one line for each round, appended during the run (`fedscaffold.runs.round_log`)
     checkpoint/     checkpoints for `fedscaffold resume`
@@ -10,7 +11,8 @@ A run:
 
 A comparison is a folder of run folders and a small index:
 
-    index.json      format, names of the runs, and what they share: problem, command, table, label counts by client
+    index.json      format, names of the runs, and what they share: problem, command, table, label
+                    counts by client
     runs/NAME/      a run, as above
     table.csv, table.tex, report.html
 
@@ -331,8 +333,7 @@ def _refuse_old(folder: Path) -> None:
     if (folder / "study.json").is_file() and not (folder / RUN).is_file():
         raise OtherFormatError(
             f"{folder} was written by fedscaffold 0.1.0, whose format is no longer read: run its "
-            "config.toml again "
-            "(the results are the same), or open the report.html in it"
+            "config.toml again (the results are the same), or open the report.html in it"
         )
 
 
@@ -342,8 +343,7 @@ def _read_json(path: Path, kinds: Mapping[str, Callable[[Any], bool]]) -> dict[s
     if about["format"] != FORMAT:
         raise OtherFormatError(
             f"{path} has format {about['format']}, and this fedscaffold reads format {FORMAT}: "
-            "read it with the "
-            "version that wrote it"
+            "read it with the version that wrote it"
         )
     _check_fields(path.name, about, kinds)
     return dict(about)
@@ -443,7 +443,7 @@ def _are_columns(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    """Return whether a value is a list of plain folder names, which cannot point outside the folder."""
+    """Return whether a value is a list of plain folder names, without paths."""
     return isinstance(value, list) and all(
         is_text(name) and re.fullmatch(r"[a-z0-9-]+", name) for name in value
     )

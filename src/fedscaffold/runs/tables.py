@@ -1,6 +1,4 @@
-"""The table of a comparison.
-
-One row for each algorithm, aggregated over seeds, and its output formats.
+"""The table of a comparison, one row for each algorithm, and its output formats.
 
 A row holds plain numbers, or None where a value is unknown. `COLUMNS` defines headings and formats
 for LaTeX and the terminal; the page has the same columns (`run_page/numbers.js`). CSV has raw keys
@@ -81,12 +79,13 @@ def format_bytes(number: float) -> str:
 
 
 def first_reached(columns: Mapping[str, NDArray[Any]], target: Target | None) -> int | None:
-    """Return the first round whose metric meets the target.
+    """Return the first round in which the metric meets the target, or None.
 
-    At least it for accuracy, at most it otherwise.
+    Accuracy must be at least the target, other metrics at most.
 
     >>> import numpy as np
-    >>> first_reached({"round": np.arange(1, 4), "loss": np.array([0.9, np.nan, 0.2])}, ("loss", 0.5))
+    >>> columns = {"round": np.arange(1, 4), "loss": np.array([0.9, np.nan, 0.2])}
+    >>> first_reached(columns, ("loss", 0.5))
     3
     """
     if target is None or target[0] not in columns:

@@ -40,9 +40,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the requested trackers, each once.
-
-    Raise InputError if one is unknown or not installed.
+    """Return the requested trackers, each once, if they are known and installed.
 
     >>> check_trackers(["tensorbord"])
     Traceback (most recent call last):
@@ -52,9 +50,8 @@ def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         checks.choice("tracker", name, INSTALL)
         found = importlib.util.find_spec(name)
-        if (
-            found is None or found.origin is None
-        ):  # a plain folder of that name, such as wandb's, is no package
+        # a plain folder of that name, such as wandb's, is no package
+        if found is None or found.origin is None:
             raise InputError(f"--log {name} needs the package {name}: pip install {INSTALL[name]}")
     return tuple(dict.fromkeys(names))
 
@@ -91,11 +88,9 @@ def replay(folder: Path, names: Sequence[str]) -> int:
 
 
 def numbers_of(line: Line) -> dict[str, float]:
-    """Return the numbers of a log line.
+    """Return the numbers of a log line: metrics, clients heard, and seconds by phase.
 
-    Metrics, number of clients heard, and seconds by phase if present.
-
-    >>> numbers_of({"round": 3, "loss": 0.5, "accuracy": None, "heard": [1, 4], "seconds": {"rounds": 2.0}})
+    >>> numbers_of({"round": 3, "loss": 0.5, "heard": [1, 4], "seconds": {"rounds": 2.0}})
     {'loss': 0.5, 'clients_heard': 2, 'seconds/rounds': 2.0}
     """
     plain = {
@@ -208,10 +203,7 @@ class Trackio:
 
 @contextmanager
 def _startup_errors(name: str) -> Iterator[None]:
-    """Convert any error of a tracker's start to a one-line InputError.
-
-    Send its output to stderr.
-    """
+    """Convert errors of a tracker's start to an InputError; send its output to stderr."""
     try:
         with redirect_stdout(sys.stderr):
             yield

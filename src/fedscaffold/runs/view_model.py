@@ -1,6 +1,4 @@
-"""The JSON view model of the run page.
-
-Runs in groups, thinned curves, and progress of a running run.
+"""The JSON view model of the run page: runs in groups, thinned curves, and progress.
 
 Runs that differ only in their seed form one group: one row of the table and one line in every
 chart. `run_page/` draws the result.
@@ -38,11 +36,8 @@ MEANINGS = {
     "age": "Mean age of the control variates (rounds)",
 }
 NOT_SHOWN = ("round", "residual", "bytes_up", "bytes_down")
-ASIDE = (
-    "seed",
-    "metrics",
-    "output",
-)  # configuration keys and tables that do not distinguish groups
+# configuration keys and tables that do not distinguish groups
+ASIDE = "seed", "metrics", "output"
 COLOURS = 6  # of the page's style; an algorithm has the same one on every page
 OWN_COLOURS = {"scaffold": 0, "fedavg": 1, "fedprox": 2, "sgd": 3, "scaffold-m": 4, "scaffnew": 5}
 VALUES = 12_000  # curve points on a page; longer curves are thinned
@@ -161,10 +156,7 @@ def _title(groups: list[dict[str, Any]], progress: Progress | None) -> str:
 
 
 def _group_runs(given: Sequence[Source]) -> list[dict[str, Any]]:
-    """Group runs by configuration without the seed.
-
-    Add each group's name, colour and distinguishing keys.
-    """
+    """Group runs by configuration without the seed; add names, colours and differing keys."""
     groups: dict[str, dict[str, Any]] = {}
     for source in given:
         rows = {row["algorithm"]: row for row in source.study.rows}
@@ -301,7 +293,8 @@ def thin(low: NDArray[Any], high: NDArray[Any], stretches: int) -> NDArray[np.in
     are kept, as are the first and the last, so that no spike is lost. Curves of at most two points
     per stretch are kept whole.
 
-    >>> thin(np.array([3.0, 9.0, 3.0, 3.0, 1.0, 3.0]), np.array([3.0, 9.0, 3.0, 3.0, 1.0, 3.0]), 2).tolist()
+    >>> curve = np.array([3.0, 9.0, 3.0, 3.0, 1.0, 3.0])
+    >>> thin(curve, curve, 2).tolist()
     [0, 1, 3, 4, 5]
     """
     number = len(low)
@@ -339,10 +332,8 @@ def _drawn_rounds(
     for run in runs:
         if metric in run.columns:
             inside = run.columns["round"] >= 1
-            at, values = (
-                run.columns["round"][inside] - 1,
-                np.asarray(run.columns[metric], np.float64)[inside],
-            )
+            at = run.columns["round"][inside] - 1
+            values = np.asarray(run.columns[metric], np.float64)[inside]
             values = np.where(np.isfinite(values), values, np.nan)
             low[at], high[at] = np.fmin(low[at], values), np.fmax(high[at], values)
     measured = np.flatnonzero(np.isfinite(low))
@@ -395,7 +386,7 @@ def _run_entry(
 
 
 def _column(run: RunRecord, name: str, kept: NDArray[Any] | None) -> dict[str, Any]:
-    """Return a column as JSON: values, their rounds if thinned, and whether they are single precision."""
+    """Return a column as JSON: values, their rounds if thinned, and their precision."""
     values = run.columns[name]
     single = bool(values.dtype == np.float32)
     if kept is None:
@@ -417,7 +408,7 @@ def _json_numbers(values: NDArray[Any]) -> list[Any]:
 
 
 def _seconds(run: RunRecord) -> NDArray[Any]:
-    """Return the seconds until the end of each round, from the log or else by equal shares of the total."""
+    """Return the seconds until the end of each round: logged, or equal shares of the total."""
     rounds = np.asarray(run.columns["round"])
     if run.clock is not None and len(run.clock):
         return np.asarray(np.interp(rounds, *run.clock.T)).round(4)
@@ -426,7 +417,7 @@ def _seconds(run: RunRecord) -> NDArray[Any]:
 
 
 def _label_maps(given: Sequence[Source]) -> list[dict[str, Any]]:
-    """Return the label counts of each distinct split, for at most `CLIENTS` evenly chosen clients."""
+    """Return the label counts of each distinct split, for at most `CLIENTS` clients."""
     found: dict[bytes, dict[str, Any]] = {}
     for source in given:
         counts = source.study.label_counts
@@ -489,19 +480,14 @@ def _pace(stamps: tuple[tuple[int, float], ...]) -> float | None:
 
 
 def _ages(given: Progress) -> dict[str, Any] | None:
-    """Return how long ago clients were last heard.
-
-    A histogram, the oldest, and the mean over those ever heard.
-    """
+    """Return a histogram of the rounds since clients were heard, the oldest and the mean."""
     if given.heard_at is None or not given.clients:
         return None
     number = given.clients if isinstance(given.clients, int) else len(given.clients)
     heard = list(given.heard_at)
     ages = np.maximum(0, given.round - np.fromiter(given.heard_at.values(), np.int64, len(heard)))
-    rest, since = (
-        number - len(heard),
-        given.round - given.all_at,
-    )  # clients not heard since the last round with all clients
+    # clients not heard since the last round with all clients
+    rest, since = number - len(heard), given.round - given.all_at
     counts = np.bincount(np.searchsorted(BINS, ages, side="right") - 1, minlength=len(BINS))
     ever = number if given.all_at else len(heard)
     if given.all_at:

@@ -10,15 +10,16 @@ object). A commit
     1  takes the lock of the folder              flock on .lock: one writer at a time
     2  writes a temporary file                   .commit.tmp, in the same folder, hashed on its way
     3  fsyncs it                                 its bytes are on the disk
-    4  renames it to its name                    atomic: the name, and with it the checksum, is there or not
-    5  fsyncs the folder                         the name is on the disk: only now is the generation committed
+    4  renames it to its name                    atomic: the name, and with it the checksum, is
+                                                 there or not
+    5  fsyncs the folder                         the name is on the disk: only now is the generation
+                                                 committed
     6  removes generations too old to keep
 
 A process killed, or a machine losing power, between any two of these leaves the old or the new
-generation as the
-latest, bit for bit, never a mixture: before 4 the old one is untouched and the temporary file has
-no valid name; after 4 the new one is complete, as its bytes were synced in 3; nothing old is
-removed before 5 is done.
+generation as the latest, bit for bit, never a mixture: before 4 the old one is untouched and the
+temporary file has no valid name; after 4 the new one is complete, as its bytes were synced in 3;
+nothing old is removed before 5 is done.
 
 Reading validates everything: the name against the bytes (`sha256sum` can check it too), the header
 against the size, the generation against the name. A file that fails is skipped for the generation
@@ -148,9 +149,8 @@ def latest(folder: Path | str, accept: Callable[[Snapshot], None] | None = None)
             if accept is not None:
                 accept(snapshot)
         except StateError as error:
-            if not os.path.lexists(
-                path
-            ):  # removed by a concurrent writer: there are newer generations
+            # removed by a concurrent writer: there are newer generations
+            if not os.path.lexists(path):
                 return latest(folder, accept)
             reasons.append(str(error))
             continue

@@ -94,9 +94,8 @@ def write_whole(
         data: Its bytes, its text (UTF-8), or a function that writes them to a file descriptor.
         private: Whether only its owner may read it, whatever the umask.
     """
-    temporary = path.with_name(
-        f"{path.name}.{os.getpid()}.part"
-    )  # another process may write the same file
+    # another process may write the same file
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     fd = create(temporary, private)
     try:
         if callable(data):
@@ -116,7 +115,8 @@ def write_private(path: Path, data: bytes | str | Callable[[int], object]) -> No
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open an existing regular file without blocking.
 
-    Raise StateError for links, pipes, devices and folders.
+    Raises:
+        StateError: If it is a link, a pipe, a device or a folder.
 
     >>> open_file(Path("/dev/null"))
     Traceback (most recent call last):
@@ -141,8 +141,8 @@ def refuse_link(folder: Path) -> None:
     """
     if folder.is_symlink():
         raise StateError(
-            f"{folder} is a symbolic link, and state is not written through links; give the folder "
-            "itself"
+            f"{folder} is a symbolic link, and state is not written through links; give the "
+            "folder itself"
         )
 
 
@@ -186,9 +186,7 @@ def locked(path: Path) -> Iterator[int]:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Lock a folder for the duration of a run.
-
-    Raise StateError with the process number if another holds it.
+    """Lock a folder for a run; raise StateError with the process number if it is in use.
 
     A killed owner leaves only an unlocked file behind.
 

@@ -1,10 +1,11 @@
-"""File store of client vectors.
+"""File store of client vectors, limited by the disk only.
 
-Limited by the disk only, at a cost per round independent of the number of clients.
+The cost of a round does not depend on the number of clients.
 
 Files of a store, named after a random identity so that two runs never mix:
 
-    rows-<id>            the base: row i of N at offset i * stride; sparse, clients never heard take no space
+    rows-<id>            the base: row i of N at offset i * stride; sparse, clients never heard take
+                         no space
     rows-<id>-<number>   a segment: the rows written between two commits, in order of writing
 
 Rows are written to the current segment only: nothing that a commit refers to is changed, and no
@@ -74,11 +75,9 @@ class FileStore:
         *,
         read_only: bool = False,
     ) -> None:
-        self.folder, self.num_clients, self.dim = (
-            Path(folder),
-            checks.whole("num_clients", num_clients),
-            dim,
-        )
+        self.folder = Path(folder)
+        self.num_clients = checks.whole("num_clients", num_clients)
+        self.dim = dim
         self.dtype = np.dtype(dtype)
         self.identity = secrets.token_hex(8)
         self.seen = np.zeros((num_clients + 7) // 8, np.uint8)
@@ -146,7 +145,7 @@ class FileStore:
     def snapshot(self) -> dict[str, Array]:
         """Sync all rows and return the arrays that the commit must hold.
 
-        No writes until `committed`.
+        Rows must not be written until `committed` is called.
         """
         with reported(f"keeping client rows in {self.folder}", intact=INTACT):
             segment = self.opened()
@@ -290,7 +289,7 @@ class FileStore:
 def described(
     arrays: Mapping[str, Array], num_clients: int, dim: int, dtype: np.dtype[np.generic]
 ) -> tuple[str, Array, list[tuple[int, Clients, Array]]]:
-    """Parse a snapshot: identity, bitmap of clients seen, and segments (number, clients, checksums)."""
+    """Parse a snapshot: identity, bitmap, and segments of (number, clients, checksums)."""
     identity = part(arrays, "identity", np.uint8, (8,)).tobytes().hex()
     shape = part(arrays, "shape", np.int64, (3,)).tolist()
     if shape != [num_clients, dim, dtype.itemsize]:

@@ -60,7 +60,7 @@ class Prefetched:
         self.ahead = self.thread.submit(self.store.read, ready)
 
     def read(self, clients: npt.ArrayLike) -> Array:
-        """Return the (S, d) vectors of some clients, which are not prefetched until they are written."""
+        """Return the (S, d) vectors of clients, which are not prefetched until written."""
         who = members(clients, self.num_clients).tolist()
         self.settle(wait=False)
         early = self.early if self.asked == who else {}
@@ -93,7 +93,7 @@ class Prefetched:
             self.writing.pop(0).result()
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Run `function` in the store's thread after all earlier requests, and return its result."""
+        """Run `function` in the store's thread, after all earlier requests."""
         self.settle()
         return self.thread.submit(function, *arguments).result()
 

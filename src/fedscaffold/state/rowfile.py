@@ -1,6 +1,7 @@
 """Files of client rows: fixed width, one checksum per row, read and written by position.
 
-    a row     d numbers, then their CRC-32, seeded with the client number, which detects misplaced rows too
+    a row     d numbers, then their CRC-32, seeded with the client number, which detects misplaced
+              rows too
 
 Rows are read with pread and written with pwrite. A memory map would read ahead far more than the
 wanted row, signal disk errors with SIGBUS, and count as memory of the process.
@@ -35,9 +36,8 @@ class RowFile:
         self.path, self.stride = path, dim * np.dtype(dtype).itemsize + 4
         self.fd = create(path) if flags is None else open_file(path, flags)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(
-                self.fd, 0, 0, os.POSIX_FADV_RANDOM
-            )  # rows are read in random order: no readahead
+            # rows are read in random order: no readahead
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def soon(self, slot: int) -> None:
         """Advise the system to prefetch a row."""
@@ -47,7 +47,8 @@ class RowFile:
     def get(self, slot: int, client: int, row: Array) -> int:
         """Read the row at `slot` into `row` and return its checksum.
 
-        Raise StateError if it is not that client's.
+        Raises:
+            StateError: If the row is damaged, or not that client's.
         """
         stored = bytearray(4)
         count = os.preadv(self.fd, [row.view(np.uint8).data, stored], slot * self.stride)
@@ -78,7 +79,7 @@ class RowFile:
 
 
 class Segment:
-    """Rows written between two commits, in order of writing, with the slot of each client and all checksums."""
+    """Rows written between two commits, with the slot of each client and the checksums."""
 
     def __init__(self, number: int, file: RowFile) -> None:
         self.number, self.file = number, file

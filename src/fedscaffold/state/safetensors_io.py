@@ -1,14 +1,13 @@
 """Strict reader and writer of the safetensors format: named arrays and text metadata in one file.
 
     8 bytes    n, the length of the header, little-endian
-    n bytes    JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
+    n bytes    JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets"}, ...}
     the rest   the arrays' bytes, one after the other without holes, little-endian, C order
 
 NumPy has no bfloat16, so such arrays are pairs of bytes (V2). Any safetensors reader opens these
 files. The format is implemented here because the SHA-256 is computed while writing, without copying
-the arrays, and because files may come
-from untrusted sources: everything is validated, and arrays take no more memory than the file has
-    bytes.
+the arrays, and because files may come from untrusted sources: everything is validated, and arrays
+take no more memory than the file has bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Encoded(NamedTuple):
 def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> Encoded:
     """Check arrays and metadata and encode the header.
 
-    Arrays are copied only to make them C-ordered little-endian.
+    Arrays are copied only to make them C-ordered and little-endian.
 
     >>> encode({"x": np.array([1j])}, {})
     Traceback (most recent call last):
@@ -74,9 +73,8 @@ def encode(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> Encoded:
     ordered: list[Array] = []
     given = {name: np.asarray(array) for name, array in arrays.items()}
     begin = 0
-    for name in sorted(
-        given, key=lambda name: (-given[name].itemsize, name)
-    ):  # widest first: all aligned
+    # widest first: all aligned
+    for name in sorted(given, key=lambda name: (-given[name].itemsize, name)):
         array = given[name]
         little = array.dtype.newbyteorder("<")
         if little not in CODES or name == METADATA:
@@ -142,10 +140,7 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str], str]:
 
 
 def contents(fd: int, size: int, name: str) -> tuple[dict[str, Array], dict[str, str], str]:
-    """Return the arrays, metadata and SHA-256 of an open file of `size` bytes.
-
-    `name` is used in messages.
-    """
+    """Return the arrays, metadata and SHA-256 of an open file; `name` is for messages."""
     digest = hashlib.sha256()
     if size < 8:
         raise StateError(f"{name} is truncated: {size} bytes")
@@ -175,7 +170,7 @@ def contents(fd: int, size: int, name: str) -> tuple[dict[str, Array], dict[str,
 def layout(
     header: dict[str, Any], room: int, name: str
 ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-    """Return dtype and shape of the arrays in file order, if they fill the `room` bytes after the header exactly."""
+    """Return dtype and shape of the arrays in file order; they must fill `room` bytes."""
     rows = []
     for key, entry in header.items():
         wanted = {"dtype", "shape", "data_offsets"}

@@ -2,8 +2,8 @@
 
 A folder holds one file per column (`column-0`, `column-1`, ...: the records of all clients
 concatenated, little-endian, C order) and one commit (see `commit.py`) with the clients' offsets as
-an array and the columns' names, dtypes, shapes
-and checksums as facts. The commit is written last: a folder without it is incomplete.
+an array and the columns' names, dtypes, shapes and checksums as facts. The commit is written last:
+a folder without it is incomplete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Records:
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
-    >>> records = write_records(folder, ({"x": np.full((i, 2), float(i)), "y": np.arange(i)} for i in (1, 2, 3)))
+    >>> clients = ({"x": np.full((i, 2), float(i)), "y": np.arange(i)} for i in (1, 2, 3))
+    >>> records = write_records(folder, clients)
     >>> len(records), records.counts.tolist(), records[1]["y"].tolist()
     (3, [1, 2, 3], [0, 1])
     >>> rows, offsets = records.gather([2, 0])
@@ -78,11 +79,9 @@ class Records:
         """Open the file of a column and check its size."""
         path = self.folder / f"column-{number}"
         try:
-            name, dtype, crc = (
-                str(facts["name"]),
-                np.dtype(DTYPES[facts["dtype"]]),
-                int(facts["crc"]),
-            )
+            name = str(facts["name"])
+            dtype = np.dtype(DTYPES[facts["dtype"]])
+            crc = int(facts["crc"])
             shape = tuple(checks.whole("shape", length) for length in facts["shape"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
@@ -231,9 +230,9 @@ def begun(folder: Path, number: int, name: str, first: Array) -> Writing:
 
 
 def fitting(number: int, given: Mapping[str, Array], columns: list[Writing]) -> int:
-    """Return a client's number of records.
+    """Return a client's number of records, after checking its columns.
 
-    Raise InputError unless its columns match, are equally long and finite.
+    They must be like the first client's, equally long and finite.
     """
     if given.keys() != {column.name for column in columns}:
         raise checks.InputError(

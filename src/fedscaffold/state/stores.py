@@ -35,22 +35,16 @@ class Store(Protocol):
         """Write the (S, d) vectors of some clients, in the store's dtype."""
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
-        """Yield (clients, vectors) of all clients that may be non-zero, `size` at a time, in ascending order."""
+        """Yield (clients, vectors) of clients that may be non-zero, in ascending order."""
 
     def snapshot(self) -> dict[str, Array]:
-        """Return the arrays that the next commit must hold for `restore`.
-
-        Valid until the next write.
-        """
+        """Return the arrays that the next commit must hold, valid until the next write."""
 
     def committed(self) -> None:
-        """Notify the store that the last snapshot was committed.
-
-        What only older commits need may be deleted.
-        """
+        """Notify the store of a commit; what only older commits need may be deleted."""
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Restore a snapshot; raise StateError if it does not fit this store or its files are damaged."""
+        """Restore a snapshot; raise StateError if it does not fit or files are damaged."""
 
     def close(self) -> None:
         """Release files and threads; what was not committed is lost."""
@@ -128,11 +122,9 @@ class ArrayStore:
     """
 
     def __init__(self, num_clients: int, dim: int, dtype: npt.DTypeLike = np.float32) -> None:
-        self.num_clients, self.dim, self.dtype = (
-            checks.whole("num_clients", num_clients),
-            dim,
-            np.dtype(dtype),
-        )
+        self.num_clients = checks.whole("num_clients", num_clients)
+        self.dim = dim
+        self.dtype = np.dtype(dtype)
         self.rows = np.zeros((num_clients, dim), dtype)
 
     def read(self, clients: npt.ArrayLike) -> Array:
@@ -170,7 +162,7 @@ class ArrayStore:
 class SparseStore:
     """Sparse store: the vectors of clients ever written, in memory.
 
-    The others are zero and take no space.
+    All others are zero and take no space.
 
     >>> store = SparseStore(1_000_000_000, 2, "float64")
     >>> store.write([999_999_999, 5], np.array([[1.0, 2.0], [3.0, 4.0]]))
@@ -182,11 +174,9 @@ class SparseStore:
     """
 
     def __init__(self, num_clients: int, dim: int, dtype: npt.DTypeLike = np.float32) -> None:
-        self.num_clients, self.dim, self.dtype = (
-            checks.whole("num_clients", num_clients),
-            dim,
-            np.dtype(dtype),
-        )
+        self.num_clients = checks.whole("num_clients", num_clients)
+        self.dim = dim
+        self.dtype = np.dtype(dtype)
         self.slots: dict[int, int] = {}
         self.rows = np.empty((0, dim), dtype)
 

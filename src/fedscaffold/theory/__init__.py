@@ -2,8 +2,10 @@
 
 Exact on quadratics, by closed forms whose cost does not depend on the number of local steps:
 
-    round_map                       the affine map of one round of any algorithm, by differentiating its own code
-    spectra                         eigenvalues of the clients' Hessians, from which the closed forms are made
+    round_map                       the affine map of one round of any algorithm, by differentiating
+                                    its own code
+    spectra                         eigenvalues of the clients' Hessians, from which the closed
+                                    forms are made
     contraction_rate, _curve        spectral radius of a round
     fixed_point, bias               where a method ends
     best_local_steps                the number of local steps that gains a digit at the least cost
@@ -13,7 +15,8 @@ Exact on quadratics, by closed forms whose cost does not depend on the number of
 And beyond, for smooth problems:
 
     heterogeneity, advise           how heterogeneous the clients are; which method to use, and why
-    plan, verify                    step size, local steps, rounds and bytes for a target; predicted against measured
+    plan, verify                    step size, local steps, rounds and bytes for a target; predicted
+                                    against measured
 """
 
 from fedscaffold.theory.advice import Advice, advise

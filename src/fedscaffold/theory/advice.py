@@ -1,29 +1,31 @@
-"""Which of SGD, FedAvg and SCAFFOLD to use on a problem, with which step size and number of local steps, and why.
+"""Which of SGD, FedAvg and SCAFFOLD to use, with which step size and local steps, and why.
 
 Where f has an optimum, settings are compared by E f(x) - f(x*) after the T rounds that can be
 afforded, from the problem's own start, with its cohorts, weights and noise (`quadratic_model.py`):
 exact on quadratics, on the quadratic model at the optimum otherwise. Tried are
 
-    step sizes      1/L and its halves, L the largest curvature of any client, at the optimum and at the start
+    step sizes      1/L and its halves, L the largest curvature of any client, at the optimum and at
+                    the start
     local steps     1 to 1000
     methods         SGD (one step on all data a round), FedAvg, SCAFFOLD
 
 on a grid that is searched downhill. Advised is the simplest method whose best setting is within
-SIMPLER times the best
-of all, with the fewest local steps that are: SGD and FedAvg send two vectors a round and client,
-SCAFFOLD three. Where the model is no promise, differences within half the sampling error do not
-count either: other records from the same sources would move grad f by a random e of covariance sum
-p_i^2 V_i / n_i, so the minimum itself is known to e' H^-1 e / 2 only (sampling_excess).
+SIMPLER times the best of all, with the fewest local steps that are: SGD and FedAvg send two vectors
+a round and client, SCAFFOLD three. Where the model is no promise, differences within half the
+sampling error do not count either: other records from the same sources would move grad f by a
+random e of covariance sum p_i^2 V_i / n_i, so the minimum itself is known to e' H^-1 e / 2 only
+(sampling_excess).
 
 Where no optimum is found (a network; separable data without l2) nothing can be predicted, and rules
 of thumb are used, with C~ the covariance of the cohort's mean gradient, D FedAvg's drift, and Delta
 what 50 gradient steps gained:
 
-    step            1/L, or where noise asks for less, Delta / (5 T tr C~): with lr K = 10 / L, noise then adds no more
-                    to the mean |grad f|^2 of the descent lemma than the distance to go does
+    step            1/L, or where noise asks for less, Delta / (5 T tr C~): with lr K = 10 / L,
+                    noise then adds no more to the mean |grad f|^2 of the descent lemma than the
+                    distance to go does
     local steps     10 / (lr L); where f is convex 1 / (lr sqrt(mu L)) (F10), at most T / (lr L)
-    FedAvg          if its drift, |D|^2 / (2 L) or D' (H + I / (lr K T))^-1 D / 2, is lost in the noise, lr tr C~ / 4,
-                    or within half the sampling error; else SCAFFOLD
+    FedAvg          if its drift, |D|^2 / (2 L) or D' (H + I / (lr K T))^-1 D / 2, is lost in the
+                    noise, lr tr C~ / 4, or within half the sampling error; else SCAFFOLD
 """
 
 from __future__ import annotations
@@ -146,7 +148,9 @@ def advise(
 
     >>> import fedscaffold as fs
     >>> from fedscaffold.theory.heterogeneity import heterogeneity
-    >>> unlike = fs.problems.dialled(5, 4, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1)
+    >>> unlike = fs.problems.dialled(
+    ...     5, 4, gradient_dissimilarity=9.0, hessian_dissimilarity=0.1, seed=1
+    ... )
     >>> advice = advise(heterogeneity(unlike), unlike)
     >>> advice.algorithm, advice.promised
     ('scaffold', True)
@@ -172,8 +176,7 @@ def _optimum(case: _Case) -> Floats | None:
         return None
 
 
-# --- by the model
-# ---------------------------------------------------------------------------------------------------
+# By the model
 
 
 def _by_model(case: _Case, best: Floats) -> Advice:
@@ -247,8 +250,7 @@ def _prediction(case: _Case, chosen: Tried, start: float, basis: str) -> str:
     unsure = f" +- {chosen.standard_error:.1g}" if chosen.standard_error else ""
     return (
         f"After {case.rounds} rounds{cohort} f is expected to be {chosen.gap:.2g}{unsure} above "
-        "its minimum; "
-        f"it starts {start:.2g} above it ({basis})."
+        f"its minimum; it starts {start:.2g} above it ({basis})."
     )
 
 
@@ -299,8 +301,7 @@ def _outlook(case: _Case, chosen: Tried, start: float, steepest: float) -> list[
     if not chosen.gap < start:
         lines.append(
             "Nothing that was tried ends below the start: take larger batches, larger cohorts or "
-            "more rounds, or keep "
-            "the model you have."
+            "more rounds, or keep the model you have."
         )
     elif chosen.gap > HARDLY * start:
         lines.append(
@@ -309,19 +310,14 @@ def _outlook(case: _Case, chosen: Tried, start: float, steepest: float) -> list[
     return lines
 
 
-# --- by rules of thumb
-# ----------------------------------------------------------------------------------------------
+# By rules of thumb
 
 
 def _by_rule(case: _Case) -> Advice:
-    """Advise by rules of thumb if nothing can be predicted.
-
-    Formulas are in the module's docstring.
-    """
+    """Advise by the rules of thumb in the module's docstring, if nothing can be predicted."""
     at, found, rounds = case.at, case.found, case.rounds
-    noise = float(
-        np.diag(case.heard.shares) @ noise_level(case.problem, at.x, found.batch_size)
-    )  # tr C~
+    # tr C~
+    noise = float(np.diag(case.heard.shares) @ noise_level(case.problem, at.x, found.batch_size))
     lr = (
         min(1 / case.steepest, _gained(case) / (5 * rounds * noise))
         if noise > 0
@@ -333,9 +329,8 @@ def _by_rule(case: _Case) -> Advice:
     here = Tried("", lr, steps, np.nan, 0.0)
     sampling, kept = _sampling_excess(case, at, here), lr * noise / 4
     allowed, drifting = max(kept, WITHIN * sampling), _drifting(case, lr, steps)
-    if (
-        case.local_steps is None and at.unlikeness <= ALIKE
-    ):  # fewer local steps may do: then FedAvg is simpler
+    # fewer local steps may do: then FedAvg is simpler
+    if case.local_steps is None and at.unlikeness <= ALIKE:
         while drifting > allowed and steps >= 2 * FEW:
             steps //= 2
             drifting = _drifting(case, lr, steps)
@@ -347,10 +342,9 @@ def _by_rule(case: _Case) -> Advice:
         _likeness(at),
         f"{convex}: these are rules of thumb from where it was measured, and they promise nothing.",
         f"{steps} local steps make FedAvg drift by {drifting:.2g} in f, noise costs {kept:.2g}, "
-        "and the records fix a "
-        f"minimum to {sampling:.2g}: control variates "
-        f"{'are worth' if name == 'scaffold' else 'would not be worth'} "
-        "their one more vector a round.",
+        f"and the records fix a minimum to {sampling:.2g}: control variates "
+        f"{'are worth' if name == 'scaffold' else 'would not be worth'} their one more vector a "
+        "round.",
     ]
     said += _outlook(case, Tried(name, lr, steps, 0.0, 0.0), np.inf, case.steepest)
     return Advice(name, lr, steps, tuple(said), None, None, False, sampling, ())
@@ -379,8 +373,7 @@ def _drifting(case: _Case, lr: float, steps: int) -> float:
     return _excess(case, case.at, lr * steps, drift(look.problem, case.at.x, look.p, lr, steps))
 
 
-# --- both
-# -----------------------------------------------------------------------------------------------------------
+# Both
 
 
 def _excess(case: _Case, at: Heterogeneity, travel: float, slope: Floats) -> float:
@@ -403,9 +396,18 @@ def _sampling_excess(case: _Case, at: Heterogeneity, setting: Tried) -> float:
 
 
 def _likeness(at: Heterogeneity) -> str:
-    found = f"Where measured ({at.where}), gradients differ by zeta_1 = {at.zeta_1:.2g} and Hessians by {at.zeta_2:.2g}"
+    found = (
+        f"Where measured ({at.where}), gradients differ by zeta_1 = {at.zeta_1:.2g} and Hessians "
+        f"by {at.zeta_2:.2g}"
+    )
     if at.chance == 0:
         return f"{found}."
     if at.unlikeness <= ALIKE:
-        return f"{found}; records from one source would give {at.chance:.2g}: gradients differ by chance only."
-    return f"{found}; records from one source would give {at.chance:.2g}: the clients are truly unlike."
+        return (
+            f"{found}; records from one source would give {at.chance:.2g}: gradients differ by "
+            "chance only."
+        )
+    return (
+        f"{found}; records from one source would give {at.chance:.2g}: the clients are truly "
+        "unlike."
+    )

@@ -74,7 +74,7 @@ class Cohorts(NamedTuple):
 def cohort_moments(p: Floats, size: int) -> Cohorts:
     """Return the moments of the shares for `size` of the clients with weights `p`.
 
-    >>> cohort_moments(np.array([0.25, 0.25, 0.5]), 2).share.round(6)  # not the weights, in the mean
+    >>> cohort_moments(np.array([0.25, 0.25, 0.5]), 2).share.round(6)  # not the weights
     array([0.277778, 0.277778, 0.444444])
     """
     n, p = len(p), np.asarray(p, np.float64)
@@ -124,9 +124,8 @@ def _integrals(shares: tuple[float, ...], size: int) -> tuple[Floats, Floats]:
 def _both(decay: Floats, size: int) -> Floats:
     """Return (N, N) E [i, j in A] prod_{k in A} e^(-decay_k)."""
     n = len(decay)
-    decay = np.minimum(
-        decay, np.sort(decay)[:size].sum() + BEYOND
-    )  # e^-BEYOND of the largest term is nothing
+    # e^-BEYOND of the largest term is nothing
+    decay = np.minimum(decay, np.sort(decay)[:size].sum() + BEYOND)
     rising = np.sort(decay)
     # log radius at which sum b = S, by bisection; written as sum of the small b = sum of 1 - the
     # large b, as the digits of both would be lost in S
@@ -134,10 +133,8 @@ def _both(decay: Floats, size: int) -> Floats:
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         off = np.exp(-np.abs(np.clip(rising - middle, -BEYOND, BEYOND)))
-        near, far = (
-            off / (1 + off),
-            1 / (1 + off),
-        )  # of b and 1 - b, the one below and the one above 1/2
+        # of b and 1 - b, the one below and the one above 1/2
+        near, far = off / (1 + off), 1 / (1 + off)
         inside = np.where(rising > middle, far, near)[:size].sum()  # 1 - b
         outside = np.where(rising > middle, near, far)[size:].sum()  # b
         low, high = (low, middle) if outside > inside else (middle, high)

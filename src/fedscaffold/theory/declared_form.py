@@ -4,9 +4,11 @@ A form is a declaration, and `algorithm._replace(direction=...)` keeps it. The c
 rounds of the reference engine on two quadratic clients of unequal weights, one round of them with
 one client only, and compares each move of x with that of the round that the form stands for:
 
-    y_i <- y_i - lr (g_i(y_i) + drag (y_i - x) + c - c_i)       K times from y_i = x, c = sum p_i c_i
+    y_i <- y_i - lr (g_i(y_i) + drag (y_i - x) + c - c_i)       K times from y_i = x
     x+ = x - server_lr sum p_i (x - y_i) / heard                over the clients heard
-    c_i+ = (x - y_i) / (K lr) - (c - c_i), or g_i(x) (at_x)     for the clients heard; c_i = 0 without memory
+    c_i+ = (x - y_i) / (K lr) - (c - c_i), or g_i(x) (at_x)     for the clients heard
+
+where c = sum p_i c_i, and c_i = 0 without memory.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ TOLERANCE = 1e-5  # relative to a move: functions may compute in single precisio
 def has_declared_form(algorithm: Algorithm) -> bool:
     """Return whether the functions of an algorithm have the form that it declares.
 
-    The form must not be None.
+    The algorithm must declare one.
 
     >>> from fedscaffold.algorithms import fedavg, scaffold
-    >>> has_declared_form(scaffold()), has_declared_form(scaffold()._replace(direction=fedavg().direction))
+    >>> wrong = scaffold()._replace(direction=fedavg().direction)
+    >>> has_declared_form(scaffold()), has_declared_form(wrong)
     (True, False)
     """
     form, work = algorithm.form, work_of(algorithm, STEPS)
@@ -58,10 +61,8 @@ def has_declared_form(algorithm: Algorithm) -> bool:
     with np.errstate(all="ignore"):
         for cohort in ([0, 1], second, [0, 1]):
             before, state = state.server.x, play(algorithm, state, federation, cohort)
-            moved, (x_next, c_i) = (
-                state.server.x - before,
-                _declared_round(form, lr, cohort, x, c_i),
-            )
+            moved = state.server.x - before
+            x_next, c_i = _declared_round(form, lr, cohort, x, c_i)
             if not np.linalg.norm(moved - (x_next - x)) <= TOLERANCE * np.linalg.norm(x_next - x):
                 return False
             x = x_next

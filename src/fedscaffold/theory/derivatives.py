@@ -1,15 +1,14 @@
-"""Derivatives of the clients' losses at a point, in double precision, and the minimum of their mean.
+"""Derivatives of the clients' losses in double precision, and the minimum of their mean.
 
     gradients    grad f_i(x)                              client_gradients
-    Hessians     H_i v = d/dt grad f_i(x + t v)           client_products; client_hessians for small d; solve for H^-1
+    Hessians     H_i v = d/dt grad f_i(x + t v)           client_products, client_hessians, solve
     thirds       T_i[u, v] = d/ds H_i(x + s u) v          client_thirds
     noise        C_i = Cov of a minibatch gradient        noise_covariance, noise_level
 
 H_i is the Hessian of f_i and T_i its third derivative, a bilinear map; those of f = sum p_i f_i are
 the weighted sums of the rows. All are forward derivatives of the problem's own gradient, for any
-tree of parameters. Clients may hold
-unequal numbers of records: each is padded to the largest with records of weight zero, so that one
-compiled program serves all.
+tree of parameters. Clients may hold unequal numbers of records: each is padded to the largest with
+records of weight zero, so that one compiled program serves all.
 """
 
 from __future__ import annotations
@@ -42,14 +41,10 @@ __all__ = [
 
 Array: TypeAlias = Any  # a jax.Array inside the programs
 
-DENSE, NUMBERS = (
-    1000,
-    60_000_000,
-)  # largest d, and largest N d^2, for which the clients' (d, d) matrices are formed
-ROWS, FLOATS = (
-    1024,
-    20_000_000,
-)  # records, and record gradients, at once: small clients are run several at a time
+# largest d, and largest N d^2, for which the clients' (d, d) matrices are formed
+DENSE, NUMBERS = 1000, 60_000_000
+# records, and record gradients, at once: small clients are run several at a time
+ROWS, FLOATS = 1024, 20_000_000
 
 
 def client_gradients(problem: Problem, x: ArrayLike) -> Floats:
@@ -98,7 +93,9 @@ def client_hessians(problem: Problem, x: ArrayLike) -> Floats:
 def noise_covariance(
     problem: Problem, x: ArrayLike, batch_size: float | int | None = None
 ) -> Floats:
-    """Return (N, d, d) C_i = V_i / batch_size + additive noise, V_i the covariance of one record's gradient.
+    """Return (N, d, d) C_i = V_i / batch_size + additive noise.
+
+    V_i is the covariance of one record's gradient.
 
     A batch is drawn with replacement, as `simulate` draws those of local steps: a number of
     records, a share (float) of the client's own, or None for all of them, which have no sampling
@@ -144,9 +141,9 @@ def solve(
     damping: float = 0.0,
     relative: float = 1e-8,
 ) -> Floats:
-    """Return (H + damping I)^-1 b by conjugate gradients, to a residual of `relative` |b|.
+    """Return (H + damping I)^-1 b, H = sum p_i H_i, by conjugate gradients.
 
-    H = sum p_i H_i.
+    The residual is at most `relative` |b|.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> solve(lower_bound_pair(mu=2.0), [0.0], np.ones(1), np.array([0.5, 0.5]))
@@ -178,9 +175,9 @@ def solve(
 def find_optimum(
     problem: Problem, weights: str | ArrayLike = "equal", *, tolerance: float = 1e-11
 ) -> Floats:
-    """Return x* = argmin sum p_i f_i.
+    """Return x* = argmin sum p_i f_i: the known one, or by Newton's method.
 
-    The known one, else by Newton's method with conjugate gradients.
+    Newton's steps are found by conjugate gradients.
 
     It ends where |grad f| is `tolerance` times the clients' gradients at the start and Newton's
     step is negligible, and refuses a problem that shows negative curvature on the way or whose loss
@@ -189,7 +186,8 @@ def find_optimum(
     >>> from fedscaffold.problems import logistic
     >>> clients = [(np.array([[1.0], [-1.0], [2.0]]), np.array([1, 0, 0]))]
     >>> known = logistic(clients, l2=0.1)
-    >>> bool(abs(find_optimum(Problem(known.functions.loss, np.zeros(1), clients)) - known.optimum())[0] < 1e-9)
+    >>> best = find_optimum(Problem(known.functions.loss, np.zeros(1), clients))
+    >>> bool(abs(best - known.optimum())[0] < 1e-9)
     True
     """
     p = weights_of(problem, weights)
@@ -235,16 +233,16 @@ def batch_sizes(problem: Problem, batch_size: float | int | None) -> Floats | No
         )
     if problem.functions.random:
         raise InputError(
-            f"the loss of {problem.name} takes a random key, whose noise the theory does not know: "
-            "give it a loss "
-            "without one, such as lambda params, batch: loss(params, batch, key=None)"
+            f"the loss of {problem.name} takes a random key, whose noise the theory does not "
+            "know: give it a loss without one, such as lambda params, batch: loss(params, batch, "
+            "key=None)"
         )
     if batch_size is None or (isinstance(batch_size, float) and batch_size == 1):
         return None
     if isinstance(batch_size, float):
         if not 0 < batch_size < 1:
             raise InputError(
-                f"batch_size must be a share in (0, 1], a number of records, or None, got "
+                "batch_size must be a share in (0, 1], a number of records, or None, got "
                 f"{batch_size}"
             )
         return np.asarray(np.maximum(np.ceil(batch_size * problem.counts - 1e-9), 1), np.float64)
@@ -290,7 +288,7 @@ TASKS: dict[str, Callable[..., Array]] = {
 def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
     """Run a task for every client and stack the results.
 
-    Vectors are shared by all or one per row.
+    Vectors are one for all clients, or one per row.
     """
     if task != "gradient" and not problem.functions.has_loss:
         raise InputError(
@@ -310,8 +308,7 @@ def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
     if task in ("covariance", "variance") and kinds.gradient != "mean":
         raise InputError(
             f"{problem.name} couples the records of a batch, so the noise of its batches is not "
-            "that of single "
-            "records: only full batches (batch_size=None) can be predicted"
+            "that of single records: only full batches (batch_size=None) can be predicted"
         )
     ragged = bool((counts != counts[0]).any())
     sizes = tuple(np.unique(counts).tolist()) if ragged and kinds.gradient == "coupled" else ()

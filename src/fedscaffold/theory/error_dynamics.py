@@ -3,15 +3,15 @@
 With noise eps_c^h of covariance C_c on every local gradient, client c ends its H steps off by gamma
 E_c (F1, F5),
 
-    E_c = sum_{h=1}^H Gamma_c^(H-h) eps_c^h,    Sigma_eps^c = Cov E_c = sum_{h<H} Gamma_c^h C_c Gamma_c^h
+    E_c = sum_{h=1}^H Gamma_c^(H-h) eps_c^h
+    Sigma_eps^c = Cov E_c = sum_{h<H} Gamma_c^h C_c Gamma_c^h
 
 and a round adds to (u, r) of `quadratics.py`, r_c = gamma H (xi_c - xi_c*), with e_c = gamma E_c,
 
     u+ = ... - eta_g mean e_i,    r_c+ = ... - (e_c - mean e_i)
 
 In the eigenbasis of A_c the (j, k) entry of Sigma_eps^c is C_jk (1 - (f_j f_k)^H) / (1 - f_j f_k),
-f = 1 - gamma a.
-Option I remembers a gradient at x with noise of its own: a second source, into r.
+f = 1 - gamma a. Option I remembers a gradient at x with noise of its own: a second source, into r.
 
 All of this is for rounds that hear every client with equal weight. Where cohorts are drawn at
 random, or weights or numbers of local steps differ, `mean_squared_error` follows
@@ -46,9 +46,9 @@ __all__ = ["Chain", "Run", "Source", "chain", "errors", "mean_squared_error", "s
 
 
 class Source(NamedTuple):
-    """Noise e_c, fresh every round, that enters as u+ = .. - to_u mean e_i and r_c+ = ..
+    """Noise e_c, fresh every round.
 
-    - to_r (e_c - mean e_i).
+    It enters as u+ = .. - to_u mean e_i and r_c+ = .. - to_r (e_c - mean e_i).
     """
 
     covariance: Floats
@@ -58,10 +58,7 @@ class Source(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A run with noise as a Markov chain.
-
-    (u, r) around its stationary mean, and the noise added every round.
-    """
+    """A run with noise as a Markov chain of (u, r) around its stationary mean."""
 
     spectra: Spectra
     one: LinearRound
@@ -96,13 +93,14 @@ def chain(
     algorithm: Algorithm,
     noise_at_x: ArrayLike | None = None,
 ) -> Chain:
-    """Return the chain of `algorithm` on a problem made of quadratics, with gradient covariance `noise`.
+    """Return the chain of `algorithm` on quadratics, with gradient covariance `noise`.
 
     `noise_at_x` is that of the gradient at x which option I remembers; the same unless given.
 
     >>> import fedscaffold as fs
     >>> pair = fs.problems.lower_bound_pair()
-    >>> chain(pair, lr=0.1, local_steps=2, noise=1.0, algorithm=fs.scaffold()).sources[0].covariance.ravel()
+    >>> made = chain(pair, lr=0.1, local_steps=2, noise=1.0, algorithm=fs.scaffold())
+    >>> made.sources[0].covariance.ravel()
     array([0.0164, 0.02  ])
     """
     given = spectra(problem)
@@ -125,13 +123,13 @@ def _chain(given: Spectra, form: Form, lr: float, local_steps: int, noise: Noise
 
 
 def walked(one: LinearRound) -> Floats:
-    """Return (N, d, d) Cov(e_c)_jk / C_jk.
+    """Return (N, d, d) Cov(e_c)_jk / C_jk, in the eigenbasis of A_c.
 
-    The effect of the local steps on C_c in the eigenbasis of A_c.
+    It is the effect of the local steps on C_c.
 
     >>> import fedscaffold as fs
-    >>> one = linear_round(spectra(fs.problems.lower_bound_pair()), form_of(fs.scaffold()), lr=0.1, local_steps=2)
-    >>> walked(one).ravel()
+    >>> pair = spectra(fs.problems.lower_bound_pair())
+    >>> walked(linear_round(pair, form_of(fs.scaffold()), lr=0.1, local_steps=2)).ravel()
     array([0.0164, 0.02  ])
     """
     w = one.rates
@@ -154,9 +152,7 @@ def mean_squared_error(
     noise_at_x: ArrayLike | None = None,
     gap: bool = False,
 ) -> Floats:
-    """Return the exact E|x^t - x*|^2 for t = 0 .. rounds.
-
-    |mean|^2 + trace of the covariance (F4, F5).
+    """Return the exact E|x^t - x*|^2 for t = 0 .. rounds (F4, F5).
 
     The run starts at x0 with control variates zero. `cohort` (a share or a number of clients, drawn
     at random every round), `weights` and `local_steps` (one number, or one a client) are those of
@@ -166,10 +162,11 @@ def mean_squared_error(
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
-    >>> noise = [[[1.0]], [[0.5]]]
-    >>> mean_squared_error(problem, lr=0.2, local_steps=4, noise=noise, rounds=200)[[0, 1, 200]].round(6)
+    >>> steps = {"lr": 0.2, "local_steps": 4}
+    >>> errors = mean_squared_error(problem, **steps, noise=[[[1.0]], [[0.5]]], rounds=200)
+    >>> errors[[0, 1, 200]].round(6)
     array([0.16    , 0.124648, 0.064902])
-    >>> mean_squared_error(problem, lr=0.2, local_steps=4, noise=0.0, rounds=2, cohort=1, gap=True).round(6)
+    >>> mean_squared_error(problem, **steps, noise=0.0, rounds=2, cohort=1, gap=True).round(6)
     array([0.05    , 0.098543, 0.067807])
     """
     run, heard = _checked(problem, algorithm, lr, local_steps, rounds, x0, cohort, weights)
@@ -204,9 +201,8 @@ def _checked(
     config = RunConfig(algorithm, problem, rounds=1, local_steps=local_steps, lr=lr, cohort=cohort)  # type: ignore[arg-type]
     (steps, _, _), size = resolve.local_work(config), resolve.cohort_size(config)
     refuse(config, steps, size, scheduled=False)
-    if (
-        exchange(algorithm).travel and (steps != steps[0]).any()
-    ):  # the server scales by how far each went
+    # the server scales by how far each went
+    if exchange(algorithm).travel and (steps != steps[0]).any():
         raise InputError(
             f"{algorithm.name} with unequal local steps has no closed form here: simulate it"
         )
@@ -226,9 +222,9 @@ def _noise(given: Spectra, noise: ArrayLike, noise_at_x: ArrayLike | None) -> No
 
 
 def errors(run: Run, heard: Cohorts, gap: bool) -> Floats:
-    """Return the exact E u' W u after 0 ..
+    """Return the exact E u' W u after 0 .. rounds rounds.
 
-    Rounds rounds, W = H / 2 for the gap and I for the squared distance.
+    W is H / 2 for the gap, and I for the squared distance.
     """
     if heard.plain and (run.steps == run.steps[0]).all():
         return _of_chain(run, gap)
@@ -241,7 +237,7 @@ def errors(run: Run, heard: Cohorts, gap: bool) -> Floats:
 
 
 def _of_chain(run: Run, gap: bool) -> Floats:
-    """All clients with equal weight.
+    """Return the errors where all clients have equal weight.
 
     The covariance of u after t rounds is the sum over k < t of W_k' B W_k.
 
@@ -287,7 +283,7 @@ def _trace(one: LinearRound, source: Source, back_u: Floats, back_r: Floats) -> 
 
 
 def _covariances(noise: ArrayLike, given: Spectra) -> Floats:
-    """Return (N, d, d) or (1, d, d) covariances of the clients' gradients, from a variance or from matrices."""
+    """Return (N, d, d) or (1, d, d) covariances, from a variance or from matrices."""
     n, d = given.num_clients, given.dim
     covariance = reals("noise", noise)
     if not np.isfinite(covariance).all():

@@ -3,20 +3,25 @@
 At a point x (the optimum, where one can be found), with f = sum p_i f_i and Hessians H_i and H:
 
     zeta_1          sqrt( sum p_i |grad f_i - grad f|^2 )
-    chance          sqrt( sum p_i (1 - p_i) tr V_i / n_i ), the zeta_1 to expect if all records came from one source
-    zeta_2, delta   sqrt( sum p_i ||H_i - H||^2 ), operator norms; the largest ||H_i - H|| or minus eigenvalue of an H_i
-    big_g, big_b    G^2 = 2 sum p_i |grad f_i(x*)|^2 and B^2 = 2, with which convex clients always satisfy
-                    sum p_i |grad f_i(y)|^2 <= G^2 + 2 L B^2 (f(y) - f*)
-    fit_g, fit_b    G and B of the least-squares fit sum p_i |grad f_i|^2 = G^2 + B^2 |grad f|^2 at a few points
-    noise           sigma^2 = sum p_i E |g_i - grad f_i|^2 of a minibatch gradient; record_noise: sum p_i tr V_i, of one
-                    record's
-    mu, smoothness  extreme eigenvalues of any H_i; mean_mu, mean_smoothness: of H; start_smoothness: L at the start
-    drift_rate      |sum p_i (H_i - H) grad f_i|: FedAvg's drift for every unit of lr (K - 1) / 2 (F19)
+    chance          sqrt( sum p_i (1 - p_i) tr V_i / n_i ), the zeta_1 to expect if all records came
+                    from one source
+    zeta_2, delta   sqrt( sum p_i ||H_i - H||^2 ), operator norms; the largest ||H_i - H|| or minus
+                    eigenvalue of an H_i
+    big_g, big_b    G^2 = 2 sum p_i |grad f_i(x*)|^2 and B^2 = 2, with which convex clients always
+                    satisfy sum p_i |grad f_i(y)|^2 <= G^2 + 2 L B^2 (f(y) - f*)
+    fit_g, fit_b    G and B of the least-squares fit sum p_i |grad f_i|^2 = G^2 + B^2 |grad f|^2 at
+                    a few points
+    noise           sigma^2 = sum p_i E |g_i - grad f_i|^2 of a minibatch gradient; record_noise:
+                    sum p_i tr V_i, of one record's
+    mu, smoothness  extreme eigenvalues of any H_i; mean_mu, mean_smoothness: of H;
+                    start_smoothness: L at the start
+    drift_rate      |sum p_i (H_i - H) grad f_i|: FedAvg's drift for every unit of lr (K - 1) / 2
+                    (F19)
     average_drift   |drift|^2 at the lr and local_steps asked for, see `drift`
 
 Exact for small d, by eigenvalues. Else by Lanczos on Hessian-vector products, on samples of clients
-and records where the problem is large (`samples.py`); standard errors then come from the samples
-and from Lanczos' residuals.
+and records where the problem is large (`subsampling.py`); standard errors then come from the
+samples and from Lanczos' residuals.
 """
 
 from __future__ import annotations
@@ -60,15 +65,12 @@ from fedscaffold.theory.subsampling import (
 __all__ = ["Heterogeneity", "drift", "heterogeneity"]
 
 SMALL, NUMBERS = 300, 20_000_000  # largest d, and largest N d^2, for eigenvalues of all matrices
-LOOKED_AT, STEPS = (
-    20,
-    12,
-)  # clients of whom ||H_i - H|| is found at most, and steps of Lanczos for each
+# clients of whom ||H_i - H|| is found at most, and steps of Lanczos for each
+LOOKED_AT, STEPS = 20, 12
 SOLVED = 300_000_000  # records times d up to which the optimum is looked for
 ENDS = ("mu", "smoothness", "mean_mu", "mean_smoothness")
-TRAINED = (
-    50  # gradient steps from the start to where numbers are taken again if there is no optimum
-)
+# gradient steps from the start to where numbers are taken again if there is no optimum
+TRAINED = 50
 Numbers: TypeAlias = dict[str, float]
 
 
@@ -118,17 +120,14 @@ class Heterogeneity(NamedTuple):
 
     @property
     def unlikeness(self) -> float:
-        """(zeta_1 / chance)^2: about 1 where gradients differ as if all clients' records came from one source."""
+        """(zeta_1 / chance)^2, about 1 if all records could come from one source."""
         if self.zeta_1 <= 1e-9 * self.gradient_norm:
             return 0.0
         return (self.zeta_1 / self.chance) ** 2 if self.chance > 0 else np.inf
 
 
 class _View(NamedTuple):
-    """The problem, the samples of it that are measured, and the options.
-
-    `first` is the curvature at the start.
-    """
+    """The problem, the samples that are measured, the curvature at the start, and options."""
 
     problem: Problem
     p: Floats
@@ -151,14 +150,18 @@ def heterogeneity(
     exact: bool | None = None,
     seed: int = 0,
 ) -> Heterogeneity:
-    """Measure the heterogeneity of the clients at the optimum, or at `at`, a model or a flat vector.
+    """Measure the heterogeneity of the clients, at the optimum or at `at`.
+
+    `at` is a model or a flat vector.
 
     Where f has no optimum (not convex, or falling for ever), the numbers are those at the problem's
     own parameters, and `later` has them a little training away. `exact` forces or forbids the
     eigenvalues of all matrices.
 
     >>> import fedscaffold as fs
-    >>> problem = fs.problems.dialled(5, 3, gradient_dissimilarity=2.0, hessian_dissimilarity=0.05, seed=1)
+    >>> problem = fs.problems.dialled(
+    ...     5, 3, gradient_dissimilarity=2.0, hessian_dissimilarity=0.05, seed=1
+    ... )
     >>> found = heterogeneity(problem)
     >>> found.where, round(found.zeta_1, 9), round(found.delta, 9), round(found.mean_smoothness, 9)
     ('the optimum', 2.0, 0.05, 1.0)
@@ -200,15 +203,17 @@ def heterogeneity(
 
 
 def drift(problem: Problem, x: Floats, p: Floats, lr: float, local_steps: int) -> Floats:
-    """Mean over clients and local steps of grad f_i(y_i), less the same for clients that all had f.
+    """Return FedAvg's drift: mean gradient along the clients' steps, less that on f itself.
 
-    FedAvg's drift.
+    More precisely, it is the mean over clients and local steps of grad f_i(y_i), less the same for
+    clients that all had f.
 
     The y_i start at x and follow exact uncorrected gradients; at the optimum the second mean is
     zero.
 
     >>> import fedscaffold as fs
-    >>> drift(fs.problems.lower_bound_pair(mu=1.0, big_g=1.0), np.zeros(1), np.array([0.5, 0.5]), 0.1, 2)
+    >>> pair = fs.problems.lower_bound_pair(mu=1.0, big_g=1.0)
+    >>> drift(pair, np.zeros(1), np.array([0.5, 0.5]), 0.1, 2)
     array([-0.05])
     """
     y, z, total = np.broadcast_to(x, (len(p), len(x))), x, np.zeros_like(x)
@@ -258,20 +263,16 @@ def _ends(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
     """Return the extreme eigenvalues of the clients' Hessians and of their mean."""
     if looks.exact:
         hessians = client_hessians(looks.wide.problem, x)
-        each, mean = (
-            np.linalg.eigvalsh(hessians),
-            np.linalg.eigvalsh(np.tensordot(looks.wide.p, hessians, 1)),
-        )
+        each = np.linalg.eigvalsh(hessians)
+        mean = np.linalg.eigvalsh(np.tensordot(looks.wide.p, hessians, 1))
         return dict(
             zip(ENDS, map(float, (each.min(), each.max(), mean[0], mean[-1])), strict=True)
         ), {}
     found = [client_ends(look, x, looks.rng) for look in looks.near]
     low, high, below, above = (np.concatenate(column) for column in zip(*found, strict=True))
     i, j, n = low.argmin(), high.argmax(), looks.num_clients
-    low_error, high_error = (
-        np.hypot(below[i], extreme_error(low, n)),
-        np.hypot(above[j], extreme_error(high, n)),
-    )
+    low_error = np.hypot(below[i], extreme_error(low, n))
+    high_error = np.hypot(above[j], extreme_error(high, n))
     steps = passes(looks.wide, 100)
     mean, errors = mean_ends(looks.wide, x, steps, looks.rng)
     if looks.quarters:
@@ -310,7 +311,7 @@ def _apart(looks: Looks, x: Floats) -> tuple[Numbers, Numbers]:
 def _distances(looks: Looks, look: Look, x: Floats) -> tuple[Floats, Floats, Floats]:
     """Return ||H_i - H|| of some clients, with errors and weights.
 
-    Each needs products with all clients.
+    Each needs products with the Hessians of all clients.
     """
     most = passes(looks.mean, LOOKED_AT * STEPS, 4 * STEPS) // STEPS  # in all groups together
     number = min(len(look.p), -(-most // len(looks.near)))
@@ -329,7 +330,7 @@ def _distances(looks: Looks, look: Look, x: Floats) -> tuple[Floats, Floats, Flo
 
 
 def _noise(view: _View, x: Floats) -> tuple[Numbers, Numbers]:
-    """Return the gradient noise of a batch and of a record, and the client differences that it explains."""
+    """Return the gradient noise of a batch and of a record, and the zeta_1 it explains."""
     looks, q = view.looks, np.concatenate([view.p[look.clients] for look in view.looks.near])
     columns = zip(*(_client_noise(view, look, x) for look in looks.near), strict=True)
     q, (noise, record, chance) = q / q.sum(), (np.concatenate(column) for column in columns)
@@ -356,10 +357,8 @@ def _client_noise(view: _View, look: Look, x: Floats) -> tuple[Floats, Floats, F
 
 def _fitted(look: Look, x: Floats, other: Floats) -> tuple[float, float]:
     """Fit G and B by least squares over points around x and between x and another point."""
-    aside, radius = (
-        np.random.default_rng(0).normal(size=(3, len(x))),
-        np.linalg.norm(other - x) or 1.0,
-    )
+    aside = np.random.default_rng(0).normal(size=(3, len(x)))
+    radius = np.linalg.norm(other - x) or 1.0
     points = [x + t * (other - x) for t in (0.0, 0.1, 0.3, 0.6, 1.0)]
     points += list(x + radius * aside / np.linalg.norm(aside, axis=1, keepdims=True))
     rows, p = [client_gradients(look.problem, point) for point in points], look.p

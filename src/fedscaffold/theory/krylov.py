@@ -10,10 +10,11 @@ V'H_c V. V holds, with G_c = grad f_c(x*),
 
 and the noise is that of equal clients with the mean Hessian H (F11): after K t steps of size g,
 
-    E |x - E x|^2 = g^2 tr( C~ sum_{s < K t} (I - g H)^(2 s) ),    C~ the covariance of the cohort's mean gradient
+    E |x - E x|^2 = g^2 tr( C~ sum_{s < K t} (I - g H)^(2 s) )
 
-by Gauss quadrature: for a draw z of covariance C~, z' phi(H) z = sum_k w_k phi(h_k), with h_k, w_k
-from Lanczos' chain of z. Neither is exact, so nothing that rests on them is promised.
+with C~ the covariance of the cohort's mean gradient, by Gauss quadrature: for a draw z of
+covariance C~, z' phi(H) z = sum_k w_k phi(h_k), with h_k, w_k from Lanczos' chain of z. Neither is
+exact, so nothing that rests on them is promised.
 
 Symbols: gamma = g = lr, K = local_steps, theta* = x*.
 """
@@ -35,9 +36,8 @@ from fedscaffold.theory.subsampling import redrawn
 
 __all__ = ["EXACT", "Reduced", "reduce", "spread"]
 
-EXACT = (
-    50_000_000  # N d^3 up to which all is exact: a round with noise takes a tenth of a second there
-)
+# N d^3 up to which all is exact: a round with noise takes a tenth of a second there
+EXACT = 50_000_000
 DEPTH = 3
 CHAIN = 30  # Lanczos steps for a draw of the noise
 BUDGET = 3_000_000_000  # records times d times products, for V and for the noise each
@@ -45,7 +45,7 @@ DIRECTIONS, DRAWS = 120, 12  # at most
 
 
 class Reduced(NamedTuple):
-    """A small problem whose noiseless runs approximate those of a large one, and the spectrum of its noise."""
+    """A small problem whose noiseless runs approximate a large one's, and its noise."""
 
     problem: Problem
     """Quadratics in the coordinates of V, starting where the large problem starts."""
@@ -67,7 +67,7 @@ def reduce(
 
     >>> import fedscaffold as fs
     >>> from fedscaffold.theory.cohorts import cohort_moments
-    >>> problem = fs.problems.quadratic(num_clients=3, dim=4, mu=0.1, noise=0.5, x0=np.ones(4), seed=0)
+    >>> problem = fs.problems.quadratic(num_clients=3, dim=4, mu=0.1, noise=0.5, x0=np.ones(4))
     >>> small = reduce(problem, problem.optimum(), None, cohort_moments(np.ones(3) / 3, 3))
     >>> away = np.linalg.norm(small.problem.params - small.problem.optimum())
     >>> bool(abs(away - np.linalg.norm(1 - problem.optimum())) < 1e-9)
@@ -91,9 +91,9 @@ def reduce(
 def spread(
     small: Reduced, *, lr: float, local_steps: int, rounds: int, gap: bool = False
 ) -> Floats:
-    """E |x - E x|^2 after 0 .. rounds rounds, as equal clients have it (F11).
+    """Return E |x - E x|^2 after 0 .. rounds rounds, for equal clients (F11).
 
-    Or by how much f is higher for it.
+    With `gap`, return by how much f is higher for it.
 
     >>> from fedscaffold.problems import lower_bound_pair
     >>> one = Reduced(lower_bound_pair(), np.array([0.5]), np.array([1.0]))

@@ -26,9 +26,8 @@ class Chain(NamedTuple):
         """Return Ritz values and vectors of the i-th operator, and its residual coefficient."""
         a, b = self.diagonal[i], self.beside[i]
         short = np.flatnonzero(b <= 1e-10 * np.abs(a).max())
-        m = (
-            int(short[0]) + 1 if len(short) else len(a)
-        )  # an invariant subspace was found: what follows is rounding
+        # an invariant subspace was found: what follows is rounding
+        m = int(short[0]) + 1 if len(short) else len(a)
         values, vectors = np.linalg.eigh(
             np.diag(a[:m]) + np.diag(b[: m - 1], 1) + np.diag(b[: m - 1], -1)
         )
@@ -36,7 +35,7 @@ class Chain(NamedTuple):
 
 
 def lanczos_chain(apply: Callable[[Floats], Floats], start: Floats, steps: int) -> Chain:
-    """Lanczos' method for k symmetric operators at once, from the k rows `start`.
+    """Run Lanczos' method for k symmetric operators at once, from the k rows `start`.
 
     `apply` maps rows to their products.
 
@@ -61,13 +60,16 @@ def lanczos_chain(apply: Callable[[Floats], Floats], start: Floats, steps: int) 
 def lanczos(
     apply: Callable[[Floats], Floats], size: tuple[int, int], steps: int, rng: np.random.Generator
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """Smallest and largest eigenvalues of k symmetric operators at once, and the residuals that bound their errors.
+    """Return extreme eigenvalues of k symmetric operators, and bounds on their errors.
+
+    The results are the k smallest, the k largest, and the residuals of both.
 
     `apply` maps k vectors (k, d), one for each operator, to their k products. All in step is what
-    SciPy's `eigsh` does
-    not offer: a product with every client's Hessian costs no more than one with their mean.
+    SciPy's `eigsh` does not offer: a product with every client's Hessian costs no more than one
+    with their mean.
 
-    >>> low, high, *_ = lanczos(lambda v: v * np.array([1.0, 2.0, 5.0]), (1, 3), 3, np.random.default_rng(0))
+    >>> rng = np.random.default_rng(0)
+    >>> low, high, *_ = lanczos(lambda v: v * np.array([1.0, 2.0, 5.0]), (1, 3), 3, rng)
     >>> low.round(9), high.round(9)
     (array([1.]), array([5.]))
     """

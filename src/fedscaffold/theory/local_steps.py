@@ -12,8 +12,8 @@ of the round (`rates.py`), exact for every H, and the minimum over all H is foun
 
 with L_v, which replaces L, the largest eigenvalue of S = blockdiag(A_c) - (A_i (mean A)^-1 A_j /
 N)_ij: this S is the inverse of P blockdiag(A_c^-1) P on sum v_c = 0, written so that A_c may be
-singular. For other problems only mu and L
-are known: then H* = 1 / (gamma sqrt(mu L)), and rho is the root of F8' for a spectrum from mu to L.
+singular. For other problems only mu and L are known: then H* = 1 / (gamma sqrt(mu L)), and rho is
+the root of F8' for a spectrum from mu to L.
 
 Symbols: gamma = lr, H = local_steps, L = smoothness.
 """
@@ -62,7 +62,9 @@ class BestLocalSteps(NamedTuple):
 def best_local_steps(
     problem: Problem, *, lr: float, cost_of_round: float = 1.0, cost_of_step: float = 0.0
 ) -> BestLocalSteps:
-    """Return the number of local steps with which SCAFFOLD, all clients taking part, gains a digit at the least cost.
+    """Return the number of local steps with which SCAFFOLD gains a digit at the least cost.
+
+    All clients take part.
 
     Exact on quadratics; an estimate from mu and L otherwise, as `source` says.
 
@@ -126,7 +128,7 @@ def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, 
 def _bounded(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float]:
     """Return the same from mu and L alone.
 
-    Rho by F8', H* = 1 / (gamma sqrt(mu L)), and no more than H*.
+    rho is that of F8', H* = 1 / (gamma sqrt(mu L)), and no more than H* is tried.
     """
     mu, smoothness = problem.mu, problem.smoothness
     if mu is None or smoothness is None or mu <= 0:
@@ -134,9 +136,8 @@ def _bounded(problem: Problem, lr: float) -> tuple[Callable[[int], float], float
             f"best_local_steps needs mu > 0 and L of {problem.name}: give Problem(..., "
             "facts=Facts(mu, L))"
         )
-    w = lr * np.array(
-        [mu, smoothness]
-    )  # u_a^2 + v_a^2 falls, then rises in a: it is largest at an end
+    # u_a^2 + v_a^2 falls, then rises in a: it is largest at an end
+    w = lr * np.array([mu, smoothness])
 
     def rate(steps: int) -> float:
         return math.sqrt(float((power(w, steps) ** 2 + lag(w, steps) ** 2).max()))
@@ -168,7 +169,7 @@ def _drift_smoothness(given: Spectra) -> float:
 def _least(cost: Callable[[int], float], estimate: float, most: float) -> int:
     """Return the H of least cost.
 
-    A coarse grid, extended while its end is best, then each local minimum refined.
+    A coarse grid is extended while its end is best; then each local minimum is refined.
     """
     end = min(most, 8 * estimate)
     grid = _grid(end)

@@ -166,7 +166,7 @@ def plan(
     weighted mean. A given `lr` or `local_steps` is kept; what is not given is chosen.
 
     >>> import fedscaffold as fs
-    >>> problem = fs.problems.quadratic(num_clients=10, dim=5, mu=0.1, noise=0.01, x0=np.ones(5), seed=0)
+    >>> problem = fs.problems.quadratic(num_clients=10, dim=5, mu=0.1, noise=0.01, x0=np.ones(5))
     >>> made = plan(problem, target=0.05)
     >>> made.best, made.proposals[-1].promised
     ('scaffold', True)
@@ -225,12 +225,12 @@ def plan(
 
 
 def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
-    """Simulate every proposal of a plan, and compare the distance at its last round with the predicted one.
+    """Simulate the proposals of a plan, and compare the last distances with the predicted.
 
     One seed is enough, and taken, where nothing is drawn: all clients, full batches and no noise.
 
     >>> import fedscaffold as fs
-    >>> problem = fs.problems.quadratic(num_clients=10, dim=5, mu=0.1, noise=0.01, x0=np.ones(5), seed=0)
+    >>> problem = fs.problems.quadratic(num_clients=10, dim=5, mu=0.1, noise=0.01, x0=np.ones(5))
     >>> [one] = verify(problem, plan(problem, target=0.05, algorithms=["scaffold"]))
     >>> bool(abs(one.ratio - 1) < 0.5)
     True
@@ -318,7 +318,7 @@ def _by_guess(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Pro
 def _by_search(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Proposal | None:
     """Return the cheapest pair by descent on the grid.
 
-    Pairs are dropped once above the best cost or hopeless.
+    A pair is dropped once its cost is above the best, or it is hopeless.
     """
     best: list[Proposal] = []
 
@@ -345,7 +345,7 @@ def _by_search(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Pr
 
 
 def _hopeless(errors: Floats, target: float, horizon: int) -> bool:
-    """Return whether a curve, extrapolated from its last half, misses the target within the horizon."""
+    """Return whether a curve, extrapolated from its last half, misses the target."""
     last, half = len(errors) - 1, errors[len(errors) // 2]
     if not errors[-1] < half:
         return True
@@ -356,7 +356,7 @@ def _hopeless(errors: Floats, target: float, horizon: int) -> bool:
 def _candidates(
     model: QuadraticModel, algorithm: Algorithm, asked: _Asked
 ) -> list[tuple[float, int, float]]:
-    """Return (lr, local_steps, estimated rounds) for every pair whose noise and bias permit the target."""
+    """Return (lr, local_steps, estimated rounds) of all pairs that permit the target."""
     near, floor, target = model.problem, _floor(model), asked.target
     assert near.mu is not None
     start = float(np.sum((near.params - near.optimum()) ** 2))
@@ -392,12 +392,12 @@ def _floor(model: QuadraticModel) -> float:
 
 
 def _large(model: QuadraticModel) -> bool:
-    """Return whether spectral radii are so expensive that fewer pairs are tried, ranked by an estimate."""
+    """Return whether spectral radii are expensive, so that fewer pairs are tried."""
     return (model.problem.num_clients + 1) * model.problem.dim > DENSE
 
 
 def _like_equals(given: Spectra, one: LinearRound) -> float:
-    """Estimate the spectral radius by that of equal clients, where the exact one is too expensive."""
+    """Estimate the spectral radius by that of equal clients."""
     return max(1 - float(np.linalg.eigvalsh(given.mean(one.lost))[0]), float(one.lag.max()))
 
 

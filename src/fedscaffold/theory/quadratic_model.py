@@ -1,10 +1,12 @@
 """Quadratic model for plans and advice, and the error of a run on it for any cohorts.
 
-    quadratics      themselves: every number is exact (F4-F7, and `second_moments.py` for cohorts and weights)
-    smooth          the quadratic model at the optimum: Hessians, gradients and noise of every client there. Far from
-                    the optimum that model does not bind the problem, so nothing that rests on it is
-                    promised
-    large           the mean of a run on few directions, the noise as that of equal clients (`reduced.py`)
+    quadratics      themselves: every number is exact (F4-F7, and `second_moments.py` for cohorts
+                    and weights)
+    smooth          the quadratic model at the optimum: Hessians, gradients and noise of every
+                    client there. Far from the optimum that model does not bind the problem, so
+                    nothing that rests on it is promised
+    large           the mean of a run on few directions, the noise as that of equal clients
+                    (`krylov.py`)
 
 Where the exact second moments cost too much, the error is estimated from runs drawn on the same
 quadratics, with the same draws for every setting that is compared.
@@ -37,10 +39,8 @@ __all__ = ["HALVINGS", "LOCAL_STEPS", "QuadraticModel", "cohorts_of", "model_of"
 
 LOCAL_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200, 300, 500, 1000)
 HALVINGS = 12  # step sizes tried for a plan: 1/L and its halves
-EXACT_MEMORY, EXACT_FORGETFUL = (
-    3_000_000,
-    10_000_000,
-)  # N^2 d^3 and N d^3 up to which second moments are exact
+# N^2 d^3 and N d^3 up to which second moments are exact
+EXACT_MEMORY, EXACT_FORGETFUL = 3_000_000, 10_000_000
 RUNS = 64  # drawn where they are not
 STRIDE = 4  # of the coarse grid that a search starts from
 STARTS = 2  # points of it from which the search goes downhill
@@ -65,7 +65,7 @@ class QuadraticModel(NamedTuple):
     """Of the modelled problem."""
 
     def drawn(self, form: Form) -> bool:
-        """Whether errors are estimated from simulated runs, as exact second moments are too expensive."""
+        """Return whether errors are estimated from simulated runs, as exact ones cost much."""
         n, d = self.problem.num_clients, self.problem.dim
         most = EXACT_MEMORY / n if form.memory else EXACT_FORGETFUL
         return not self.heard.plain and n * d**3 > most
@@ -83,9 +83,9 @@ class QuadraticModel(NamedTuple):
     def errors(
         self, algorithm: Algorithm, *, lr: float, steps: int, rounds: int, gap: bool
     ) -> tuple[Floats, float]:
-        """Return E|x - x*|^2 or E f(x) - f(x*) after 0 ..
+        """Return E|x - x*|^2, or E f(x) - f(x*), and the last one's standard error.
 
-        Rounds rounds, and the last one's standard error.
+        The errors are those after 0 .. rounds rounds.
         """
         near, form, unsure = self.problem, form_of(algorithm), 0.0
         assert form is not None
@@ -134,28 +134,21 @@ def cohorts_of(
 def model_of(
     problem: Problem, best: Floats, batch_size: int | float | None, heard: Cohorts
 ) -> QuadraticModel:
-    """Return the problem as quadratics.
-
-    Itself if made of them, else its quadratic model at the optimum `best`.
-    """
+    """Return the problem as quadratics: itself, or its model at the optimum `best`."""
     start = problem.layout.flatten(problem.params)
     steepest = 0.0 if is_quadratic(problem) else _steepest(problem, start)
     why = "quadratic model at the optimum, far from which the curvature differs"
     if problem.num_clients * problem.dim**3 > EXACT:
-        small, steepest = (
-            reduce(problem, best, batch_size, heard),
-            max(steepest, _steepest(problem, best)),
-        )
+        small = reduce(problem, best, batch_size, heard)
+        steepest = max(steepest, _steepest(problem, best))
         left = f"too large to be exact, followed in {small.problem.dim} of {problem.dim} directions"
         why = left if is_quadratic(problem) else f"{why}; {left}"
         near = small.problem
         return QuadraticModel(
             near, spectra(near), heard, None, False, why, steepest, small, problem.dim
         )
-    noise, exact = (
-        Noise(*(noise_covariance(problem, best, size) for size in (batch_size, None))),
-        False,
-    )
+    noise = Noise(*(noise_covariance(problem, best, size) for size in (batch_size, None)))
+    exact = False
     if is_quadratic(problem):
         hessians, linear = client_quadratics(problem)
         exact = batch_size is None or bool((problem.counts == 1).all())
@@ -181,7 +174,7 @@ def search(
 
     Returns every pair tried and its cost.
 
-    >>> tried = search(lambda lr, steps: abs(lr - 5) + abs(steps - 9), list(range(10)), list(range(20)))
+    >>> tried = search(lambda lr, steps: abs(lr - 5) + abs(steps - 9), range(10), range(20))
     >>> min(tried, key=tried.get), len(tried) < 100
     ((5, 9), True)
     """

@@ -152,9 +152,9 @@ def geometric(w: Floats, count: int | NDArray[np.int64]) -> Floats:
 
 
 def lag(w: Floats, count: int) -> Floats:
-    """Return 1 - sum_{h<H} (1 - w)^h / H to full precision: the eigenvalues of B_c.
+    """Return 1 - sum_{h<H} (1 - w)^h / H to full precision, the eigenvalues of B_c.
 
-    0 where w = 0 or H = 1.
+    They are 0 where w = 0 or H = 1.
 
     >>> lag(np.array([0.0, 1e-12, 0.5]), 3)
     array([0.00000000e+00, 1.00000000e-12, 4.16666667e-01])
@@ -170,9 +170,9 @@ def lag(w: Floats, count: int) -> Floats:
 
 
 class LinearRound(NamedTuple):
-    """A round as a linear map of (u, r).
+    """A round as a linear map of (u, r), for k states at once.
 
-    U (d, k), r (N d, k) in the clients' own coordinates, k states at once.
+    u is (d, k), and r is (N d, k) in the clients' own coordinates.
 
     The vectors of N d numbers hold one number for each eigenvalue a of each client.
     """
@@ -205,7 +205,10 @@ class LinearRound(NamedTuple):
 
     @property
     def squared_norm_bound(self) -> float:
-        """F8': max u_a^2 + v_a^2, with which option II and eta_g = 1 contract in the squared Lambda-norm."""
+        """F8': max u_a^2 + v_a^2, the contraction of option II in the squared Lambda-norm.
+
+        It holds for eta_g = 1.
+        """
         return float((self.upsilon**2 + self.lag**2).max())
 
     def forward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
@@ -230,7 +233,7 @@ class LinearRound(NamedTuple):
         return off
 
     def matrix(self) -> Floats:
-        """The map of the stacked (u, r), as a matrix.
+        """Return the map of the stacked (u, r) as a matrix.
 
         It sends to 0 what does not sum to zero over clients.
         """
@@ -274,7 +277,10 @@ def linear_round(spectra: Spectra, form: Form, *, lr: float, local_steps: int) -
 
 
 def to_xi(spectra: Spectra, stacked: Floats, travel: float) -> Floats:
-    """Convert rows (u, r), r in the clients' own coordinates, to rows (u, v_c = V_c r_c / travel)."""
+    """Convert rows (u, r) to rows (u, v_c = V_c r_c / travel).
+
+    r is in the clients' own coordinates.
+    """
     d = spectra.dim
     r = stacked[d:].reshape(spectra.num_clients, d, -1)
     v = np.matmul(spectra.vectors, r).reshape(len(stacked) - d, -1) / travel

@@ -1,11 +1,10 @@
 """How fast a round contracts on quadratics, and where it ends, exactly.
 
 The spectral radius lim |X^t - X*|^(1/t) of a round is what a long run of the whole state (x, xi_1
-.. xi_N) shows, on
-sum xi_c - xi_c* = 0, from the closed form of `quadratics.py`: its cost does not depend on the
-    number H of local steps.
-The error of x alone may shrink faster: clients with an eigenvalue in common can carry a mode of the
-control variates that x never shows, as all do when the clients are equal.
+.. xi_N) shows, on sum xi_c - xi_c* = 0, from the closed form of `quadratics.py`: its cost does not
+depend on the number H of local steps. The error of x alone may shrink faster: clients with an
+eigenvalue in common can carry a mode of the control variates that x never shows, as all do when the
+clients are equal.
 
 Symbols: gamma = lr, H = local_steps, u = x - x*.
 """
@@ -34,9 +33,8 @@ __all__ = [
 ]
 
 ROUNDING = 1e-12  # a step computed as 1 / L must be found to meet lr <= 1 / L
-DENSE = (
-    700  # (N + 1) d up to which eigenvalues come from the full matrix; above it, from Krylov spaces
-)
+# (N + 1) d up to which eigenvalues come from the full matrix; above it, from Krylov spaces
+DENSE = 700
 
 
 class ContractionRate(NamedTuple):
@@ -53,9 +51,9 @@ class ContractionRate(NamedTuple):
 
 
 def rounds_per_digit(rate: float) -> float:
-    """Rounds until an error that shrinks by `rate` a round is a tenth, log 10 / -log rate.
+    """Return the rounds in which an error that shrinks by `rate` a round becomes a tenth.
 
-    Infinite from 1 on.
+    These are log 10 / -log rate, and infinitely many from a rate of 1 on.
 
     >>> round(rounds_per_digit(0.1), 12), rounds_per_digit(1.0)
     (1.0, inf)
@@ -68,7 +66,7 @@ def rounds_per_digit(rate: float) -> float:
 def contraction_rate(
     problem: Problem, *, lr: float, local_steps: int, algorithm: Algorithm = SCAFFOLD
 ) -> ContractionRate:
-    """Return the exact contraction of one round with all clients, noiseless, on a problem made of quadratics.
+    """Return the exact contraction of one noiseless round with all clients, on quadratics.
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
@@ -82,13 +80,14 @@ def contraction_rate(
 def contraction_curve(
     problem: Problem, *, lr: float, local_steps: Sequence[int], algorithm: Algorithm = SCAFFOLD
 ) -> list[ContractionRate]:
-    """`contraction_rate` at several numbers of local steps.
+    """Return `contraction_rate` at several numbers of local steps.
 
     The clients' Hessians are decomposed once.
 
     >>> import fedscaffold as fs
     >>> pair = fs.problems.lower_bound_pair()
-    >>> [round(rate.spectral_radius, 10) for rate in contraction_curve(pair, lr=0.1, local_steps=[1, 2, 5, 10])]
+    >>> rates = contraction_curve(pair, lr=0.1, local_steps=[1, 2, 5, 10])
+    >>> [round(rate.spectral_radius, 10) for rate in rates]
     [0.9, 0.8081286641, 0.5, 0.5261592398]
     """
     form = form_of(algorithm)
@@ -116,8 +115,10 @@ def fixed_point(
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
-    >>> fixed_point(problem, lr=0.2, local_steps=4), fixed_point(problem, lr=0.2, local_steps=4, algorithm=fs.fedavg())
-    (array([0.4]), array([0.28278679]))
+    >>> fixed_point(problem, lr=0.2, local_steps=4)
+    array([0.4])
+    >>> fixed_point(problem, lr=0.2, local_steps=4, algorithm=fs.fedavg())
+    array([0.28278679])
     """
     return np.asarray(
         spectra(problem).optimum
@@ -157,7 +158,8 @@ def spectral_radius(one: LinearRound) -> float:
     """Largest |eigenvalue| of a closed-form round on sum r_c = 0.
 
     >>> import fedscaffold as fs
-    >>> one = linear_round(spectra(fs.problems.lower_bound_pair()), form_of(fs.scaffold()), lr=0.1, local_steps=1)
+    >>> pair = spectra(fs.problems.lower_bound_pair())
+    >>> one = linear_round(pair, form_of(fs.scaffold()), lr=0.1, local_steps=1)
     >>> round(spectral_radius(one), 12)
     0.9
     """
@@ -191,7 +193,9 @@ def _round(one: LinearRound) -> LinearOperator:
 
 
 def _from_one(one: LinearRound) -> LinearOperator:
-    """(I - T)^-1, whose largest eigenvalues belong to the eigenvalues of the round T that are nearest to 1.
+    """Return (I - T)^-1 for a round T, as a linear operator.
+
+    Its largest eigenvalues belong to the eigenvalues of T that are nearest to 1.
 
     (u, r) = (I - T)^-1 (p, q) has r_c = R_c (Upsilon_c u - w + q_c), R_c = (I - B_c)^-1 and w = u -
     p / eta_g, so that sum r_c = 0 leaves (mean R_c (I - Upsilon_c)) u = mean R_c q_c + mean R_c p /
@@ -215,7 +219,7 @@ def _from_one(one: LinearRound) -> LinearOperator:
 def _option_one(one: LinearRound) -> float:
     """Return the spectral radius of option I, whose r_c are those of the last u.
 
-    U'' = P u' + C u, of 2d unknowns.
+    It is that of u'' = P u' + C u, with 2d unknowns.
     """
     d, eta = len(one.basis), one.form.server_lr
     now = np.eye(d) - eta * _mean(one, one.lost)

@@ -1,4 +1,4 @@
-"""The affine map of one noiseless round with all clients, by differentiating the algorithm's own code.
+"""The affine map of one noiseless round with all clients, by differentiating its code.
 
 On quadratics f_c(x) = x'A_c x / 2 - b_c'x a round is affine in the state X, which is x alone for a
 method without memory, (x, c) where only the server has one, and (x, c, c_1 .. c_N) for one with
@@ -7,12 +7,10 @@ control variates:
     X+ = M X + v
 
 `round_map` runs the engine's own round and pushes a basis through it in forward mode, so M and v
-are those of the
-code that simulations run: any algorithm has one. Where a coin decides the number of local steps
-    (Scaffnew) it is the
-expected map, summed over all numbers that matter: that of the mean state. Its cost grows with the
-number of local steps; `quadratics.py` has closed forms, free of that cost, for every algorithm that
-declares the `Form` of SCAFFOLD or FedAvg.
+are those of the code that simulations run: any algorithm has one. Where a coin decides the number
+of local steps (Scaffnew) it is the expected map, summed over all numbers that matter: that of the
+mean state. Its cost grows with the number of local steps; `quadratics.py` has closed forms, free of
+that cost, for every algorithm that declares the `Form` of SCAFFOLD or FedAvg.
 
 On the states with c = mean c_i, where every correct run stays, the map is one of (x, c_1 .. c_N).
 Off them it conserves c - mean c_i, that is, it has the eigenvalue 1 with multiplicity d (I15), so
@@ -58,7 +56,7 @@ SCAFFOLD = scaffold()
 
 
 class AffineMap(NamedTuple):
-    """X+ = matrix X + offset, for X = (x), (x, c), or (x, c, c_1 .. c_N) where clients have a memory.
+    """X+ = matrix X + offset, for X = (x), (x, c), or (x, c, c_1 .. c_N) with memory.
 
     A method that keeps more has more in X: all fields of the server's record, then the tables of
     the clients' memories, then of what they keep for themselves.
@@ -82,15 +80,15 @@ class AffineMap(NamedTuple):
         return after
 
     def invariant(self) -> tuple[Floats, Floats]:
-        """Return matrix and offset on the states with c = mean c_i, as a map of all the rest.
-
-        (x, c_1 .. c_N).
-        """
+        """Return matrix and offset of (x, c_1 .. c_N), on the states with c = mean c_i."""
         kept, whole = self._means()
         return self.matrix[kept] @ whole, self.offset[kept]
 
     def _means(self) -> tuple[NDArray[np.bool_], Floats]:
-        """Return the mask of free entries of a state, and the matrix that completes them to one with c = mean c_i."""
+        """Return the mask of free entries, and the matrix that completes them to a state.
+
+        The completed state has c = mean c_i.
+        """
         d, whole = self.dim, np.eye(len(self.offset))
         kept = np.ones(len(whole), bool)
         for field, table in self.means:
@@ -104,7 +102,7 @@ class AffineMap(NamedTuple):
     def spectral_radius(self) -> float:
         """Return the largest |eigenvalue| on the states with c = mean c_i.
 
-        The factor of the error per round.
+        The error shrinks by this factor per round.
         """
         return float(np.abs(np.linalg.eigvals(self.invariant()[0])).max())
 
@@ -124,8 +122,8 @@ def round_map(
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [-0.5]])
     >>> one = round_map(problem, lr=0.2, local_steps=4)
-    >>> one.matrix.shape, one.fixed_point()[[0, 2, 3]].round(12), round(one.spectral_radius() ** 2, 10)
-    ((4, 4), array([ 0.4, -0.6,  0.6]), 0.3177239083)
+    >>> one.fixed_point()[[0, 2, 3]].round(12), round(one.spectral_radius() ** 2, 10)
+    (array([ 0.4, -0.6,  0.6]), 0.3177239083)
     """
     client_quadratics(problem)
     config = RunConfig(
@@ -164,7 +162,7 @@ def round_map(
 
 
 def _outcomes(spec: Spec, draws: Draws) -> Iterator[tuple[float, Draws]]:
-    """Yield the probability and draws of each number of local steps, up to a probability of 1e-17."""
+    """Yield each number of local steps, as draws, with its probability if above 1e-17."""
     if spec.mean_steps is None:
         yield 1.0, draws
         return
@@ -178,10 +176,7 @@ def _outcomes(spec: Spec, draws: Draws) -> Iterator[tuple[float, Draws]]:
 
 
 def _vectors(state: State) -> list[Any]:
-    """Return the arrays of a state.
-
-    The server's record, the clients' memories and their private records.
-    """
+    """Return the arrays of a state: of the server, the memories and the private records."""
     return [
         vector
         for record in (state.server, state.memory, state.own)
@@ -208,7 +203,10 @@ def _size(start: State) -> int:
 
 @partial(jax.jit, static_argnums=0)
 def _differentiated(spec: Spec, federation: Federation, draws: Draws, start: State) -> Any:
-    """Return the round at X = 0 and its Jacobian, in forward mode as the program consists of loops."""
+    """Return the round at X = 0 and its Jacobian.
+
+    The program consists of loops, so it is differentiated in forward mode.
+    """
     one = partial(_round, spec, federation, draws, start)
     origin = jnp.zeros(_size(start))
     return one(origin), jax.jacfwd(one)(origin)
@@ -249,7 +247,7 @@ def a_problem(problem: object) -> Problem:
 def is_quadratic(problem: Problem) -> bool:
     """Return whether every client's loss is a known quadratic.
 
-    `fs.problems.quadratic` and variants, or `linear`.
+    These are `fs.problems.quadratic` and its variants, and `linear`.
 
     >>> import fedscaffold as fs
     >>> is_quadratic(fs.problems.quadratic(num_clients=2, dim=3))

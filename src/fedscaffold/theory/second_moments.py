@@ -11,16 +11,16 @@ off x*, e_i being the noise that its steps gather (`error_dynamics.py`). With th
 `cohorts.py` a round is
 
     u+ = u + eta_g sum q_i (z_i - u)
-    v_i+ = (M_i A_i / K_i lr) u - B_i s_i + e_i / K_i lr,  B_i = I - M_i / K_i lr     option II, if i is heard
-    v_i+ = A_i u + noise at x                                                         option I, if i is heard
-    v_i+ = v_i                                                                        else
+    v_i+ = (M_i A_i / K_i lr) u - B_i s_i + e_i / K_i lr       option II, if i is heard
+    v_i+ = A_i u + noise at x                                  option I, if i is heard
+    v_i+ = v_i                                                 else
 
-(sum q_i = 1, but for cohorts of weight 0, which leave x alone.) No difference of large numbers is
-left in these lines. As who is heard, the noise and the state are independent, the second moments of
-(u, v_1 .. v_N) follow from those of one round before and from the moments of q and [i in A] up to
-order two. Each client may have a number of steps of its own. A round costs 4 N^2 d^3
-multiplications for SCAFFOLD and 2 N d^3 without memory; `drawn_curve` estimates the same from runs
-that are drawn, for S d^2 each.
+with B_i = I - M_i / K_i lr. (sum q_i = 1, but for cohorts of weight 0, which leave x alone.) No
+difference of large numbers is left in these lines. As who is heard, the noise and the state are
+independent, the second moments of (u, v_1 .. v_N) follow from those of one round before and from
+the moments of q and [i in A] up to order two. Each client may have a number of steps of its own. A
+round costs 4 N^2 d^3 multiplications for SCAFFOLD and 2 N d^3 without memory; `drawn_curve`
+estimates the same from runs that are drawn, for S d^2 each.
 
 Symbols: M_i = moved, I - M_i A_i = kept, K_i lr = travel, eta_g = server_lr.
 """
@@ -46,7 +46,7 @@ HOPELESS = 1e60  # times the error at the start: a run that diverges
 class Noise(NamedTuple):
     """(N, d, d) covariances of the clients' gradients.
 
-    Of a local step, and of the one at x that option I remembers.
+    `step` is that of a local step, `at_x` of the gradient at x that option I remembers.
     """
 
     step: Floats
@@ -145,7 +145,7 @@ def _forgetful(
 ) -> Floats:
     """Propagate mean and second moment of u for methods without memory.
 
-    z_i = kept_i u - push_i - e_i.
+    There, z_i = kept_i u - push_i - e_i.
     """
     heard, eta = given.cohorts, form.server_lr
     best = given.optimum
@@ -182,9 +182,9 @@ def _forgetful(
 
 
 class _Average(NamedTuple):
-    """u+ = sum_i a_i y_i over the clients' ends z_1 .. z_N and y_0 = u, last.
+    """u+ = sum_i a_i y_i over the clients' ends z_1 .. z_N and, last, y_0 = u.
 
-    a_i = eta_g q_i, a_0 = 1 - sum a_i.
+    The weights are a_i = eta_g q_i and a_0 = 1 - sum a_i.
     """
 
     first: Floats
@@ -245,11 +245,9 @@ def _remembering(
     given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats
 ) -> Floats:
     """Propagate the second moments of (u, v_1 .. v_N) for SCAFFOLD."""
-    heard, average, recall = (
-        given.cohorts,
-        _with_rest(given.cohorts, form.server_lr),
-        _recall(given, form, one, noise),
-    )
+    heard = given.cohorts
+    average = _with_rest(given.cohorts, form.server_lr)
+    recall = _recall(given, form, one, noise)
     d, best = given.spectra.dim, given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
     z = np.concatenate([given.start - best, -slopes.ravel()])  # all c_i are 0
@@ -278,7 +276,8 @@ def drawn_curve(
 ) -> tuple[Floats, float]:
     """Estimate `error_curve` from runs with Gaussian noise.
 
-    Return it and the standard error at its end.
+    Returns:
+        The curve, and the standard error at its end.
     """
     one, rng = walk(given.spectra, form, lr, steps, noise.step), np.random.default_rng(seed)
     heard, recall, best = given.cohorts, _recall(given, form, one, noise), given.optimum
@@ -291,10 +290,8 @@ def drawn_curve(
     curve[0] = values.mean()
     for t in range(1, rounds + 1):
         q = shares(heard, rng, runs)
-        mean, after = (
-            np.einsum("j,rja->ra", heard.p, v),
-            (1 - form.server_lr * q.sum(axis=1, keepdims=True)) * u,
-        )
+        mean = np.einsum("j,rja->ra", heard.p, v)
+        after = (1 - form.server_lr * q.sum(axis=1, keepdims=True)) * u
         for i in range(len(slopes)):
             inside = np.flatnonzero(q[:, i] > 0)
             off = (
@@ -325,7 +322,7 @@ def _round(
     n, d = one.scatter.shape[:2]
 
     def applied(rows: Floats) -> tuple[Floats, Floats, Floats]:
-        """(E v_i y', E z_i y', E new_i y') from E (u, v_1 .. v_N) y', noise apart.
+        """Return E v_i y', E z_i y' and E new_i y' from E (u, v_1 .. v_N) y', noise apart.
 
         The last z is u itself.
         """
@@ -335,18 +332,14 @@ def _round(
         return v, ends, recall.of_u @ u + recall.of_s @ s
 
     _, ends, new = applied(moment)  # with (u, v)
-    _, ends_ends, ends_new = applied(
-        ends.reshape(-1, len(moment)).T
-    )  # E z_j z_i' as [j, b, (i, a)]; E new_j z_i'
+    # E z_j z_i' as [j, b, (i, a)]; E new_j z_i'
+    _, ends_ends, ends_new = applied(ends.reshape(-1, len(moment)).T)
     new_v, _, new_new = applied(new.reshape(-1, len(moment)).T)
     ends_ends, ends_new = ends_ends.reshape(n + 1, d, n + 1, d), ends_new.reshape(n, d, n + 1, d)
-    new_v, new_new = (
-        a.reshape(n, d, n, d) for a in (new_v, new_new)
-    )  # [j, b, i, a]: E v_j new_i', E new_j new_i'
-    v_v, v_ends = (
-        moment[d:, d:].reshape(n, d, n, d),
-        np.moveaxis(ends[:, :, d:].reshape(n + 1, d, n, d), (2, 3), (0, 1)),
-    )
+    # [j, b, i, a]: E v_j new_i', E new_j new_i'
+    new_v, new_new = (a.reshape(n, d, n, d) for a in (new_v, new_new))
+    v_v = moment[d:, d:].reshape(n, d, n, d)
+    v_ends = np.moveaxis(ends[:, :, d:].reshape(n + 1, d, n, d), (2, 3), (0, 1))
     after = np.empty_like(moment)
     after[:d, :d] = np.einsum("ij,iajb->ab", average.second, ends_ends)
     after[:d, :d] += eta**2 * np.einsum("ii,iab->ab", heard.shares, one.scatter)

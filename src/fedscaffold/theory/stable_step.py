@@ -1,11 +1,12 @@
 """The largest stable step size for a problem and, if curvature varies, at a point.
 
-    quadratics     the least lr at which the spectral radius of a round with all clients reaches 1, if there are not
-                   too many; else 2 / L beside the radius itself
-    else           2 / lambda, lambda the largest eigenvalue of any client's Hessian at x: with larger steps two
-                   local runs of that client move apart. For methods of one step a round, of the
-                   mean Hessian
-    L known        2 / L, where lr is below it: no curvature anywhere is larger, and nothing need be measured
+    quadratics     the least lr at which the spectral radius of a round with all clients reaches 1,
+                   if there are not too many; else 2 / L beside the radius itself
+    else           2 / lambda, lambda the largest eigenvalue of any client's Hessian at x: with
+                   larger steps two local runs of that client move apart. For methods of one step a
+                   round, of the mean Hessian
+    L known        2 / L, where lr is below it: no curvature anywhere is larger, and nothing need be
+                   measured
 
 A radius below 1 is proved for noiseless rounds that hear everybody; sampling and noise may ask for
 smaller steps.
@@ -33,9 +34,8 @@ FACTOR = 1.25  # between two step sizes that are tried on the way up
 BISECTIONS = 10  # to 3e-4
 # (N + 1) d up to which the largest step is looked for: it takes the eigenvalues of a dozen rounds
 SEARCHED = 250
-FLAT = (
-    1e-9  # a radius of 1 belongs to directions without curvature; rounding may lift it by so much
-)
+# a radius of 1 belongs to directions without curvature; rounding may lift it by so much
+FLAT = 1e-9
 
 
 class StableStep(NamedTuple):
@@ -109,9 +109,8 @@ def _radius(known: Spectra, form: Form, lr: float, steps: int) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             one = linear_round(known, form, lr=lr, local_steps=1 if form.one_step else steps)
-        except (
-            Overflows
-        ):  # the search for the largest step meets it with many local steps, however small lr is
+        except Overflows:
+            # the search for the largest step meets it with many local steps, however small lr is
             return np.inf
         return (
             spectral_radius(one)
@@ -143,7 +142,7 @@ def _boundary(known: Spectra, form: Form, steps: int) -> float:
 
 
 def _steepest(problem: Problem, x: Floats, of_mean: bool) -> float:
-    """Return the largest eigenvalue of any client's Hessian at x, or of the mean.
+    """Return the largest eigenvalue of any client's Hessian at x, or of their mean.
 
     Large problems are sampled.
     """

@@ -1,6 +1,6 @@
-"""The law that a run with noisy gradients settles in, on quadratics.
+"""The stationary law of a run with noisy gradients on quadratics: mean and covariance.
 
-Mean and covariance, exactly (F5-F7, F11-F13).
+Both are exact (F5-F7, F11-F13).
 
 Around its mean the state follows X+ = A X + noise, so in the long run its covariance solves the
 discrete Lyapunov equation, for SCAFFOLD on sum xi_c = 0:
@@ -21,7 +21,7 @@ around the tau axis however close to 1 the eigenvalues come, so the trapezoidal 
 geometrically: half the step, squared error.
 
 Symbols: gamma = lr, H = local_steps, C_c = noise, xi_c = c - c_c, state order (theta, xi_1 ..
-    xi_N), theta = x.
+xi_N), theta = x.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def stationary(
     noise: ArrayLike,
     algorithm: Algorithm = SCAFFOLD,
 ) -> Stationary:
-    """Return the exact stationary mean and covariance with all clients and gradient covariance `noise`.
+    """Return the exact stationary mean and covariance with all clients.
 
     `noise` is a variance of every coordinate, one (d, d) covariance, or (N, d, d).
 
@@ -109,7 +109,10 @@ def _refuse_unstable(one: LinearRound, algorithm: Algorithm) -> None:
 
 
 def _memoryless(law: Chain) -> Floats:
-    """F7: Sigma = P Sigma P + eta_g^2 gamma^2 / N mean Sigma_eps^c, P symmetric, in the eigenbasis of P."""
+    """Return Sigma of a method without memory (F7), in the eigenbasis of the symmetric P.
+
+    Sigma = P Sigma P + eta_g^2 gamma^2 / N mean Sigma_eps^c.
+    """
     one = law.one
     lost, vectors = np.linalg.eigh(one.form.server_lr * law.spectra.mean(one.lost))
     (source,) = law.sources
@@ -136,9 +139,9 @@ def _added(law: Chain) -> Floats:
 
 
 def entry(one: LinearRound, to_u: float, to_r: float) -> Floats:
-    """Return ((N+1) d, N d) the map, up to sign, from noise e_1 ..
+    """Return the map, up to sign, from noise e_1 .. e_N to (u, r), ((N+1) d, N d).
 
-    e_N in the clients' coordinates to (u, r).
+    The noise is in the clients' own coordinates.
     """
     return np.concatenate(
         [to_u * one.basis / one.num_clients, to_r * one.centred(np.eye(one.basis.shape[1]))]
@@ -169,7 +172,7 @@ def lyapunov(hessian: ArrayLike, noise: ArrayLike) -> Floats:
     values, vectors = np.linalg.eigh(np.asarray(hessian, np.float64))
     if values[0] <= 1e-12 * values[-1]:
         raise InputError(
-            f"the mean Hessian must be positive definite, its smallest eigenvalue is "
+            "the mean Hessian must be positive definite, its smallest eigenvalue is "
             f"{values[0]:.3g}; add l2"
         )
     rotated = vectors.T @ np.asarray(noise, np.float64) @ vectors
@@ -187,7 +190,7 @@ def _by_doubling(law: Chain) -> Floats:
 def by_transfer(law: Chain) -> Floats:
     """Return the covariance of x alone, by the trapezoidal rule in tau = log tan(omega / 2).
 
-    Not for option I.
+    Option I is refused.
     """
     one = law.one
     if one.form.at_x:
@@ -218,9 +221,8 @@ def _density(law: Chain) -> Callable[[Floats], Floats]:
     """(taus) -> the sum of the integrand over them.
 
     In the clients' own coordinates R_j Cov_jk conj(R_k) is Q + Q* - D with D_jk = Cov_jk / (1 -
-    beta_j beta_k) and
-    Q = z R_j D_jk, beta being the eigenvalues of B_c: so all three sums over clients are linear in
-        R.
+    beta_j beta_k) and Q = z R_j D_jk, beta being the eigenvalues of B_c: so all three sums over
+    clients are linear in R.
     """
     one, given, (source,) = law.one, law.spectra, law.sources
     d, n, eta = given.dim, given.num_clients, one.form.server_lr
@@ -233,7 +235,7 @@ def _density(law: Chain) -> Callable[[Floats], Floats]:
     sums = np.concatenate([one.basis.T / n, one.lost[:, None] * one.basis.T / n, turned], axis=1)
 
     def summed(weights: Floats) -> Floats:
-        """(K, d, 3d): sums over clients of V_c weights V_c' and so on, for K sets of weights in one product."""
+        """Return (K, d, 3d) sums over clients, such as of V_c weights V_c', for K weights."""
         products: Floats = (one.basis * weights[:, None, :]).reshape(-1, n * d) @ sums
         return products.reshape(-1, d, 3 * d)
 

@@ -3,18 +3,18 @@
 A product with all Hessians costs records times d. Up to `WORK` of it, and `MEMORY` of clients times
 d, everything is looked at. Beyond:
 
-    near     some clients, in groups, with all their records or many: for what each client is (its extreme curvatures,
-             its distance from the mean, its noise). Means over clients get the standard error of
-             sampling without replacement, widened as Student's t asks with so few clients. An
-             extreme over m of N clients is a lower
-             bound: those not seen may exceed it, by their standard deviation times log(N / m) where
-             tails are exponential; twice that is stated, as they may be heavier
-    wide     all clients, or as many as memory holds, with all records up to `WIDE`, else as many as that allows: for
-             what they are together (the mean's curvatures, FedAvg's drift). Taken again on its four
-             `quarters` where it
-             is a sample: their spread is the error, and the bias of an extreme eigenvalue is four
-                 times as large there
-    mean     a smaller one of the same kind, for products with the mean Hessian that are needed by the dozen
+    near     some clients, in groups, with all their records or many: for what each client is (its
+             extreme curvatures, its distance from the mean, its noise). Means over clients get the
+             standard error of sampling without replacement, widened as Student's t asks with so few
+             clients. An extreme over m of N clients is a lower bound: those not seen may exceed it,
+             by their standard deviation times log(N / m) where tails are exponential; twice that is
+             stated, as they may be heavier
+    wide     all clients, or as many as memory holds, with all records up to `WIDE`, else as many as
+             that allows: for what they are together (the mean's curvatures, FedAvg's drift). Taken
+             again on its four `quarters` where it is a sample: their spread is the error, and the
+             bias of an extreme eigenvalue is four times as large there
+    mean     a smaller one of the same kind, for products with the mean Hessian that are needed by
+             the dozen
 
 A Hessian H_i of some records only is off by a matrix that has the law of half the difference of the
 Hessians of the two halves of these records, so ||H_i1 - H_i2|| / 2 bounds what that adds to any
@@ -40,10 +40,8 @@ from fedscaffold.theory.lanczos import lanczos
 __all__ = ["Look", "Looks", "client_ends", "drift_rate", "extreme_error", "halved", "looks_at"]
 __all__ += ["mean_ends", "mean_error", "mean_off", "passes", "quartered", "redrawn"]
 
-WORK, MEMORY = (
-    100_000_000,
-    2_500_000,
-)  # records times d, and clients times d, beyond which both are sampled
+# records times d, and clients times d, beyond which both are sampled
+WORK, MEMORY = 100_000_000, 2_500_000
 WIDE = 3  # times as much, for what all clients are together
 GROUPS = 3  # of clients looked at closely
 FEWEST = 4  # clients in a group
@@ -52,14 +50,12 @@ BUDGET = 2_500_000_000  # records times d times products: what one number may co
 
 
 class Look(NamedTuple):
-    """A problem, or a sample small enough to be measured.
-
-    `clients` are its indices in the whole problem.
-    """
+    """A problem, or a sample of it that is small enough to be measured."""
 
     problem: Problem
     p: Floats
     clients: NDArray[np.intp]
+    """Their indices in the whole problem."""
     share: Floats
     """Share of each client's records that is in it."""
 
@@ -116,12 +112,13 @@ def passes(look: Look, most: int, least: int = 8) -> int:
 
 
 def mean_error(values: Floats, q: Floats, num_clients: int) -> float:
-    """Error of sum q_i v_i over the clients looked at, for the mean over all.
+    """Return the error of sum q_i v_i over the clients looked at, for the mean over all.
 
-    2 of it cover as much as 2 sigma would.
+    Twice the error covers as much as 2 sigma would.
 
-    >>> mean_error(np.array([1.0, 3.0]), np.array([0.5, 0.5]), 2), mean_error(np.ones(3), np.full(3, 1 / 3), 9)
-    (0.0, 0.0)
+    >>> values, half = np.array([1.0, 3.0]), np.array([0.5, 0.5])
+    >>> mean_error(values, half, 2), mean_error(values, half, 9) > 0
+    (0.0, True)
     """
     seen = len(values)
     if seen >= num_clients or seen < 2:
@@ -139,16 +136,15 @@ def extreme_error(values: Floats, num_clients: int) -> float:
     seen = len(values)
     if seen >= num_clients:
         return 0.0
-    spread = np.hypot(
-        np.std(values), np.mean(values) / 4
-    )  # a quarter of the mean: a lucky sample may look too even
+    # a quarter of the mean: a lucky sample may look too even
+    spread = np.hypot(np.std(values), np.mean(values) / 4)
     return float(2 * spread * np.log(num_clients / seen) * _few(seen))
 
 
 def _few(seen: int) -> float:
     """Return the small-sample factor of a standard error.
 
-    Student's quantile at 2 sigma over the normal's.
+    It is Student's quantile at 2 sigma over the normal's.
     """
     return float(student.ppf(normal.cdf(2), max(1, seen - 1)) / 2)
 
@@ -156,7 +152,7 @@ def _few(seen: int) -> float:
 def halved(look: Look, x: Floats, rng: np.random.Generator) -> Floats:
     """Return bounds, one per client, on ||H_i - H_i of all its records||.
 
-    Zero for clients looked at wholly.
+    They are zero for clients whose records are all looked at.
     """
     if look.share.min() == 1:
         return np.zeros(len(look.p))
@@ -197,7 +193,7 @@ def _norms(
 def client_ends(
     look: Look, x: Floats, rng: np.random.Generator
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return the smallest and largest eigenvalues of the clients' Hessians at x, with Lanczos and sampling errors."""
+    """Return the extreme eigenvalues of the clients' Hessians at x, and their errors."""
     shape, few = (look.problem.num_clients, look.problem.dim), halved(look, x, rng)
     found = lanczos(lambda v: client_products(look.problem, x, v), shape, passes(look, 20), rng)
     return found[0], found[1], found[2] + few, found[3] + few
@@ -223,10 +219,10 @@ def drift_rate(look: Look, x: Floats) -> float:
 
 
 def redrawn(problem: Problem, x: Floats, rng: np.random.Generator) -> Floats:
-    """Return the changes of the rows grad f_i(x) when every client resamples its records with replacement.
+    """Return the changes of grad f_i(x) when every client resamples its own records.
 
     >>> from fedscaffold.problems import lower_bound_pair
-    >>> redrawn(lower_bound_pair(), np.zeros(1), np.random.default_rng(0)).ravel()  # one record each
+    >>> redrawn(lower_bound_pair(), np.zeros(1), np.random.default_rng(0)).ravel()
     array([0., 0.])
     """
     cuts = zip(problem.offsets[:-1], problem.counts, strict=True)
@@ -240,7 +236,7 @@ def redrawn(problem: Problem, x: Floats, rng: np.random.Generator) -> Floats:
 def quartered(whole: Floats, quarters: Floats) -> Floats:
     """Estimate the error of numbers from a sample by those of its quarters, one per row.
 
-    Spread and bias.
+    It combines their spread and their bias.
 
     >>> quartered(np.array([2.0]), np.array([[1.0], [3.0], [1.0], [3.0]])).round(6)
     array([0.57735])
@@ -291,8 +287,7 @@ def _cut(
     if some and problem.inspected.kinds.gradient != "mean":
         raise InputError(
             f"{problem.name} couples the records of a batch, so some of a client's records are "
-            "another loss: measure "
-            "it on all of them"
+            "another loss: measure it on all of them"
         )
     clients = [jax.tree.map(lambda a: a[rows], problem.records) for rows in picked]  # noqa: B023
     part = problem.with_clients(clients)
