@@ -114,17 +114,10 @@ def mean_of(p: Sequence[float], messages: dict[int, Any]) -> tuple[Any, float]:
     """
     total = sum(p[i] for i in messages)
 
-    def mean(values: dict[int, Vector]) -> Vector:
-        return sum(p[i] * value for i, value in values.items()) / total
+    def mean(*values: Vector) -> Vector:
+        return sum(p[i] * value for i, value in zip(messages, values, strict=True)) / total
 
-    first = next(iter(messages.values()))
-    if not isinstance(first, tuple):
-        return mean(messages), total
-    fields = first._fields  # type: ignore[attr-defined]
-    means = [
-        mean({i: getattr(message, name) for i, message in messages.items()}) for name in fields
-    ]
-    return type(first)(*means), total
+    return each(mean, *messages.values()), total
 
 
 def descend(

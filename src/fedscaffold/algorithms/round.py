@@ -76,12 +76,12 @@ def exchange(algorithm: Algorithm) -> Exchange:
     >>> exchange(scaffold()).down
     ('c',)
     """
-    algorithm = _without_layers(algorithm)
+    algorithm = fitted(algorithm, None)
     x = _Vector(0.25)
     server: Any = algorithm.init(x)
     memory = None if algorithm.memory is None else algorithm.memory(x)
     own = None if algorithm.own is None else algorithm.own(x)
-    start = x if algorithm.start is None else algorithm.start(x, own)
+    start = start_of(algorithm, x, own)
     seen: set[str] = set()
     shift = None
     if algorithm.shift is not None:
@@ -181,14 +181,9 @@ def fitted(algorithm: Algorithm, layout: Any) -> Algorithm:
 
     Args:
         algorithm: The algorithm as the user gave it.
-        layout: The model's layers, with a method `split(names)`.
+        layout: The model's layers, with a method `split(names)`; None for a model without layers.
     """
     return algorithm if algorithm.fit is None else algorithm.fit(layout)
-
-
-def _without_layers(algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm for a scalar, or for a vector without layers."""
-    return algorithm if algorithm.fit is None else algorithm.fit(None)
 
 
 def start_of(algorithm: Algorithm, x: Vector, own: Record) -> Any:

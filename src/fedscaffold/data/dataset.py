@@ -35,8 +35,6 @@ class Dataset(NamedTuple):
     """The number of labels; 0 for a regression."""
     groups: Labels | None = None
     """The natural client of every training record, where the data have one."""
-    group_names: tuple[str, ...] = ()
-    """The name of every natural client: groups[j] is a position in it."""
     source: str = ""
     """Where the data come from, in one sentence."""
 

@@ -155,7 +155,7 @@ def heart(folder: Path | None = None) -> Dataset:
     x = standardised(raw, train)
     source = "Heart Disease (Janosi, Steinbrunn, Pfisterer and Detrano 1988), UCI, CC BY 4.0."
     parts = x[train], y[train], x[test], y[test]
-    return checked(Dataset("heart", *parts, 2, groups[train], HOSPITALS, source))
+    return checked(Dataset("heart", *parts, 2, groups[train], source))
 
 
 def standardised(raw: npt.NDArray[np.float64], train: Indices) -> Floats:

@@ -218,13 +218,11 @@ def _examine_memory(
     if not gradients or not (view.q[heard] > 0).any():
         return found
     q = np.where(heard, view.q, 0.0) / view.q[heard].sum()
-    noise = (
-        noise_level(view.part, np.asarray(run.state.x, np.float64), request.batch_size)
-        if _has_loss(request)
-        else 0
-    )
+    noise, x = np.zeros(len(q)), np.asarray(run.state.x, np.float64)
+    if request.problem.functions.has_loss:  # noise needs gradients of single records
+        noise = noise_level(view.part, x, request.batch_size)
     steps = run.ready.drawer.steps[view.clients]
-    one = alignment(q, memory.c, view.c_i, view.gradients, np.broadcast_to(noise / steps, q.shape))
+    one = alignment(q, memory.c, view.c_i, view.gradients, noise / steps)
     one = one._replace(cosines=one.cosines[heard], errors=one.errors[heard])
     members, age = view.clients[heard], (memory.round - memory.heard_at)[view.clients[heard]]
     of = f"{len(members)} of {len(memory.p)} clients"
@@ -234,11 +232,6 @@ def _examine_memory(
             one, cosines(view.c_i, memory.c)[heard], age, lambda i: client_name(members[i]), of
         ),
     ]
-
-
-def _has_loss(request: RunConfig) -> bool:
-    """Return whether batch noise can be measured, which needs gradients of single records."""
-    return request.problem.functions.has_loss
 
 
 def _find_suspects(memory: Memory, view: View) -> list[str]:

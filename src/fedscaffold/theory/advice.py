@@ -51,7 +51,7 @@ from fedscaffold.theory.quadratic_model import (
     search,
 )
 from fedscaffold.theory.round_map import form_of, is_quadratic
-from fedscaffold.theory.subsampling import looks_at, redrawn
+from fedscaffold.theory.subsampling import Look, looks_at, redrawn
 
 __all__ = ["Advice", "Tried", "advise"]
 
@@ -121,6 +121,11 @@ class _Case(NamedTuple):
     @property
     def at(self) -> Heterogeneity:
         return self.found.later or self.found
+
+    @property
+    def sample(self) -> Look:
+        """The problem, or a sample of it for products with the mean Hessian."""
+        return looks_at(self.problem, self.heard.p, False, np.random.default_rng(0)).mean
 
     @property
     def steepest(self) -> float:
@@ -369,7 +374,7 @@ def _useful_steps(at: Heterogeneity, lr_times_smoothness: float, rounds: int) ->
 
 def _drifting(case: _Case, lr: float, steps: int) -> float:
     """Return the excess loss caused by FedAvg's drift with so many local steps."""
-    look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
+    look = case.sample
     return _excess(case, case.at, lr * steps, drift(look.problem, case.at.x, look.p, lr, steps))
 
 
@@ -380,15 +385,13 @@ def _excess(case: _Case, at: Heterogeneity, travel: float, slope: Floats) -> flo
     """Return the excess loss where grad f = slope, damped by the number of rounds."""
     if not at.convex:
         return float(slope @ slope) / (2 * case.steepest)
-    look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
-    damping = 1 / (travel * case.rounds)
+    look, damping = case.sample, 1 / (travel * case.rounds)
     return float(slope @ solve(look.problem, at.x, slope, look.p, damping, relative=1e-3)) / 2
 
 
 def _sampling_excess(case: _Case, at: Heterogeneity, setting: Tried) -> float:
     """Return the mean excess loss when every client resamples its records with replacement."""
-    rng = np.random.default_rng(0)
-    look = looks_at(case.problem, case.heard.p, False, np.random.default_rng(0)).mean
+    look, rng = case.sample, np.random.default_rng(0)
     errors = [look.p @ redrawn(look.problem, at.x, rng) for _ in range(DRAWS)]
     return float(
         np.mean([_excess(case, at, setting.lr * setting.local_steps, error) for error in errors])

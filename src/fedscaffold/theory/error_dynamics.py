@@ -104,9 +104,7 @@ def chain(
     array([0.0164, 0.02  ])
     """
     given = spectra(problem)
-    still = noise if noise_at_x is None else noise_at_x
-    covariances = Noise(*(_covariances(one, given) for one in (noise, still)))
-    return _chain(given, _form(algorithm), lr, local_steps, covariances)
+    return _chain(given, _form(algorithm), lr, local_steps, _noise(given, noise, noise_at_x))
 
 
 def _chain(given: Spectra, form: Form, lr: float, local_steps: int, noise: Noise | None) -> Chain:

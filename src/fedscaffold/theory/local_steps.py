@@ -188,15 +188,11 @@ def _least(cost: Callable[[int], float], estimate: float, most: float) -> int:
 def _bottom(cost: Callable[[int], float], low: int, high: int) -> int:
     """Return the H of least cost between two others, by successively finer grids."""
     while True:
-        points = _between(low, high)
+        points = np.unique(np.linspace(low, high, POINTS).round()).astype(int).tolist()
         at = points.index(min(points, key=cost))
         if high - low < POINTS:
-            return points[at]
+            return int(points[at])
         low, high = points[max(at - 1, 0)], points[min(at + 1, len(points) - 1)]
-
-
-def _between(low: int, high: int) -> list[int]:
-    return [int(steps) for steps in np.unique(np.linspace(low, high, POINTS).round())]
 
 
 def _grid(end: float) -> list[int]:

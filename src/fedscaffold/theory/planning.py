@@ -45,7 +45,7 @@ from fedscaffold.theory.quadratic_model import (
     model_of,
     search,
 )
-from fedscaffold.theory.quadratics import LinearRound, Spectra, linear_round
+from fedscaffold.theory.quadratics import LinearRound, linear_round
 from fedscaffold.theory.rates import DENSE, bias_of, spectral_radius
 from fedscaffold.theory.round_map import a_problem, form_of
 from fedscaffold.theory.stationary import lyapunov
@@ -373,7 +373,7 @@ def _candidates(
             off = bias_of(given, one)
             room = target**2 - float(off @ off) - lr * floor
             if room > (1 - ROOM) * target**2:
-                radius = _like_equals(given, one) if large and form.memory else spectral_radius(one)
+                radius = _like_equals(one) if large and form.memory else spectral_radius(one)
                 if radius < 1:
                     needed = math.log(max(start / room, 1.1)) / -(2 * math.log(max(radius, 1e-12)))
                     out.append((lr, count, max(1.0, needed)))
@@ -396,9 +396,9 @@ def _large(model: QuadraticModel) -> bool:
     return (model.problem.num_clients + 1) * model.problem.dim > DENSE
 
 
-def _like_equals(given: Spectra, one: LinearRound) -> float:
+def _like_equals(one: LinearRound) -> float:
     """Estimate the spectral radius by that of equal clients."""
-    return max(1 - float(np.linalg.eigvalsh(given.mean(one.lost))[0]), float(one.lag.max()))
+    return max(1 - float(np.linalg.eigvalsh(one.mean(one.lost))[0]), float(one.lag.max()))
 
 
 def _proposal(

@@ -227,6 +227,11 @@ class LinearRound(NamedTuple):
             _times(self.lag, p) + _times(self.keep, r)
         )
 
+    def mean(self, function: Floats) -> Floats:
+        """Return the mean over clients of f(A_c), given the values f(a)."""
+        product: Floats = (self.basis * (function / self.num_clients)) @ self.basis.T
+        return product
+
     def centred(self, r: Floats) -> Floats:
         """Subtract the mean over clients."""
         off: Floats = r - self.basis.T @ (self.basis @ r / self.num_clients)

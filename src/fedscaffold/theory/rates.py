@@ -151,7 +151,7 @@ def bias_of(given: Spectra, one: LinearRound) -> Floats:
     if one.form.memory:
         return np.zeros(given.dim)
     push = one.basis @ (one.lag * given.xi) / given.num_clients
-    return np.asarray(-one.travel * np.linalg.solve(given.mean(one.lost), push))
+    return np.asarray(-one.travel * np.linalg.solve(one.mean(one.lost), push))
 
 
 def spectral_radius(one: LinearRound) -> float:
@@ -165,20 +165,12 @@ def spectral_radius(one: LinearRound) -> float:
     """
     d, n = one.basis.shape
     if not one.form.memory:
-        return float(
-            np.abs(1 - one.form.server_lr * np.linalg.eigvalsh(_mean(one, one.lost))).max()
-        )
+        return float(np.abs(1 - one.form.server_lr * np.linalg.eigvalsh(one.mean(one.lost))).max())
     if one.form.at_x:
         return _option_one(one)
     if d + n <= DENSE:
         return float(np.abs(np.linalg.eigvals(one.matrix())).max())
     return _krylov_radius(one)
-
-
-def _mean(one: LinearRound, function: Floats) -> Floats:
-    """Return the mean over clients of f(A_c), given the values f(a)."""
-    product: Floats = (one.basis * (function / one.num_clients)) @ one.basis.T
-    return product
 
 
 def _round(one: LinearRound) -> LinearOperator:
@@ -203,8 +195,8 @@ def _from_one(one: LinearRound) -> LinearOperator:
     """
     d, n = one.basis.shape
     reach = 1 / one.leak
-    inverse = np.linalg.inv(_mean(one, reach * one.lost))
-    mean_reach = _mean(one, reach) / one.form.server_lr
+    inverse = np.linalg.inv(one.mean(reach * one.lost))
+    mean_reach = one.mean(reach) / one.form.server_lr
 
     def apply(states: Floats) -> Floats:
         p, q = np.split(states.reshape(d + n, -1), [d])
@@ -222,8 +214,8 @@ def _option_one(one: LinearRound) -> float:
     It is that of u'' = P u' + C u, with 2d unknowns.
     """
     d, eta = len(one.basis), one.form.server_lr
-    now = np.eye(d) - eta * _mean(one, one.lost)
-    last = eta * (_mean(one, one.lag * one.turn) - _mean(one, one.lag) @ _mean(one, one.turn))
+    now = np.eye(d) - eta * one.mean(one.lost)
+    last = eta * (one.mean(one.lag * one.turn) - one.mean(one.lag) @ one.mean(one.turn))
     return float(
         np.abs(np.linalg.eigvals(np.block([[now, last], [np.eye(d), np.zeros((d, d))]]))).max()
     )
@@ -237,7 +229,7 @@ def _krylov_radius(one: LinearRound) -> float:
     server_lr 1 an eigenvalue of modulus close to 1 is close to 1 (T hardly shrinks its vector only
     where Upsilon = 1, B = 0 or the other way round), so then the second need not be pressed.
     """
-    curvature = np.linalg.eigvalsh(_mean(one, one.lost / one.leak))  # of gamma H mean A_c
+    curvature = np.linalg.eigvalsh(one.mean(one.lost / one.leak))  # of gamma H mean A_c
     flat = curvature[0] <= ROUNDING * curvature[-1]
     near = np.ones(1) if flat else np.abs(1 - 1 / _extreme(_from_one(one), patience=12))
     tame = one.form.server_lr == 1 and one.rates.max() <= 1 + ROUNDING and one.rates.min() >= 0

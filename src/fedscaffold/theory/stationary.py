@@ -114,7 +114,7 @@ def _memoryless(law: Chain) -> Floats:
     Sigma = P Sigma P + eta_g^2 gamma^2 / N mean Sigma_eps^c.
     """
     one = law.one
-    lost, vectors = np.linalg.eigh(one.form.server_lr * law.spectra.mean(one.lost))
+    lost, vectors = np.linalg.eigh(one.form.server_lr * one.mean(one.lost))
     (source,) = law.sources
     spread = np.sum(
         law.spectra.vectors @ source.covariance @ np.swapaxes(law.spectra.vectors, 1, 2), axis=0
@@ -198,9 +198,7 @@ def by_transfer(law: Chain) -> Floats:
             f"option I is solved up to (N + 1) d = {DENSE}, got {sum(one.basis.shape)}: take "
             "option II"
         )
-    slowest = min(
-        1.0, float(one.leak.min()), float(np.linalg.eigvalsh(law.spectra.mean(one.lost))[0])
-    )
+    slowest = min(1.0, float(one.leak.min()), float(np.linalg.eigvalsh(one.mean(one.lost))[0]))
     low, high = np.log(REACH * slowest), -np.log(REACH)
     density, step = _density(law), 0.5
     total = density(np.arange(low, high, step))
