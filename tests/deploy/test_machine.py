@@ -155,14 +155,10 @@ class Machine(RuleBasedStateMachine):
         self.server.hello(site, greeting(self.learner, self.settings, site))
 
     @idle
-    @rule(draw=strategies.data(), politely=strategies.booleans())
-    def leave(self, draw, politely):
+    @rule(draw=strategies.data())
+    def leave(self, draw):
         if len(self.server.roster) > 2:
-            site = draw.draw(strategies.sampled_from(sorted(self.server.roster)))
-            member = self.server.roster[site]
-            self.server.leave(
-                site, Memory(self.ledger[member.digest]) if politely and member.digest else None
-            )
+            self.server.leave(draw.draw(strategies.sampled_from(sorted(self.server.roster))))
 
     @invariant()
     def c_is_the_mean(self):
@@ -223,7 +219,7 @@ def unscaled_join(algorithm, state, site, member):
     return state._replace(roster={**state.roster, site: member})
 
 
-def forgetful_leave(algorithm, state, site, memory=None):
+def forgetful_leave(algorithm, state, site):
     roster = {name: m for name, m in state.roster.items() if name != site}
     return state._replace(
         roster=roster, memory={name: v for name, v in state.memory.items() if name != site}

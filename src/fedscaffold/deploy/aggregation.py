@@ -212,9 +212,9 @@ def add_member(algorithm: Algorithm, state: State, site: str, member: Member) ->
     return state._replace(roster=roster, server=server)
 
 
-def remove_member(algorithm: Algorithm, state: State, site: str, memory: Record = None) -> State:
-    """Remove a member; `memory` is its memory where the server does not keep it (None: zeros)."""
-    gone = state.memory.get(site, blank_memory(algorithm, state.x)) if memory is None else memory
+def remove_member(algorithm: Algorithm, state: State, site: str) -> State:
+    """Remove a member whose memory is known to the server or zero; others need a resync after it."""
+    gone = state.memory.get(site, blank_memory(algorithm, state.x))
     roster = {name: m for name, m in state.roster.items() if name != site}
     kept = {name: value for name, value in state.memory.items() if name != site}
     before = sum(m.mass for m in state.roster.values())

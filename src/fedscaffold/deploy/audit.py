@@ -24,7 +24,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,13 +101,8 @@ class Audit:
     'no reply before the deadline'
     """
 
-    def __init__(
-        self,
-        path: Path,
-        expected: Head | None = None,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        self.path, self.now = path, now
+    def __init__(self, path: Path, expected: Head | None = None) -> None:
+        self.path = path
         self.waiting: list[dict[str, Any]] = []
         self.missed: dict[str, Missed] = {}
         self.round, self.trouble, self.broken = 0, "", ""
@@ -136,19 +131,12 @@ class Audit:
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event durably; if writing fails, retry with the next event."""
-        self.waiting.append(
-            {"at": self.now().isoformat(timespec="milliseconds"), "event": event, **facts}
-        )
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.waiting.append({"at": now, "event": event, **facts})
         self._note_missed(self.waiting[-1])
         if len(self.waiting) > MOST_KEPT:
             gone = self.waiting.pop(-2).get("lines", 1) + self.waiting.pop(-1).get("lines", 1)
-            self.waiting.append(
-                {
-                    "at": self.now().isoformat(timespec="milliseconds"),
-                    "event": "lost",
-                    "lines": gone,
-                }
-            )
+            self.waiting.append({"at": now, "event": "lost", "lines": gone})
         head, lines = self.head, []
         for entry in self.waiting:
             whole = {key: _to_json(value) for key, value in entry.items()} | {"previous": head.hash}

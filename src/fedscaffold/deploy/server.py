@@ -43,7 +43,6 @@ from fedscaffold.deploy.schema import (
     Array,
     Fact,
     Packet,
-    Record,
     Schema,
     blob,
     fingerprint,
@@ -233,13 +232,8 @@ class Server:
         )
         self._commit(state, self.resync or moved)
 
-    def leave(self, site: str, memory: Record = None) -> None:
-        """Remove a site from the roster between rounds.
-
-        Args:
-            site: A member.
-            memory: The client's own memory, where clients keep it; without it a resync follows.
-        """
+    def leave(self, site: str) -> None:
+        """Remove a member from the roster between rounds; a c_i that only it holds asks for a resync."""
         self._require_idle()
         member = self.state.roster.get(site)
         if member is None:
@@ -247,13 +241,9 @@ class Server:
                 f"{site!r} is not in the roster; members: "
                 f"{', '.join(sorted(self.roster)) or 'none'}"
             )
-        told = None if memory is None else flatten(memory)
-        known = self.server_keeps or not member.digest or fingerprint(told) == member.digest
-        state = aggregation.remove_member(
-            self.algorithm, self.state, site, memory if known else None
-        )
+        state = aggregation.remove_member(self.algorithm, self.state, site)
         self.audit.write("left", site=site, members=len(state.roster))
-        self._commit(state, self.resync or not known)
+        self._commit(state, self.resync or (self.clients_keep and member.digest != ""))
 
     @property
     def roster(self) -> dict[str, Member]:

@@ -36,7 +36,6 @@ import numpy as np
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, fedavg, make, scaffold, sgd
-from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.cohorts import Cohorts
@@ -49,8 +48,9 @@ from fedscaffold.theory.quadratic_model import (
     cohorts_of,
     model_of,
     search,
+    settings_tried,
 )
-from fedscaffold.theory.round_map import form_of, is_quadratic
+from fedscaffold.theory.round_map import is_quadratic
 from fedscaffold.theory.subsampling import Look, looks_at, redrawn
 
 __all__ = ["Advice", "Tried", "advise"]
@@ -204,9 +204,8 @@ def _by_model(case: _Case, best: Floats) -> Advice:
     chosen = min(
         (one for one in some if one.gap <= allowed), key=lambda one: (one.local_steps, one.gap)
     )
-    form = form_of(make(chosen.algorithm))
-    assert form is not None
-    promised, basis = (whole if chosen.algorithm == "sgd" else batches).promise(form)
+    model = whole if chosen.algorithm == "sgd" else batches
+    promised, basis = model.promise(make(chosen.algorithm))
     said = [_likeness(found), _prediction(case, chosen, start, basis)]
     tried = tuple(one for some in choices for one in some)
     said += [*_comparison(chosen, ends, sampling), *_fewer(chosen, tried)]
@@ -226,8 +225,6 @@ def _by_model(case: _Case, best: Floats) -> Advice:
 
 def _compared(case: _Case, model: QuadraticModel, algorithm: Algorithm) -> list[Tried]:
     """Return the settings tried for one algorithm with their predicted errors."""
-    lrs = [2.0**-k / model.steepest for k in range(HALVINGS)] if case.lr is None else [case.lr]
-    steps = LOCAL_STEPS if case.local_steps is None else (case.local_steps,)
     unsure: dict[tuple[float, int], float] = {}
 
     def gap(lr: float, count: int) -> float:
@@ -239,9 +236,10 @@ def _compared(case: _Case, model: QuadraticModel, algorithm: Algorithm) -> list[
             return np.inf
         return float(errors[-1])
 
-    found = search(
-        gap, lrs, tuple(dict.fromkeys(work_of(algorithm, count).steps for count in steps))
+    tried = settings_tried(
+        model, algorithm, lr=case.lr, local_steps=case.local_steps, halvings=HALVINGS
     )
+    found = search(gap, *tried)
     return [
         Tried(algorithm.name, *pair, end, unsure.get(pair, 0.0))
         for pair, end in sorted(found.items())

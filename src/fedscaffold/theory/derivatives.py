@@ -45,6 +45,7 @@ Array: TypeAlias = Any  # a jax.Array inside the programs
 DENSE, NUMBERS = 1000, 60_000_000
 # records, and record gradients, at once: small clients are run several at a time
 ROWS, FLOATS = 1024, 20_000_000
+SOLVED = 1e-11  # |grad f| at an optimum, relative to the clients' gradients at the start
 
 
 def client_gradients(problem: Problem, x: ArrayLike) -> Floats:
@@ -172,14 +173,12 @@ def solve(
     return found
 
 
-def find_optimum(
-    problem: Problem, weights: str | ArrayLike = "equal", *, tolerance: float = 1e-11
-) -> Floats:
+def find_optimum(problem: Problem, weights: str | ArrayLike = "equal") -> Floats:
     """Return x* = argmin sum p_i f_i: the known one, or by Newton's method.
 
     Newton's steps are found by conjugate gradients.
 
-    It ends where |grad f| is `tolerance` times the clients' gradients at the start and Newton's
+    It ends where |grad f| is `SOLVED` times the clients' gradients at the start and Newton's
     step is negligible, and refuses a problem that shows negative curvature on the way or whose loss
     falls for ever.
 
@@ -200,7 +199,7 @@ def find_optimum(
         left = float(np.linalg.norm(gradient)) / scale
         step = solve(problem, x, -gradient, p, relative=min(0.1, np.sqrt(left)))
         stride = np.linalg.norm(step) / (1 + np.linalg.norm(x))
-        if left <= tolerance and stride <= 1e-6:
+        if left <= SOLVED and stride <= 1e-6:
             return x
         if left <= 1e-5 and stride > 0.05:  # a vanishing slope and yet far to go
             break

@@ -39,7 +39,7 @@ from fedscaffold.simulation.compatibility import refuse
 from fedscaffold.theory.cohorts import Cohorts, cohort_moments
 from fedscaffold.theory.quadratics import LinearRound, Spectra, geometric, linear_round, spectra
 from fedscaffold.theory.rates import bias_of
-from fedscaffold.theory.round_map import SCAFFOLD, Form, a_problem, form_of
+from fedscaffold.theory.round_map import SCAFFOLD, Form, a_problem, closed_form
 from fedscaffold.theory.second_moments import Federation, Noise, error_curve, root
 
 __all__ = ["Chain", "Run", "Source", "chain", "errors", "mean_squared_error", "started", "walked"]
@@ -104,7 +104,7 @@ def chain(
     array([0.0164, 0.02  ])
     """
     given = spectra(problem)
-    return _chain(given, _form(algorithm), lr, local_steps, _noise(given, noise, noise_at_x))
+    return _chain(given, closed_form(algorithm), lr, local_steps, _noise(given, noise, noise_at_x))
 
 
 def _chain(given: Spectra, form: Form, lr: float, local_steps: int, noise: Noise | None) -> Chain:
@@ -127,7 +127,7 @@ def walked(one: LinearRound) -> Floats:
 
     >>> import fedscaffold as fs
     >>> pair = spectra(fs.problems.lower_bound_pair())
-    >>> walked(linear_round(pair, form_of(fs.scaffold()), lr=0.1, local_steps=2)).ravel()
+    >>> walked(linear_round(pair, closed_form(fs.scaffold()), lr=0.1, local_steps=2)).ravel()
     array([0.0164, 0.02  ])
     """
     w = one.rates
@@ -195,7 +195,7 @@ def _checked(
     weights: str | ArrayLike,
 ) -> tuple[Run, Cohorts]:
     """Validate the arguments as `simulate` does."""
-    form, p = _form(algorithm), weights_of(a_problem(problem), weights)
+    form, p = closed_form(algorithm), weights_of(a_problem(problem), weights)
     config = RunConfig(algorithm, problem, rounds=1, local_steps=local_steps, lr=lr, cohort=cohort)  # type: ignore[arg-type]
     (steps, _, _), size = resolve.local_work(config), resolve.cohort_size(config)
     refuse(config, steps, size, scheduled=False)
@@ -259,15 +259,6 @@ def _of_chain(run: Run, gap: bool) -> Floats:
                 back_u, back_r = law.one.backward(back_u, back_r)
             curve[t] = np.sum((half.T @ (u + off)) ** 2) + spread
     return np.where(np.isfinite(curve), curve, np.inf)
-
-
-def _form(algorithm: Algorithm) -> Form:
-    form = form_of(algorithm)
-    if form is None:
-        raise InputError(
-            f"the law of {algorithm.name} under noise has no closed form here: simulate it"
-        )
-    return form
 
 
 def _trace(one: LinearRound, source: Source, back_u: Floats, back_r: Floats) -> float:

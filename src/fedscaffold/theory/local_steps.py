@@ -33,7 +33,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.theory.quadratics import Spectra, lag, linear_round, power, spectra
 from fedscaffold.theory.rates import DENSE, rounds_per_digit, spectral_radius
-from fedscaffold.theory.round_map import SCAFFOLD, form_of, is_quadratic
+from fedscaffold.theory.round_map import SCAFFOLD, closed_form, is_quadratic
 
 __all__ = ["BestLocalSteps", "best_local_steps"]
 
@@ -103,13 +103,12 @@ def best_local_steps(
 
 def _exact(problem: Problem, lr: float) -> tuple[Callable[[int], float], float, float, float]:
     """Return rho(H), H*, the largest H worth trying and L, for quadratics."""
-    given, form = spectra(problem), form_of(SCAFFOLD)
+    given, form = spectra(problem), closed_form(SCAFFOLD)
     if given.num_clients == 1:
         raise InputError(
             "best_local_steps needs two clients or more: with one, more local steps are always "
             "better"
         )
-    assert form is not None
 
     @cache
     def rate(steps: int) -> float:

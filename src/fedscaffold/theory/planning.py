@@ -38,21 +38,21 @@ from fedscaffold.simulation.program import prepare
 from fedscaffold.theory.derivatives import batch_sizes, find_optimum
 from fedscaffold.theory.heterogeneity import SOLVED
 from fedscaffold.theory.quadratic_model import (
-    HALVINGS,
-    LOCAL_STEPS,
     QuadraticModel,
     cohorts_of,
     model_of,
     search,
+    settings_tried,
 )
 from fedscaffold.theory.quadratics import LinearRound, linear_round
 from fedscaffold.theory.rates import DENSE, bias_of, spectral_radius
-from fedscaffold.theory.round_map import a_problem, form_of
+from fedscaffold.theory.round_map import a_problem, closed_form, form_of
 from fedscaffold.theory.stationary import lyapunov
 
 __all__ = ["Plan", "Proposal", "Verified", "plan", "verify"]
 
 MOST_ROUNDS = 20_000
+HALVINGS = 12  # step sizes tried: 1/L and its halves
 TRIED = 6  # pairs whose error curves are computed, the best by a guess
 # log of the growth in a round that a client alone may show: beyond, nothing is left to plan
 GROWTH = 20.0
@@ -136,14 +136,13 @@ class _Asked(NamedTuple):
         """Return the cost of one round."""
         return self.per_round + steps * self.per_step
 
-    def lrs(self, model: QuadraticModel) -> list[float]:
-        """Step sizes to try."""
-        return [2.0**-k / model.steepest for k in range(HALVINGS)] if self.lr is None else [self.lr]
-
-    def steps(self, algorithm: Algorithm) -> tuple[int, ...]:
-        """Numbers of local steps to try."""
-        asked = LOCAL_STEPS if self.local_steps is None else (self.local_steps,)
-        return tuple(dict.fromkeys(work_of(algorithm, steps).steps for steps in asked))
+    def settings(
+        self, model: QuadraticModel, algorithm: Algorithm
+    ) -> tuple[list[float], list[int]]:
+        """Return the step sizes and numbers of local steps to try."""
+        return settings_tried(
+            model, algorithm, lr=self.lr, local_steps=self.local_steps, halvings=HALVINGS
+        )
 
 
 def plan(
@@ -340,7 +339,7 @@ def _by_search(model: QuadraticModel, algorithm: Algorithm, asked: _Asked) -> Pr
                 return float(FAR * errors[-1])  # the nearer the better
         return math.inf
 
-    search(cost, asked.lrs(model), asked.steps(algorithm))
+    search(cost, *asked.settings(model, algorithm))
     return best[-1] if best else None
 
 
@@ -360,15 +359,13 @@ def _candidates(
     near, floor, target = model.problem, _floor(model), asked.target
     assert near.mu is not None
     start = float(np.sum((near.params - near.optimum()) ** 2))
-    form, given, large = form_of(algorithm), model.spectra, _large(model)
-    assert form is not None
+    form, given, large = closed_form(algorithm), model.spectra, _large(model)
     stride = 2 if large else 1
+    lrs, steps = asked.settings(model, algorithm)
     out = []
-    for lr in asked.lrs(model)[::stride]:
+    for lr in lrs[::stride]:
         grown = math.log1p(lr * max(0.0, -near.mu))  # by a client that is not convex, in every step
-        for count in (
-            count for count in asked.steps(algorithm)[::stride] if count * grown < GROWTH
-        ):
+        for count in (count for count in steps[::stride] if count * grown < GROWTH):
             one = linear_round(given, form, lr=lr, local_steps=count)
             off = bias_of(given, one)
             room = target**2 - float(off @ off) - lr * floor
@@ -413,8 +410,6 @@ def _proposal(
     met = np.flatnonzero(errors[1:] <= asked.target**2)
     if not len(met):
         return None
-    form = form_of(algorithm)
-    assert form is not None
     rounds = int(met[0]) + 1
     gradients = round(rounds * steps * model.heard.one)
     curve = np.sqrt(errors[: rounds + 1])
@@ -427,5 +422,5 @@ def _proposal(
         None,
         rounds * asked.cost(steps),
         curve,
-        *model.promise(form),
+        *model.promise(algorithm),
     )

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedscaffold.algorithms import Algorithm
+from fedscaffold.algorithms.round import work_of
 from fedscaffold.problems.problem import Floats, Problem, weights_of
 from fedscaffold.problems.quadratic import quadratic
 from fedscaffold.run_config import RunConfig
@@ -31,14 +32,21 @@ from fedscaffold.theory.cohorts import Cohorts, cohort_moments
 from fedscaffold.theory.derivatives import client_gradients, client_hessians, noise_covariance
 from fedscaffold.theory.krylov import EXACT, Reduced, reduce, spread
 from fedscaffold.theory.quadratics import Spectra, spectra
-from fedscaffold.theory.round_map import Form, client_quadratics, form_of, is_quadratic
+from fedscaffold.theory.round_map import Form, client_quadratics, closed_form, is_quadratic
 from fedscaffold.theory.second_moments import Federation, Noise, drawn_curve
 from fedscaffold.theory.subsampling import Look, client_ends
 
-__all__ = ["HALVINGS", "LOCAL_STEPS", "QuadraticModel", "cohorts_of", "model_of", "search"]
+__all__ = [
+    "LOCAL_STEPS",
+    "STRIDE",
+    "QuadraticModel",
+    "cohorts_of",
+    "model_of",
+    "search",
+    "settings_tried",
+]
 
 LOCAL_STEPS = (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 200, 300, 500, 1000)
-HALVINGS = 12  # step sizes tried for a plan: 1/L and its halves
 # N^2 d^3 and N d^3 up to which second moments are exact
 EXACT_MEMORY, EXACT_FORGETFUL = 3_000_000, 10_000_000
 RUNS = 64  # drawn where they are not
@@ -64,15 +72,15 @@ class QuadraticModel(NamedTuple):
     dim: int
     """Of the modelled problem."""
 
-    def drawn(self, form: Form) -> bool:
+    def _drawn(self, form: Form) -> bool:
         """Return whether errors are estimated from simulated runs, as exact ones cost much."""
         n, d = self.problem.num_clients, self.problem.dim
         most = EXACT_MEMORY / n if form.memory else EXACT_FORGETFUL
         return not self.heard.plain and n * d**3 > most
 
-    def promise(self, form: Form) -> tuple[bool, str]:
+    def promise(self, algorithm: Algorithm) -> tuple[bool, str]:
         """Return whether the prediction for an algorithm is exact, and its basis."""
-        if self.drawn(form):
+        if self._drawn(closed_form(algorithm)):
             return (
                 False,
                 f"{self.why}; too large for exact moments, estimated from {RUNS} drawn runs: no "
@@ -87,13 +95,12 @@ class QuadraticModel(NamedTuple):
 
         The errors are those after 0 .. rounds rounds.
         """
-        near, form, unsure = self.problem, form_of(algorithm), 0.0
-        assert form is not None
+        near, form, unsure = self.problem, closed_form(algorithm), 0.0
         start = near.layout.flatten(near.params)
         run = error_dynamics.Run(
             self.spectra, start, form, lr, np.full(near.num_clients, steps), rounds, self.noise
         )
-        if self.drawn(form):
+        if self._drawn(form):
             given = Federation(self.spectra, self.heard, start)
             measure = given.mean_hessian / 2 if gap else np.eye(near.dim)
             noise = self.noise or Noise(*(np.zeros((near.num_clients, near.dim, near.dim)),) * 2)
@@ -112,6 +119,23 @@ class QuadraticModel(NamedTuple):
         if self.reduced is not None:
             errors = errors + spread(self.reduced, lr=lr, local_steps=steps, rounds=rounds, gap=gap)
         return errors, unsure
+
+
+def settings_tried(
+    model: QuadraticModel,
+    algorithm: Algorithm,
+    *,
+    lr: float | None,
+    local_steps: int | None,
+    halvings: int,
+) -> tuple[list[float], list[int]]:
+    """Return the step sizes and numbers of local steps to try; those that are given are kept.
+
+    Step sizes are 1/L and its halves.
+    """
+    lrs = [2.0**-k / model.steepest for k in range(halvings)] if lr is None else [lr]
+    asked = LOCAL_STEPS if local_steps is None else (local_steps,)
+    return lrs, list(dict.fromkeys(work_of(algorithm, steps).steps for steps in asked))
 
 
 def cohorts_of(

@@ -47,6 +47,7 @@ __all__ = [
     "Form",
     "a_problem",
     "client_quadratics",
+    "closed_form",
     "form_of",
     "is_quadratic",
     "round_map",
@@ -308,3 +309,11 @@ def form_of(algorithm: Algorithm) -> Form | None:
             "algorithm._replace(form=None), or the right one"
         )
     return algorithm.form
+
+
+def closed_form(algorithm: Algorithm) -> Form:
+    """Return the form that an algorithm declares; raise InputError if it declares none."""
+    form = form_of(algorithm)
+    if form is None:
+        raise InputError(f"{algorithm.name} has no closed form here: simulate it")
+    return form

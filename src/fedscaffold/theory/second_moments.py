@@ -272,14 +272,13 @@ def drawn_curve(
     rounds: int,
     measure: Floats,
     runs: int,
-    seed: int = 0,
 ) -> tuple[Floats, float]:
     """Estimate `error_curve` from runs with Gaussian noise.
 
     Returns:
         The curve, and the standard error at its end.
     """
-    one, rng = walk(given.spectra, form, lr, steps, noise.step), np.random.default_rng(seed)
+    one, rng = walk(given.spectra, form, lr, steps, noise.step), np.random.default_rng(0)
     heard, recall, best = given.cohorts, _recall(given, form, one, noise), given.optimum
     slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
     u, v = np.tile(given.start - best, (runs, 1)), np.tile(-slopes, (runs, 1, 1))
