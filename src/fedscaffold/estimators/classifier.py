@@ -29,7 +29,8 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
 
     Args:
         algorithm: a name such as "scaffold" or "fedavg", or an algorithm such as
-        `fs.fedprox(mu=0.1)`. PARAMETERS
+            `fs.fedprox(mu=0.1)`.
+        PARAMETERS
 
     After `fit`: `classes_`, `clients_`, `params_` (the model's arrays), `history_` (columns by
     round), `residual_` (|c - sum p_i c_i|: more than rounding is a bias), `n_iter_` (rounds),

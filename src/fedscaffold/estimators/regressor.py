@@ -23,7 +23,8 @@ class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # sci
 
     Args:
         algorithm: a name such as "scaffold" or "fedavg", or an algorithm such as
-        `fs.fedprox(mu=0.1)`. PARAMETERS
+            `fs.fedprox(mu=0.1)`.
+        PARAMETERS
 
     After `fit`: the attributes of `FederatedClassifier` but for `classes_`, beside `coef_` and
         `intercept_`.
