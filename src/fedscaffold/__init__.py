@@ -43,6 +43,8 @@ from fedscaffold.run_config import RunConfig
 if TYPE_CHECKING:
     from fedscaffold import data, problems, theory
     from fedscaffold.estimators import FederatedClassifier, FederatedRegressor
+    from fedscaffold.grids import Grid, GridRun
+    from fedscaffold.grids.grid import grid
     from fedscaffold.problems import Problem
     from fedscaffold.simulation import (
         Callback,
@@ -66,6 +68,8 @@ __all__ = [
     "Callback",
     "FederatedClassifier",
     "FederatedRegressor",
+    "Grid",
+    "GridRun",
     "InputError",
     "Look",
     "Problem",
@@ -84,6 +88,7 @@ __all__ = [
     "feddyn",
     "fednova",
     "fedprox",
+    "grid",
     "heterogeneity",
     "local_layers",
     "metric",
@@ -120,9 +125,11 @@ _LATER |= dict.fromkeys(
     "simulation",
 )
 _LATER |= dict.fromkeys(("FederatedClassifier", "FederatedRegressor"), "estimators")
+_LATER |= dict.fromkeys(("Grid", "GridRun", "grid"), "grids")
 
 
-_ROOMS = ("conformance", "data", "deploy", "estimators", "problems", "runs", "simulation", "theory")
+_ROOMS = {"conformance", "data", "deploy", "estimators", "grids"}
+_ROOMS |= {"problems", "runs", "simulation", "theory"}
 
 
 def __dir__() -> list[str]:

@@ -25,6 +25,7 @@ from fedscaffold.conformance import IDENTITIES, conform, ours
 from fedscaffold.conformance.federations import CONDITIONS
 from fedscaffold.conformance.mistakes import MISTAKES
 from fedscaffold.estimators.base import OWN_PARAMETERS, RUN_PARAMETERS
+from fedscaffold.grids.grid import REFUSED as GRID_REFUSED
 from fedscaffold.run_config import ARGUMENTS
 from fedscaffold.simulation.sweeps import REFUSED
 from tests.faults import SCENARIOS
@@ -382,6 +383,7 @@ def test_the_speed_page_is_the_benchmarks_own(pages):
     [
         ("simulate", list(ARGUMENTS)),
         ("sweep", [one for one in ARGUMENTS if one not in REFUSED]),
+        ("grid", [one for one in ARGUMENTS if one not in GRID_REFUSED]),
         ("FederatedClassifier", ["model", *OWN_PARAMETERS, *RUN_PARAMETERS]),
         ("FederatedRegressor", [*OWN_PARAMETERS, *RUN_PARAMETERS]),
     ],
