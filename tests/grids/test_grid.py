@@ -205,7 +205,20 @@ def test_a_worker_that_dies_takes_only_its_cell_with_it(threaded):
 
 
 @pytest.mark.process
-def test_what_cannot_be_sent_runs_here_with_a_line_that_says_so(threaded):
+@pytest.mark.parametrize("one_thread", [True, False])
+def test_what_cannot_be_sent_runs_here_with_a_line_that_says_so(one_thread, monkeypatch):
+    monkeypatch.setattr(execute, "_has_one_thread", lambda: one_thread)
+    monkeypatch.setattr(execute, "PATIENCE", 0.0)
+    usual, tried, dump = execute.run_cell, threading.Event(), execute.payload.dump
+
+    def failing_dump(*given):
+        try:
+            dump(*given)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(execute.payload, "dump", failing_dump)
+    monkeypatch.setattr(execute, "run_cell", lambda *given: tried.wait(60) and usual(*given))
     lock = threading.Lock()
 
     def lr(step):

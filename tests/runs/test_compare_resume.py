@@ -9,8 +9,8 @@ from fedscaffold.cli import comparison_folder as folders
 from fedscaffold.experiments import compare
 from fedscaffold.experiments.build_problem import build
 from fedscaffold.experiments.config_file import parse
+from fedscaffold.grids import execute
 from fedscaffold.runs import page, read, sources
-from fedscaffold.simulation import engine
 
 CONFIG = "rounds = 30\n[local]\nsteps = 2\nlr = 'tuned'\n[problem]\ndataset = 'quadratic'\nnoise = 0.01\ndim = 4"
 NAMES = ["scaffold", "fedavg"]
@@ -22,8 +22,9 @@ def asked():
     return config, build(config.problem)
 
 
-def compared(asked, kept=None, tell=lambda line: None):
-    return compare.compare(*asked, NAMES, 2, "distance:0.5", "fedscaffold compare", tell, kept)
+def compared(asked, kept=None):
+    ask = "distance:0.5", "fedscaffold compare"
+    return compare.compare(*asked, NAMES, 2, *ask, kept=kept, workers=1).study
 
 
 def same(study, other):
@@ -44,50 +45,48 @@ def quiet(asked):
 
 @pytest.mark.slow
 def test_a_comparison_goes_on_with_the_runs_that_are_missing(asked, quiet, tmp_path, monkeypatch):
-    lines = []
-    usual = engine.run_rounds
-    driven = []
+    usual, ran = execute.run_cell, []
 
-    def drive(*given):
-        driven.append(given)
-        if len(driven) == 3:
+    def run_cell(*given):
+        if len(ran) == 7:
             raise KeyboardInterrupt
+        ran.append(given)
         return usual(*given)
 
-    monkeypatch.setattr("fedscaffold.simulation.sweeps.run_rounds", drive)
+    monkeypatch.setattr(execute, "run_cell", run_cell)
     with pytest.raises(KeyboardInterrupt):
         compared(asked, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2 * len(compare.GRID)
-    study = compared(asked, tmp_path, lines.append)
-    assert len(driven) == 3 + 2  # the two seeds of the second algorithm
+    assert len(list((tmp_path / "cells").iterdir())) == 7
+    ran.clear()
+    monkeypatch.setattr(execute, "run_cell", lambda *given: ran.append(given) or usual(*given))
+    study = compared(asked, tmp_path)
+    assert len(ran) == len(NAMES) * 2 * len(compare.GRID) - 7
     same(study, quiet)
-    assert lines[0].startswith("scaffold: 6 of 24 runs, about ")
-    assert lines[-1] == "fedavg: 24 of 24 runs, about 0 s left"
     assert study.seconds.keys() == quiet.seconds.keys()
 
 
 def test_a_damaged_run_is_run_again(asked, quiet, tmp_path, monkeypatch):
     compared(asked, tmp_path)
-    paths = sorted(tmp_path.glob("*/state-*"))
+    paths = sorted(tmp_path.glob("cells/*/state-*"))
     damaged = bytearray(paths[5].read_bytes())
     damaged[len(damaged) // 2] ^= 4
     paths[5].write_bytes(damaged)
     paths[17].unlink()
-    made = []
-    usual = compare._save
+    usual, ran = execute.run_cell, []
     monkeypatch.setattr(
-        compare, "_save", lambda place, fields: made.append(place) or usual(place, fields)
+        execute, "run_cell", lambda config, place: ran.append(place) or usual(config, place)
     )
     same(compared(asked, tmp_path), quiet)
-    assert sorted(made) == [paths[5].parent, paths[17].parent]
+    assert sorted(ran) == [paths[5].parent, paths[17].parent]
 
 
 @pytest.mark.slow
 def test_what_a_run_depends_on_is_in_its_key(asked, tmp_path):
     def keys(config):
-        before = set(tmp_path.iterdir())
-        compare.compare(config, build(config.problem), ["fedavg"], 1, None, "", kept=tmp_path)
-        return sorted(set(tmp_path.iterdir()) - before)
+        before = set(tmp_path.glob("cells/*"))
+        ask = build(config.problem), ["fedavg"], 1, None, ""
+        compare.compare(config, *ask, kept=tmp_path, workers=1)
+        return sorted(set(tmp_path.glob("cells/*")) - before)
 
     base = parse(CONFIG, ["rounds=2", "local.lr=0.1"])
     assert len(keys(base)) == 1
@@ -202,7 +201,9 @@ def test_another_comparison_or_a_run_is_refused_in_its_folder(command_line):
         "broken holds runs of a sweep that was broken off: `fedscaffold resume broken` goes on"
         in said
     )
-    assert "resume of a comparison takes --json only, got --rounds" in said
+    assert (
+        "resume of a comparison takes --json and --workers and --share only, got --rounds" in said
+    )
     assert codes[9] == 2
     assert "the comparison in broken is finished" in said
 
@@ -222,10 +223,10 @@ def test_a_damaged_question_is_named(text, tmp_path):
     with pytest.raises(
         folders.InputError, match=r"comparison.json is damaged: give --fresh to start anew"
     ):
-        folders.resume_comparison(tmp_path, False)
+        folders.resume_comparison(tmp_path, folders.How(False))
 
 
 def test_the_page_of_a_comparison_is_the_one_that_its_folder_gives(asked, tmp_path):
-    study = compare.compare(*asked, NAMES, 2, "distance:0.5", "fedscaffold compare")
+    study = compared(asked)
     report = compare.write_results(study, tmp_path)
     assert report.read_text(encoding="utf-8") == page(sources([tmp_path]))

@@ -426,7 +426,8 @@ def test_resume_keeps_the_store_that_auto_chose(monkeypatch, capsys, tmp_path):
 def test_a_comparison_is_judged_by_its_metrics(tmp_path):
     config = parse(CONFIG, ["rounds=10"])
     built = build(config.problem)
-    study = compare.compare(config, built, ["scaffold", "fedavg"], 1, None, "fedscaffold compare")
+    ask = config, built, ["scaffold", "fedavg"], 1, None, "fedscaffold compare"
+    study = compare.compare(*ask, workers=1).study
     compare.write_results(study, tmp_path)
     found = diagnose(tmp_path, config, built)
     assert found.severity == "ok"

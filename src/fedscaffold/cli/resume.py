@@ -14,8 +14,9 @@ import typer
 from fedscaffold.checks import InputError
 from fedscaffold.cli.comparison_folder import (
     ASKED,
-    CELLS,
+    How,
     is_unfinished,
+    parse_share,
     remove_cells,
     resume_comparison,
 )
@@ -25,6 +26,7 @@ from fedscaffold.cli.verbs import (
     Json,
     Log,
     Watch,
+    Workers,
     app,
     prepare_problem,
     print_answer,
@@ -55,6 +57,11 @@ def resume(
     watch: Watch = False,
     log: Log = None,
     team: Team = SINGLE_PROCESS,
+    workers: Workers = None,
+    share: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Of a comparison, run the I-th of N shares only."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Go on with a run or a comparison after a crash, or with a run for more rounds.
@@ -64,9 +71,12 @@ def resume(
     from fedscaffold.experiments.config_file import load
 
     if (folder / ASKED).is_file():
-        refuse_other_options(context, "resume of a comparison", ("--json",))
-        resume_comparison(folder, as_json)
-        return 0
+        allowed = ("--json", "--workers", "--share")
+        refuse_other_options(context, "resume of a comparison", allowed)
+        part = None if share is None else parse_share(share)
+        return resume_comparison(folder, How(as_json, workers, part))
+    if workers is not None or share is not None:
+        raise InputError("--workers and --share are for comparisons, which consist of many runs")
     if not (folder / "config.toml").is_file():
         raise InputError(
             f"{folder} holds no run: config.toml is missing; `fedscaffold run CONFIG.toml` starts "
@@ -151,7 +161,7 @@ def run_in_folder(
                     folder / CHECKPOINT,
                     team.total,
                     callbacks,
-                    folder / CELLS,
+                    folder,
                 )
         except Interrupted as stop:
             typer.echo(

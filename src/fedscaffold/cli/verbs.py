@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -25,10 +26,10 @@ __all__ = [
     "Json",
     "Log",
     "Watch",
+    "Workers",
     "app",
     "prepare_problem",
     "print_answer",
-    "print_progress",
     "refuse_other_options",
     "typed_command",
 ]
@@ -50,6 +51,9 @@ DataDir = Annotated[
     str | None, typer.Option("--data", help="Folder with the data files (or FEDSCAFFOLD_DATA).")
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes that run side by side.  [default: one a core]")
+]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Start anew even where something unfinished is.")
 ]
@@ -63,9 +67,14 @@ Log = Annotated[
 
 
 @app.command(epilog="Example: fedscaffold demo --out runs/demo")
-def demo(out: Out = Path("runs/demo"), fresh: Fresh = False, as_json: Json = False) -> None:
+def demo(
+    out: Out = Path("runs/demo"),
+    workers: Workers = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> int:
     """Compare SGD, FedAvg, FedProx and SCAFFOLD on digits split by label among 20 clients."""
-    from fedscaffold.cli.comparison_folder import run_comparison
+    from fedscaffold.cli.comparison_folder import How, ask_comparison, run_comparison
     from fedscaffold.experiments.config_file import parse
 
     config = parse(
@@ -73,7 +82,8 @@ def demo(out: Out = Path("runs/demo"), fresh: Fresh = False, as_json: Json = Fal
         "'softmax'\n"
         "[local]\nepochs = 5\nbatch_size = 0.2\nlr = 'tuned'\n[cohort]\nsize = 0.2"
     )
-    run_comparison(config, "sgd,fedavg,fedprox,scaffold", 3, "accuracy:0.9", out, fresh, as_json)
+    asked = ask_comparison(config, "sgd,fedavg,fedprox,scaffold", 3, "accuracy:0.9", {})
+    return run_comparison(config, *asked, out, fresh, How(as_json, workers))
 
 
 @app.command(
@@ -109,7 +119,7 @@ def run(
     epilog="Example: fedscaffold compare --dataset digits --split similarity:0 --model softmax --clients 20 "
     "--cohort 0.2 --algorithms scaffold,fedavg --rounds 200 --local-epochs 5 --batch-size 0.2 --lr "
     "tuned "
-    "--target accuracy:0.9 --seeds 3"
+    "--target accuracy:0.9 --seeds 3 --over problem.split=similarity:0,iid"
 )
 @config_options(
     *PROBLEM,
@@ -129,29 +139,51 @@ def compare(
     ] = "scaffold,fedavg",
     target: Annotated[str | None, typer.Option(help="Metric and value: accuracy:0.9.")] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare values of any config key too: a.b=1,2; repeatable."),
+    ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="Override any config key: a.b=c.")
     ] = None,
     out: Out = Path("runs/compare"),
+    workers: Workers = None,
+    slurm: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Run nothing: write a SLURM job array that does."),
+    ] = None,
+    tasks: Annotated[int, typer.Option(help="Tasks of the job array.")] = 8,
     fresh: Fresh = False,
     as_json: Json = False,
-) -> None:
-    """Compare algorithms over seeds: rounds and bytes to a target, with spread.
+) -> int:
+    """Compare algorithms, and values of any other key, over seeds, on all cores.
 
-    Table, CSV, LaTeX and a page.
+    Rounds and bytes to a target, with spread: table, CSV, LaTeX and a page.
 
     Runs are kept as they end: after Ctrl-C or a crash the same command goes on with those that are
-        missing.
+    missing. A run that fails does not end the others; the exit code is then 1.
     """
-    from fedscaffold.cli.comparison_folder import run_comparison
+    from fedscaffold.cli.comparison_folder import (
+        How,
+        ask_comparison,
+        run_comparison,
+        write_slurm,
+    )
     from fedscaffold.experiments.build_problem import refuse_unused_keys
-    from fedscaffold.experiments.config_file import parse
+    from fedscaffold.experiments.config_file import parse, parse_over
 
     config = parse("", [*overrides, *(sets or [])], source="compare")
-    if (config.local.epochs is None) == (config.local.steps is None):
+    varied = parse_over(over or [])
+    work = [config.local.epochs is not None or "local.epochs" in varied]
+    work += [config.local.steps is not None or "local.steps" in varied]
+    if sum(work) != 1:
         raise InputError("give either --local-epochs or --local-steps")
     refuse_unused_keys(config, sets or [])
-    run_comparison(config, algorithms, seeds, target, out, fresh, as_json)
+    asked = ask_comparison(config, algorithms, seeds, target, varied)
+    if slurm is not None:
+        print_answer(*write_slurm(config, *asked, out, fresh, slurm, tasks), as_json)
+        return 0
+    return run_comparison(config, *asked, out, fresh, How(as_json, workers))
 
 
 @data_app.command("list", epilog="Example: fedscaffold data list")
@@ -262,12 +294,22 @@ def refuse_other_options(context: typer.Context, what: str, allowed: tuple[str, 
             raise InputError(f"{what} takes {' and '.join(allowed)} only, got {option.opts[0]}")
 
 
-def prepare_problem(config: Config, team: Team = SINGLE_PROCESS) -> Built:
-    """Build a configuration's problem, and let JAX cache its programs and join its processes."""
+def prepare_problem(
+    config: Config, team: Team = SINGLE_PROCESS, side_by_side: bool = False
+) -> Built:
+    """Build a configuration's problem, and let JAX cache its programs and join its processes.
+
+    Args:
+        config: The configuration.
+        team: The processes of the run.
+        side_by_side: Whether many runs share the cores, with one thread each.
+    """
     from fedscaffold.experiments.build_problem import build, cache_programs
 
     built = build(config.problem)
     cache_programs()
+    if side_by_side or config.local.lr == "tuned":
+        os.environ.setdefault("PJRT_NPROC", "1")
     team.begin()
     return built
 
@@ -279,12 +321,6 @@ def _data_override(data: str | None) -> list[str]:
 def typed_command() -> str:
     """Return the command line as typed."""
     return shlex.join(["fedscaffold", *sys.argv[1:]])
-
-
-def print_progress(line: str, as_json: bool) -> None:
-    """Print a progress line if stderr is a terminal."""
-    if not as_json and sys.stderr.isatty():
-        typer.echo(line, err=True)
 
 
 def print_answer(answer: dict[str, Any], lines: list[str], as_json: bool) -> None:

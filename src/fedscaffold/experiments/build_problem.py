@@ -126,9 +126,10 @@ def cache_programs() -> None:
     """Cache compiled programs in the user's cache folder, or in JAX_COMPILATION_CACHE_DIR."""
     import jax
 
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "fedscaffold" / "jax"))
+    from fedscaffold.grids.worker import CACHE, cache_folder
+
+    if not os.environ.get(CACHE):
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder(os.environ)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

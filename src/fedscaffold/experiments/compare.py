@@ -1,22 +1,17 @@
-"""Run a configuration, or compare algorithms on it over seeds, with given or tuned step sizes.
+"""Run a configuration, or compare algorithms and other keys over seeds, with given or tuned step sizes.
 
-Tuning uses the training loss only: from a grid of step sizes, it selects the one with the lowest
-loss averaged over rounds and seeds; a diverged run counts as infinite. The step sizes of an
-algorithm and a seed share one compiled program. Finished runs can be kept in a folder, each as an
-atomic commit, so that interrupted work continues.
+All runs of a comparison are cells of one grid (`fedscaffold.grids`), which runs on all cores and keeps
+finished runs in a folder, so that interrupted work continues.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,39 +20,55 @@ from fedscaffold import algorithms, checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.experiments.build_problem import Built
-from fedscaffold.experiments.config_file import OF_ONE_RUN, Config, run_arguments, to_toml
+from fedscaffold.experiments.config_file import Config, run_arguments, to_toml
+from fedscaffold.experiments.kinds import (
+    GRID,
+    Kind,
+    best_runs,
+    cells_of,
+    kinds_of,
+    make_algorithm,
+    step_sizes,
+)
+from fedscaffold.grids import Grid, GridRun, run_cells
+from fedscaffold.grids.result import table
 from fedscaffold.metrics import target_of
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.runs import RunRecord, Source, Study, page, sources, tables, versions
 from fedscaffold.runs.run_folder import replace_study
-from fedscaffold.simulation import Callback, Interrupted, Run, simulate, sweep
-from fedscaffold.simulation.engine import Seconds
+from fedscaffold.simulation import Callback, Interrupted, Run, simulate
 from fedscaffold.simulation.evaluation import default_metrics
-from fedscaffold.simulation.fingerprint import problem_facts, to_json
 from fedscaffold.simulation.out_of_core import resolve_client_state
 from fedscaffold.simulation.program import prepare
 from fedscaffold.simulation.resolve import cohort_size
-from fedscaffold.state import StateError, commit, latest
 from fedscaffold.theory import bias, is_quadratic
 
 __all__ = [
     "GRID",
+    "Comparison",
     "compare",
     "compatible_algorithms",
     "describe_limit",
     "log_facts",
-    "number_of_runs",
     "run",
     "validate_comparison",
     "validate_run",
     "write_results",
 ]
 
-GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 SETTLED = 0.01  # relative distance to the predicted limit within which a run has arrived
 EXACT = 1e-6  # share of the initial distance that counts as zero
 Target = tuple[str, float]
+
+
+class Comparison(NamedTuple):
+    """The runs of a comparison."""
+
+    grid: Grid
+    """All runs, those of tuning included, and those that failed with their errors."""
+    study: Study | None
+    """Runs with the best step sizes, and the table; None if all failed, or not all were run."""
 
 
 def run(
@@ -72,7 +83,7 @@ def run(
 ) -> Study:
     r"""Run one configuration, continuing from its checkpoint if there is one.
 
-    With a tuned step size it is a sweep, whose runs are kept in the folder `kept`.
+    With a tuned step size it is a grid, whose runs are kept in the folder `kept`.
 
     Args:
         config: The configuration.
@@ -82,7 +93,7 @@ def run(
         checkpoint: Folder of checkpoints, or None.
         devices: Number of devices that share the clients, or None.
         callbacks: Callbacks of the run.
-        kept: Folder of the finished runs of a sweep, or None.
+        kept: Folder of the finished runs of a grid, or None.
 
     >>> from fedscaffold.experiments.config_file import parse
     >>> from fedscaffold.experiments.build_problem import build
@@ -90,12 +101,17 @@ def run(
     >>> run(config, build(config.problem), "fedscaffold run").runs[0].columns["round"]
     array([1, 2, 3])
     """
-    algorithm = _algorithm(config, config.algorithm.name)
+    name = config.algorithm.name
     target = None if config.stop_at is None else target_of(config.stop_at)
+    [kind] = kinds_of(config, built, [name], {})
     if config.local.lr == "tuned":
-        [record], seconds = _best_runs(
-            config, built, algorithm, [config.seed], target, kept, progress
-        )
+        cells = cells_of(kind, [config.seed])
+        found = run_cells(cells, out=kept, progress=progress)
+        lr, [best] = best_runs(found, len(cells))
+        if best.error is not None:
+            raise InputError(best.error)
+        record = _record(kind, GRID[lr], config.seed, _fields(best), target)
+        seconds = _seconds(found)
     else:
         given = run_arguments(config, without=() if checkpoint is not None else ("every",))
         given |= {
@@ -104,17 +120,15 @@ def run(
             "progress": progress,
             "callbacks": callbacks,
         }
-        done = simulate(algorithm, built.problem, **given)
+        done = simulate(kind.algorithm, built.problem, **given)
         if done.outcome == "stopped" and checkpoint is not None:
             raise Interrupted(signal.SIGINT, done.rounds, checkpoint)
-        record = _record(
-            config, algorithm.name, config.local.lr, config.seed, _fields(done), target
-        )
-        seconds = done.seconds
+        record = _record(kind, config.local.lr, config.seed, _fields(done), target)
+        seconds = done.seconds._asdict()
     record = replace(
         record, config=to_toml(config)
     )  # with "tuned" as requested, not the step size found
-    return _study(config, built, [record], command, seconds._asdict(), target)
+    return _study(config, built, [record], command, seconds, target)
 
 
 def compare(
@@ -124,10 +138,14 @@ def compare(
     seeds: int,
     target: str | None,
     command: str,
-    tell: Callable[[str], None] = lambda line: None,
+    *,
+    over: Mapping[str, Sequence[Any]] | None = None,
     kept: Path | None = None,
-) -> Study:
-    r"""Run several algorithms on one problem over several seeds.
+    workers: int | None = None,
+    progress: bool | None = False,
+    share: slice | None = None,
+) -> Comparison:
+    r"""Run several algorithms, and values of other keys, over several seeds.
 
     Report rounds and bytes to the target, with spread.
 
@@ -138,36 +156,57 @@ def compare(
         seeds: Number of seeds.
         target: Metric and value to reach, such as "accuracy:0.9", or None.
         command: The command line, for the record.
-        tell: Called with a progress line after each group of runs.
+        over: Values of other keys, by dotted key.
         kept: Folder of the finished runs, from which an interrupted comparison continues, or None.
+        workers: Number of processes; by default one for each core.
+        progress: Whether to show a progress line; None to decide by the terminal.
+        share: Run only these cells, and make no study.
 
     >>> from fedscaffold.experiments.config_file import parse
     >>> from fedscaffold.experiments.build_problem import build
     >>> config = parse("rounds = 20\n[local]\nsteps = 5\n[problem]\ndataset = 'quadratic'\nmu = 0.1")
-    >>> study = compare(config, build(config.problem), ["scaffold", "fedavg"], 2, "distance:0.5", "fedscaffold compare")
-    >>> [row["algorithm"] for row in study.rows]
+    >>> found = compare(config, build(config.problem), ["scaffold", "fedavg"], 2, "distance:0.5", "fedscaffold compare")
+    >>> [row["algorithm"] for row in found.study.rows]
     ['scaffold', 'fedavg']
     """
     aim = None if target is None else target_of(target)
-    config = _with_metrics(config, built, aim)
-    runs: list[RunRecord] = []
+    draws = range(config.seed, config.seed + seeds)
+    kinds = [_with_metrics(kind, aim) for kind in kinds_of(config, built, names, over or {})]
+    cells = [cells_of(kind, draws) for kind in kinds]
+    found = run_cells(
+        [cell for own in cells for cell in own],
+        out=kept,
+        workers=workers,
+        progress=progress,
+        share=slice(None) if share is None else share,
+    )
+    grid = Grid(keys=("algorithm", *(over or {}), "lr", "seed"), runs=found)
+    if share is not None:
+        return Comparison(grid, None)
+    records: list[RunRecord] = []
     seconds: dict[str, float] = {}
     limits: dict[str, dict[str, Any]] = {}
-    total, spent = number_of_runs(config, names, seeds), list[float]()
-
-    def finished(name: str, each: list[float]) -> None:
-        spent.extend(each)
-        left = sum(spent) / len(spent) * (total - len(spent))
-        tell(f"{name}: {len(spent)} of {total} runs, about {left:.0f} s left")
-
-    for name in names:
-        algorithm, draws = _algorithm(config, name), range(config.seed, config.seed + seeds)
-        best, took = _best_runs(config, built, algorithm, draws, aim, kept, None, finished)
-        runs += best
-        limits[name] = _limit(config, built.problem, algorithm, best)
-        seconds[name] = took.compile + took.wall
-    study = _study(config, built, runs, command, seconds, aim)
-    return replace(study, rows=[row | limits[row["algorithm"]] for row in study.rows])
+    left = iter(found)
+    for kind, own in zip(kinds, cells, strict=True):
+        runs = [next(left) for _ in own]
+        tried = step_sizes(kind.config)
+        j, best = best_runs(runs, len(tried))
+        made = [
+            _record(kind, tried[j], seed, _fields(run), aim)
+            for seed, run in zip(draws, best, strict=True)
+            if run.error is None
+        ]
+        if made:
+            records += made
+            limits[kind.label] = _limit(kind, made) | {"rounds": kind.config.rounds}
+            took = _seconds(runs)
+            seconds[kind.label] = took["compile"] + took["wall"]
+    if not records:
+        return Comparison(grid, None)
+    one_problem = len({id(kind.built) for kind in kinds}) == 1
+    study = _study(config, built if one_problem else _varied(built), records, command, seconds, aim)
+    rows = [row | limits[row["algorithm"]] for row in study.rows]
+    return Comparison(grid, replace(study, rows=rows))
 
 
 def log_facts(config: Config, built: Built) -> dict[str, Any]:
@@ -179,7 +218,7 @@ def log_facts(config: Config, built: Built) -> dict[str, Any]:
     >>> log_facts(config, build(config.problem))["cohort"]
     3
     """
-    algorithm = _algorithm(config, config.algorithm.name)
+    algorithm = make_algorithm(config, config.algorithm.name)
     size = cohort_size(RunConfig(algorithm, built.problem, cohort=config.cohort.size))
     return {
         "rounds": config.rounds,
@@ -213,14 +252,24 @@ def validate_run(config: Config, built: Built, devices: int | None = None) -> Co
     checks.whole("evaluate_every", config.evaluate_every)
     if config.local.lr == "tuned":
         _refuse_out_of_core(config)
-    kind = _validate(config, built, _algorithm(config, config.algorithm.name), devices).client_state
+    kind = _validate(
+        config, built, make_algorithm(config, config.algorithm.name), devices
+    ).client_state
     return config.model_copy(update={"client_state": kind})
 
 
 def validate_comparison(
-    config: Config, built: Built, names: Sequence[str], seeds: int, target: str | None
-) -> None:
+    config: Config,
+    built: Built,
+    names: Sequence[str],
+    seeds: int,
+    target: str | None,
+    over: Mapping[str, Sequence[Any]] | None = None,
+) -> int:
     r"""Raise InputError if a comparison cannot be run, before anything is run or removed.
+
+    Returns:
+        The number of its runs, including those for tuning.
 
     >>> from fedscaffold.experiments.config_file import parse
     >>> from fedscaffold.experiments.build_problem import build
@@ -232,25 +281,21 @@ def validate_comparison(
     checks.whole("seeds", seeds)
     checks.whole("seed", config.seed, at_least=0, at_most=2**63 - seeds)
     checks.whole("evaluate_every", config.evaluate_every)
-    config = _with_metrics(config, built, None if target is None else target_of(target))
-    for name in names:
-        _validate(config, built, _algorithm(config, name))
+    aim = None if target is None else target_of(target)
+    kinds = [_with_metrics(kind, aim) for kind in kinds_of(config, built, names, over or {})]
+    for kind in kinds:
+        _validate(kind.config, kind.built, kind.algorithm)
+    return sum(seeds * len(step_sizes(kind.config)) for kind in kinds)
 
 
-def _algorithm(config: Config, name: str) -> Algorithm:
-    """Make an algorithm; configured parameters apply only to the algorithm named with them."""
-    return algorithms.make(
-        name, **(config.algorithm.parameters if name == config.algorithm.name else {})
-    )
-
-
-def _with_metrics(config: Config, built: Built, target: Target | None) -> Config:
-    """Return the configuration with all metrics that a comparison needs."""
+def _with_metrics(kind: Kind, target: Target | None) -> Kind:
+    """Return a kind with all metrics that a comparison needs."""
+    config, problem = kind.config, kind.built.problem
     _refuse_out_of_core(config)
-    wanted = set(default_metrics(built.problem) if config.metrics is None else config.metrics)
+    wanted = set(default_metrics(problem) if config.metrics is None else config.metrics)
     if target is not None:
         wanted.add(target[0])
-    return config.model_copy(update={"metrics": sorted(wanted)})
+    return replace(kind, config=config.model_copy(update={"metrics": sorted(wanted)}))
 
 
 def _validate(
@@ -300,12 +345,19 @@ def compatible_algorithms(config: Config, built: Built) -> tuple[list[str], dict
     return good, refused
 
 
-def write_results(study: Study, folder: Path) -> Path:
+def write_results(study: Study, folder: Path, grid: Grid | None = None) -> Path:
     """Write a study's folder with its table (CSV, LaTeX) and its page; return the page's path.
 
     Files are written to temporary names and moved, so that an interruption leaves no partial file.
+
+    Args:
+        study: The study.
+        folder: Its folder.
+        grid: All runs of a comparison, for the table of runs.
     """
     texts = {"table.csv": tables.csv(study.rows), "table.tex": tables.latex(study.rows)}
+    if grid is not None:
+        texts["runs.csv"] = tables.csv(table([run.row for run in grid.runs]))
     replace_study(study, folder, texts)
     # the page of a single run shows its progress too, which is in its log
     given = sources([folder]) if len(study.runs) == 1 else [Source(str(folder), study)]
@@ -315,128 +367,29 @@ def write_results(study: Study, folder: Path) -> Path:
     return new.replace(folder / "report.html")
 
 
-def number_of_runs(config: Config, names: Sequence[str], seeds: int) -> int:
-    """Return the number of runs of a comparison, including those for tuning.
-
-    >>> number_of_runs(Config(), ["scaffold", "fedavg"], 3)
-    6
-    """
-    return len(names) * seeds * (len(GRID) if config.local.lr == "tuned" else 1)
-
-
-def _best_runs(
-    config: Config,
-    built: Built,
-    algorithm: Algorithm,
-    seeds: Sequence[int],
-    target: Target | None,
-    kept: Path | None,
-    progress: bool | None,
-    finished: Callable[[str, list[float]], None] = lambda name, seconds: None,
-) -> tuple[list[RunRecord], Seconds]:
-    """Run all step sizes and seeds of one algorithm.
-
-    Return the runs of the best step size, and the time of all.
-
-    The step sizes of a seed run together: they share its draws and one compiled program, which
-        serves all seeds.
-    """
-    grid = GRID if config.local.lr == "tuned" else (config.local.lr,)
-    shared = run_arguments(config, without=OF_ONE_RUN)
-    if config.metrics is not None and config.local.lr == "tuned":
-        shared["metrics"] = sorted({*config.metrics, "loss"})
-    depends = [
-        to_toml(config),
-        shared["availability"],
-        problem_facts(built.problem),
-        versions(),
-        algorithm.name,
-    ]
-    about = hashlib.sha256(json.dumps(to_json(depends)).encode()).hexdigest()[:20]
-
-    def runs_of(seed: int) -> list[Run]:
-        if config.local.optimizer == "sgd":
-            found = sweep(
-                algorithm, built.problem, lr=grid, seeds=[seed], progress=progress, **shared
-            )
-            return [runs[0] for runs in found.runs]
-        return [
-            simulate(algorithm, built.problem, progress=progress, **arguments_of(lr, seed))
-            for lr in grid
-        ]
-
-    def arguments_of(lr: float, seed: int) -> dict[str, Any]:
-        tried = config.model_copy(
-            update={"seed": seed, "local": config.local.model_copy(update={"lr": lr})}
-        )
-        return run_arguments(tried, without=("every", "client_state")) | {
-            "metrics": shared["metrics"]
-        }
-
-    rows: list[list[RunRecord]] = [[] for _ in grid]
-    spent = np.zeros(3)
-    for seed in seeds:
-        runs = cache(
-            lambda seed=seed: runs_of(seed)
-        )  # called only if a result is not kept, and then once
-        each = []
-        for j, lr in enumerate(grid):
-            place = (
-                None if kept is None else kept / f"{algorithm.name}-{about}-seed-{seed}-lr-{lr:g}"
-            )
-            fields = _load(place) or _save(place, _fields(runs()[j], len(grid)))
-            rows[j].append(_record(config, algorithm.name, lr, seed, fields, target))
-            spent += fields["spent"]
-            each.append(fields["spent"][0] + fields["spent"][1])
-        finished(algorithm.name, each)
-
-    def score(runs: list[RunRecord]) -> float:
-        if any(run.diverged_at is not None for run in runs):
-            return math.inf
-        return float(np.mean([np.nanmean(run.columns["loss"]) for run in runs]))
-
-    best = rows[0] if len(rows) == 1 else rows[int(np.argmin([score(runs) for runs in rows]))]
-    return best, Seconds(*spent.tolist())
-
-
-def _fields(done: Run, together: int = 1) -> dict[str, Any]:
-    """Return the fields of a run to keep, with its share of the time if it ran together with others."""
+def _fields(done: Run | GridRun) -> dict[str, Any]:
+    """Return the fields of a run that its record has."""
     names = ("diverged_at", "advice", "residual", "explained", "digest")
     known = {name: getattr(done, name) for name in names}
-    return known | {"columns": done.history, "spent": [part / together for part in done.seconds]}
+    return known | {"columns": done.history, "seconds": done.seconds.wall}
 
 
-def _save(place: Path | None, fields: dict[str, Any]) -> dict[str, Any]:
-    """Keep the fields of a run as one atomic commit, and return them."""
-    if place is not None:
-        arrays = {f"columns.{name}": column for name, column in fields["columns"].items()}
-        arrays |= {
-            name: np.array(fields[name], np.float64) for name in ("residual", "explained", "spent")
-        }
-        facts = {name: fields[name] for name in ("diverged_at", "advice", "digest")}
-        commit(
-            place, arrays, facts | {"columns": list(fields["columns"])}
-        )  # their order is not that of the arrays
-    return fields
+def _seconds(runs: Sequence[GridRun]) -> dict[str, float]:
+    """Return the time of some runs by phase."""
+    names = ("compile", "wall", "cpu")
+    return {name: sum(getattr(run.seconds, name) for run in runs) for name in names}
 
 
-def _load(place: Path | None) -> dict[str, Any] | None:
-    """Return the fields of a run that was kept; None if it is absent or damaged."""
-    try:
-        found = None if place is None else latest(place)
-    except StateError:
-        return None
-    if found is None:
-        return None
-    columns = {name: found.arrays[f"columns.{name}"] for name in found.facts["columns"]}
-    numbers = {name: found.arrays[name].tolist() for name in ("residual", "explained", "spent")}
-    return found.facts | numbers | {"columns": columns}
+def _varied(built: Built) -> Built:
+    """Describe problems that differ from kind to kind by the first."""
+    return Built(built.problem, f"{built.sentence}, and variants of it", None)
 
 
 def _record(
-    config: Config, name: str, lr: float, seed: int, fields: dict[str, Any], target: Target | None
+    kind: Kind, lr: float, seed: int, fields: dict[str, Any], target: Target | None
 ) -> RunRecord:
     """Return the record of a run, with a configuration that gives the same bits if run alone."""
+    config, name = kind.config, kind.name
     algorithm = (
         config.algorithm if name == config.algorithm.name else type(config.algorithm)(name=name)
     )
@@ -446,13 +399,12 @@ def _record(
         "local": config.local.model_copy(update={"lr": lr}),
     }
     return RunRecord(
-        algorithm=name,
+        algorithm=kind.label,
         seed=seed,
         lr=lr,
         reached_at=tables.first_reached(fields["columns"], target),
         config=to_toml(config.model_copy(update=alone)),
-        seconds=Seconds(*fields["spent"]).wall,
-        **{key: value for key, value in fields.items() if key != "spent"},
+        **fields,
     )
 
 
@@ -477,13 +429,12 @@ def _study(
     )
 
 
-def _limit(
-    config: Config, problem: Problem, algorithm: Algorithm, runs: list[RunRecord]
-) -> dict[str, Any]:
+def _limit(kind: Kind, runs: list[RunRecord]) -> dict[str, Any]:
     """Return where the runs end and where theory predicts it, as |x - x*| and in words.
 
     {} if x* is unknown.
     """
+    config, problem = kind.config, kind.built.problem
     if not is_quadratic(problem) or any(
         "distance" not in run.columns or run.diverged_at for run in runs
     ):
@@ -492,7 +443,7 @@ def _limit(
     begun = float(
         np.linalg.norm(problem.layout.flatten(problem.params) - problem.optimum(config.weights))
     )
-    known = _predicted_bias(config, problem, algorithm, runs[0].lr or 0.0)
+    known = _predicted_bias(config, problem, kind.algorithm, runs[0].lr or 0.0)
     return {"ends_at": ends, "bias": known, "ends": describe_limit(ends, known, begun)}
 
 

@@ -6,7 +6,7 @@ Unknown keys are refused with a suggestion.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -21,14 +21,12 @@ from fedscaffold.parsing import NotToml, format_of, toml
 from fedscaffold.run_config import ARGUMENTS, KEYS, Argument
 
 __all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Section", "Server"]
-__all__ += ["OF_ONE_RUN", "given_keys", "load", "parse", "run_arguments", "to_toml"]
+__all__ += ["given_keys", "load", "parse", "parse_over", "run_arguments", "to_toml", "with_keys"]
 
 
 FORMAT = 1
 KEY = "{key}"  # placeholder for the key in the message of a check
 ADAPTIVITY = 1e-3  # tau of Reddi et al. 2021, added to the root of the second moment
-OF_ONE_RUN = ("lr", "local_optimizer", "seed", "every", "client_state")
-"""Arguments that a comparison varies, or does not take."""
 
 
 class Section(BaseModel):
@@ -130,6 +128,56 @@ def parse(text: str, overrides: Sequence[str] = (), source: str = "config") -> C
         return Config.model_validate(table)
     except ValidationError as error:
         raise InputError(f"{source}: {_describe_error(error)}") from None
+
+
+def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a configuration with other values of some dotted keys.
+
+    >>> with_keys(Config(), {"local.steps": 3}).local.steps
+    3
+    """
+    if not values:
+        return config
+    table = config.model_dump(exclude_none=True, exclude_unset=True)
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        inner = table
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise InputError(_describe_error(error)) from None
+
+
+def parse_over(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """Parse options such as `local.steps=1,5`: the values of a key, with commas between.
+
+    >>> parse_over(["local.steps=1,5", "problem.split=iid,similarity:0"])
+    {'local.steps': [1, 5], 'problem.split': ['iid', 'similarity:0']}
+    >>> parse_over(["local.steps=1,1"])
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: --over local.steps names 1 twice
+    """
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        key, sign, values = (part.strip() for part in text.partition("="))
+        if not sign or not values or not all(key.split(".")):
+            raise InputError(
+                f"--over takes key=value,value such as local.steps=1,5, got {checks.shown(text)}"
+            )
+        if key in found:
+            raise InputError(f"--over {key} is given twice: give all its values at once")
+        try:
+            listed = toml(f"value = [{values}]", f"--over {key}")["value"]
+        except NotToml:
+            listed = [_parse_value(value, f"--over {key}") for value in values.split(",")]
+        twice = [value for i, value in enumerate(listed) if value in listed[:i]]
+        if twice:
+            raise InputError(f"--over {key} names {twice[0]} twice")
+        found[key] = listed
+    return found
 
 
 def to_toml(config: Config) -> str:
@@ -237,15 +285,20 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
         )
     if len(value.splitlines()) > 1:
         raise InputError(f"--set takes one line of text, got {checks.shown(override)}")
-    try:
-        parsed = toml(f"value = {value}", f"--set {path.strip()}")["value"]
-    except NotToml:
-        parsed = value.strip()  # a bare word is a string: --set algorithm.name=fedavg
+    parsed = _parse_value(value, f"--set {path.strip()}")
     for key in keys[:-1]:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise InputError(f"--set {override}: {key!r} is a value, not a table")
     table[keys[-1]] = parsed
+
+
+def _parse_value(text: str, source: str) -> Any:
+    """Parse a value of the command line as TOML; a bare word is a string."""
+    try:
+        return toml(f"value = {text}", source)["value"]
+    except NotToml:
+        return text.strip()
 
 
 def _describe_error(error: ValidationError) -> str:

@@ -33,8 +33,8 @@ from fedscaffold.state.files import create, make_folder
 
 __all__ = ["run_cells"]
 
-PATIENCE = 2.0
-"""Seconds after which workers are started; starting one takes about as long."""
+PATIENCE = 0.5
+"""Seconds after which workers are started; a grid that ends sooner needs none."""
 SHORT = 1.0  # seconds of a run that this process may as well do itself
 TICK = 1.0  # seconds between two refreshes of the progress line
 PAYLOAD = ".cells"
@@ -130,9 +130,9 @@ class _Task:
             hired = _Hired(self, board, file.fileno(), lambda: payload.dump(self.cells, file))
             stack.callback(hired.end)
             if _has_one_thread():
-                hired.later(self.width - 1)
+                hired.later(self.width)
                 self._run_here(board, until=hired.can_take_over)
-                hired.now(0 if board.is_empty else 1)
+                hired.cancel()
             else:
                 hired.now(self.width)
             hired.collect()
@@ -217,41 +217,41 @@ class _Hired:
         self.reason: str | None = None
 
     def later(self, number: int) -> None:
-        """Start workers after `PATIENCE`, unless all is done by then."""
-        if number > 0:
-            self.timer = threading.Timer(PATIENCE, self._hire, [number])
-            self.timer.daemon = True
-            self.timer.start()
+        """Start workers after `PATIENCE`."""
+        self.timer = threading.Timer(PATIENCE, self.now, [number])
+        self.timer.daemon = True
+        self.timer.start()
 
-    def now(self, number: int) -> None:
-        """Start workers at once."""
+    def cancel(self) -> None:
+        """Start none, unless they are being started."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer.join()
-        if number:
-            self._hire(number)
 
     def can_take_over(self, last: Answer) -> bool:
         """Return whether workers are ready, and this process has no short runs of its own left.
 
+        Also if there can be no workers, which `collect` then says.
+
         Args:
             last: The answer to the last run of this process.
         """
+        if self.reason is not None and self.crew is None:
+            return True
         if self.crew is None or not self.crew.ready.is_set():
             return False
         return last.running > SHORT or not self.board.has_for(self.task)
 
-    def _hire(self, number: int) -> None:
+    def now(self, number: int) -> None:
+        """Start workers at once."""
         with self.lock:
-            if self.reason is None and self.crew is None:
-                try:
-                    self.dump()
-                except Exception as error:
-                    self.reason = error_line(error)
-                    return
-                self.crew = Crew(self.board, self.task.places, self.file)
-            if self.crew is not None:
-                self.crew.grow(number)
+            try:
+                self.dump()
+            except Exception as error:
+                self.reason = error_line(error)
+                return
+            self.crew = Crew(self.board, self.task.places, self.file)
+            self.crew.grow(number)
 
     def collect(self) -> None:
         """Record what the workers answer until all cells have ended."""
@@ -282,8 +282,7 @@ class _Hired:
 
     def end(self) -> None:
         """End all workers."""
-        if self.timer is not None:
-            self.timer.cancel()
+        self.cancel()
         with self.lock:
             if self.crew is not None:
                 self.crew.end()
