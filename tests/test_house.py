@@ -26,7 +26,7 @@ ARROWS = {
     "estimators": {"simulation", "problems", "algorithms"},
     "theory": {"simulation", "problems", "data", "algorithms"},
     "deploy": {"state", "algorithms"},
-    "runs": {"simulation", "problems", "data", "algorithms"},
+    "runs": {"simulation", "problems", "data", "algorithms", "state"},
     "grids": {"runs", "simulation", "problems", "algorithms", "state"},
     "diagnose": {
         "runs",

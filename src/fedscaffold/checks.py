@@ -212,7 +212,7 @@ def memory() -> float:
     """
     try:
         most = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return math.inf
     try:
         return min(most, float(CGROUP.read_text()))

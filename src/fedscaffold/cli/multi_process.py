@@ -22,6 +22,7 @@ import typer
 from fedscaffold.checks import InputError
 from fedscaffold.cli.interrupts import disable_second_signal, exit_with_line
 from fedscaffold.cli.options import replace_parameter
+from fedscaffold.state.platforms import require
 
 __all__ = ["SINGLE_PROCESS", "Team", "process_options", "run_supervised", "team_of"]
 
@@ -141,6 +142,7 @@ def run_supervised(team: Team, folder: Path, work: Callable[[], int]) -> int:
     """
     if team.processes == 1:
         return work()
+    require("fork", "a run of several processes")
     disable_second_signal()
     said, telling = os.pipe()
     alive, living = os.pipe()
@@ -228,7 +230,7 @@ def _refuse_start(team: Team, lines: str) -> None:
 def _describe_exit(team: Team, code: int, lines: str) -> str:
     """Return why the child ended without a report, from JAX's log."""
     own = f"process {team.process_id} of {team.processes}"
-    if code == -signal.SIGKILL:
+    if code == -9:
         return f"{own} was killed"
     silent = re.search(r"roll call: process ([0-9, ]+) is gone", lines)
     silent = silent or re.search(r"stopped sending heartbeats\):\s*([0-9\s]+)", lines)

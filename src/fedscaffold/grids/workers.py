@@ -114,7 +114,7 @@ class Worker:
         if code >= 0:
             return f"its worker process ended with exit code {code}"
         name = signal.Signals(-code).name
-        why = ", most likely for want of memory" if -code == signal.SIGKILL else ""
+        why = ", most likely for want of memory" if code == -9 else ""
         return f"its worker process was killed by {name}{why}"
 
     def kill(self) -> None:

@@ -28,10 +28,11 @@ from fedscaffold.runs.round_log import (
 from fedscaffold.runs.run_folder import remove_study
 from fedscaffold.runs.trackers import Tracker
 from fedscaffold.simulation import Callback, Look, Run
+from fedscaffold.state.platforms import BINARY, CLOSE, NO_LINKS
 
 __all__ = ["LogWriter"]
 
-APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINKS | CLOSE | BINARY
 MOST_NAMED = 1000  # clients of a round listed by index; above that only their number
 
 

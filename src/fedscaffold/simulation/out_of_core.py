@@ -28,6 +28,7 @@ from fedscaffold.simulation.resolve import cohort_size
 from fedscaffold.simulation.sampling import Drawer, Streams
 from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 from fedscaffold.state import FileStore, Prefetched, SparseStore, Store, choose
+from fedscaffold.state.platforms import require
 
 __all__ = [
     "OutOfCoreClients",
@@ -132,6 +133,7 @@ def open_store(config: RunConfig, spec: Spec) -> Store:
         raise InputError(
             "client_state='file' keeps rows in the checkpoint folder: give checkpoint=DIR"
         )
+    require("preadv", "client_state='file'")
     return Prefetched(FileStore(config.checkpoint, *shape))
 
 

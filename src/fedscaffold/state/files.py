@@ -1,13 +1,12 @@
 """File system primitives for durable state: atomic writes, locks, syncs.
 
 Everything goes through `os`, one function per system call, so that tests can stop a writer between
-any two. POSIX only (Linux, macOS): folders are synced, locks are `flock`.
+any two; what differs between operating systems is in `platforms`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import platform
 import stat
@@ -18,6 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from fedscaffold.checks import InputError
+from fedscaffold.state.platforms import (
+    BINARY,
+    CLOSE,
+    NO_LINKS,
+    NO_WAITING,
+    lock,
+    make_private,
+    sync,
+)
 
 __all__ = [
     "StateError",
@@ -77,10 +85,10 @@ def create(path: Path, private: bool = False) -> int:
     A private file has mode 0600, whatever the umask.
     """
     path.unlink(missing_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS | CLOSE | BINARY
     fd = os.open(path, flags, 0o600 if private else 0o666)
     if private:
-        os.fchmod(fd, 0o600)
+        make_private(fd)
     return fd
 
 
@@ -123,7 +131,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
     fedscaffold.state.files.StateError: null is not a regular file
     """
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, flags | NO_LINKS | NO_WAITING | CLOSE | BINARY)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise StateError(f"{path.name} is a symbolic link, not a regular file") from error
@@ -148,11 +156,7 @@ def refuse_link(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder, which makes created and renamed files durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync(folder)
 
 
 def make_folder(folder: Path, private: bool = False) -> None:
@@ -171,10 +175,10 @@ def locked(path: Path) -> Iterator[int]:
 
     The lock is released when the process ends, however it ends; the file stays.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS | CLOSE | BINARY, 0o600)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(fd)
         except BlockingIOError:
             raise StateError(
                 f"{path.parent} is in use by another process; end it or take another folder"
