@@ -121,11 +121,9 @@ def initial_state(algorithm: Algorithm, x: Array, buffers: dict[str, Array]) -> 
 
 def blank_memory(algorithm: Algorithm, like: Array) -> Record:
     """Return a client's initial memory: zeros, or None where the algorithm has no memory."""
-    return (
-        None
-        if algorithm.memory is None
-        else cast(algorithm.memory(np.zeros_like(like)), like.dtype)
-    )
+    if algorithm.memory is None:
+        return None
+    return cast(algorithm.memory(np.zeros_like(like)), like.dtype)
 
 
 def message_of(algorithm: Algorithm, vectors: Mapping[str, Array], travel: float) -> Record:
@@ -190,9 +188,9 @@ def aggregate(
         )
     server = cast(server, np.float64)._replace(x=server.x.astype(dtype))
     new = State(done, server, memory, roster, _average_buffers(state, share, updates), state.scale)
-    return (
-        new._replace(scale=max(state.scale, memory_scale(algorithm, new))) if server_keeps else new
-    )
+    if server_keeps:
+        return new._replace(scale=max(state.scale, memory_scale(algorithm, new)))
+    return new
 
 
 def _add(total: Record, weight: float, record: Record) -> Record:

@@ -343,8 +343,6 @@ def abbreviate(value: Any) -> str:
         return repr(value[:60] + "..." if len(value) > 60 else value)[:80]
     if isinstance(value, int) and value.bit_length() > 63:
         return f"a whole number of {value.bit_length()} bits"
-    return (
-        repr(value)
-        if value is None or type(value) in (bool, int, float)
-        else f"a {type(value).__name__}"
-    )
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)
+    return f"a {type(value).__name__}"

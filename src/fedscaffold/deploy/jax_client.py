@@ -126,11 +126,9 @@ def step_key(seed: int, step: int | None) -> Any:
     """
     words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     site = jax.random.wrap_key_data(jax.numpy.asarray(words), impl="threefry2x32")
-    return (
-        jax.random.fold_in(site, AT_X)
-        if step is None
-        else jax.random.fold_in(jax.random.fold_in(site, STEPS), step)
-    )
+    if step is None:
+        return jax.random.fold_in(site, AT_X)
+    return jax.random.fold_in(jax.random.fold_in(site, STEPS), step)
 
 
 def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

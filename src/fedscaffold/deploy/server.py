@@ -323,25 +323,33 @@ class Server:
         size = sum(site in roster for site in deploy.sites)
         if kind == "train":
             size = min(size, share) if isinstance(share, int) else max(1, round(share * size))
-        need = (
-            deploy.quorum
-            if isinstance(deploy.quorum, int)
-            else max(1, math.ceil(deploy.quorum * size - 1e-9))
-        )
-        need = 1 if evaluate else need
-        if len(here) < max(need, 1):
+        if evaluate:
+            need = 1
+        elif isinstance(deploy.quorum, int):
+            need = deploy.quorum
+        else:
+            need = max(1, math.ceil(deploy.quorum * size - 1e-9))
+        if len(here) < need:
             self.attempt += 1
             self.audit.write(
                 "waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent
             )
             return {}
         awake = [site for site in here if kind != "train" or roster[site].rests <= self.state.round]
-        among = awake if len(awake) >= max(need, 1) else here
+        among = awake if len(awake) >= need else here
         cohort = sample_sites(among, size, self.settings.seed, self.state.round, self.attempt)
         asked = {site: self._ask(site, kind) for site in cohort}
         self.lives += 1
         expected = {site: reply for site, (_, reply) in asked.items()}
-        self.open_round = Open(kind, expected, {}, {}, self.clock(), need, absent)
+        self.open_round = Open(
+            kind=kind,
+            asked=expected,
+            updates={},
+            failed={},
+            began=self.clock(),
+            need=need,
+            absent=absent,
+        )
         self.audit.write(
             "opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt
         )
@@ -385,11 +393,9 @@ class Server:
     def waiting(self) -> tuple[str, ...]:
         """Sites of the open round that have neither replied nor failed."""
         current = self.open_round
-        return (
-            ()
-            if current is None
-            else tuple(s for s in current.asked if s not in current.updates | current.failed)
-        )
+        if current is None:
+            return ()
+        return tuple(s for s in current.asked if s not in current.updates | current.failed)
 
     def due(self) -> bool:
         """Return whether to close the open round: nobody is awaited, or the deadline has passed."""
@@ -402,50 +408,54 @@ class Server:
         current = self.open_round
         if current is None:
             raise RuntimeError("no round is open")
-        missing, (state, residual) = self.waiting, self._next_state(current)
-        heard, committed = tuple(sorted(current.updates)), state is not None
+        kind, missing = current.kind, self.waiting
+        state, residual = self._next_state(current)
+        committed = state is not None
         number = self.state.round + 1 if state is None else state.round
         for site in missing:
             self._set_told(site, f"too late for round {number}: it was closed without you", state)
-        done = "evaluated" if current.kind == "evaluate" else "committed"
-        event = done if committed else "abandoned"
-        gauge = {} if state is None else {"residual": residual}
-        facts = {
-            "heard": list(heard),
-            "failed": current.failed,
-            "missing": list(missing),
-            "absent": current.absent,
-        }
-        self.open_round = None
-        if not committed:
-            self.attempt += 1
-        elif current.kind != "resync":
-            # else a site that loses its c_i in every round would be asked for ever
-            self.attempt = 0
         metrics, unmeasured = (
             aggregation.mean_metrics(self.roster, current.updates) if committed else ({}, {})
         )
+        self.open_round = None
+        if not committed:
+            self.attempt += 1
+        elif kind != "resync":
+            # else a site that loses its c_i in every round would be asked for ever
+            self.attempt = 0
+        outcome = Outcome(
+            committed=committed,
+            kind=kind,
+            round=number,
+            heard=tuple(sorted(current.updates)),
+            refused=dict(current.failed),
+            missing=missing,
+            metrics=metrics,
+            unmeasured=unmeasured,
+            absent=current.absent,
+        )
         # Logged before the commit, which stores the log's head: a crash in between leaves a log
         # longer than its head, which is valid.
-        facts |= {"unmeasured": unmeasured} if unmeasured else {}
-        self.audit.write(event, round=number, kind=current.kind, **facts, **gauge)
-        self._commit(
-            state or self.state,
-            self.resync and not (committed and current.kind == "resync"),
-            residual,
-        )
-        failed = dict(current.failed)
-        return Outcome(
-            committed,
-            current.kind,
-            number,
-            heard,
-            failed,
-            missing,
-            metrics,
-            unmeasured,
-            current.absent,
-        )
+        self._log_closed(outcome, residual)
+        resync = self.resync and not (committed and kind == "resync")
+        self._commit(state or self.state, resync, residual)
+        return outcome
+
+    def _log_closed(self, outcome: Outcome, residual: float | None) -> None:
+        """Write the outcome of a round to the audit log."""
+        done = "evaluated" if outcome.kind == "evaluate" else "committed"
+        facts: dict[str, object] = {
+            "heard": list(outcome.heard),
+            "failed": outcome.refused,
+            "missing": list(outcome.missing),
+            "absent": outcome.absent,
+        }
+        if outcome.unmeasured:
+            facts["unmeasured"] = outcome.unmeasured
+        if outcome.committed:
+            facts["residual"] = residual
+        event = done if outcome.committed else "abandoned"
+        self.audit.write(event, round=outcome.round, kind=outcome.kind, **facts)
 
     # Internals
 

@@ -149,18 +149,17 @@ def drive(
     model = server.folder / "model.safetensors"
     arrays = server.schema.filed(server.state.x, {**server.untrained, **server.state.buffers})
     write_model(model, arrays, {"round": str(server.state.round), "run": server.run})
-    gauge, metrics, unmeasured = server.residual, {}, {}
+    metrics, unmeasured = ({}, {}) if last is None else (last.metrics, last.unmeasured)
     if last is not None:
-        metrics, unmeasured = last.metrics, last.unmeasured
         _append_metrics(server, last, server.state.round)
     summary = Summary(
-        server.state.round,
-        gauge,
-        metrics,
-        time.monotonic() - began,
-        model,
-        server.missed,
-        unmeasured,
+        rounds=server.state.round,
+        residual=server.residual,
+        metrics=metrics,
+        seconds=time.monotonic() - began,
+        model=model,
+        missed=server.missed,
+        unmeasured=unmeasured,
     )
     _write_status(server, "finished", unmeasured)
     return summary

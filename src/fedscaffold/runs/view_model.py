@@ -180,7 +180,6 @@ def _group_runs(given: Sequence[Source]) -> list[dict[str, Any]]:
         _differing_keys([group["config"] for group in listed]),
     )
     for group in listed:
-        group["runs"] = group["held"]
         group["colour"] = colours[group["algorithm"]]
         group["detail"] = ", ".join(f"{key} {group['config'].get(key, '-')}" for key in told)
     return listed
