@@ -120,7 +120,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
     if work_of(config.algorithm, 1).geometric:
         mean_steps = int(steps[0])
         steps = np.full_like(steps, most_steps(mean_steps, seeds, config.rounds))
-    given = isinstance(config.sampling, str) and config.sampling == "uniform"
+    uniform = isinstance(config.sampling, str) and config.sampling == "uniform"
     return Drawer(
         num_clients=problem.num_clients,
         size=size,
@@ -135,7 +135,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
         precision=config.precision,
         available=None if config.availability is None else resolve.availability(config),
         mean_steps=mean_steps,
-        sampling=None if given else resolve.sampling(config, size),
+        sampling=None if uniform else resolve.sampling(config, size),
     )
 
 
