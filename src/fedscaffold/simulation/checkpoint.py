@@ -243,7 +243,10 @@ class Checkpoint:
         self.spent += self.at - began
 
     def write(self, arrays: dict[str, NDArray[Any]], facts: dict[str, Any]) -> None:
-        """Commit arrays and facts; with several processes each writes its rows, then process 0 the shared part."""
+        """Commit arrays and facts.
+
+        With several processes each writes its rows, then process 0 the shared part.
+        """
         listed: list[str] = []
         if self.shared and (
             rows := {name: arrays.pop(name) for name in list(arrays) if name.startswith(ROWS)}
@@ -306,7 +309,10 @@ def last_round(folder: Path) -> tuple[int, bool] | None:
 
 
 def discard(folder: Path) -> None:
-    """Remove all checkpoints of a folder, newest first, so that an interruption leaves an older, intact state."""
+    """Remove all checkpoints of a folder.
+
+    The newest goes first, so that an interruption leaves an older, intact state.
+    """
     for _, path in generations(folder):  # raises for a symbolic link
         path.unlink(missing_ok=True)
     for path in folder.glob(
@@ -323,7 +329,7 @@ def named_arrays(state: State) -> list[tuple[str, Any]]:
 
 
 def load_progress(snapshot: Snapshot, like: State) -> Progress:
-    """Return the progress that a snapshot holds, after checking its arrays against the state `like`."""
+    """Return the progress that a snapshot holds, checked against the state `like`."""
     leaves = []
     for name, leaf in named_arrays(like):
         array = snapshot.arrays.get(name)

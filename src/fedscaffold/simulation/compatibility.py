@@ -1,4 +1,4 @@
-"""Refuse combinations of arguments that are mathematically invalid, with the reason and an alternative."""
+"""Refuse arguments that do not go together, with the reason and an alternative."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _refuse_policy(config: RunConfig, policy: stale.Policy) -> None:
 
 @cache
 def _refuse_functions(algorithm: Algorithm) -> None:
-    """Raise an InputError for functions or records that are not as `fedscaffold.algorithms.base` describes them."""
+    """Raise an InputError for functions that are not as `fedscaffold.algorithms.base` says."""
     algorithm = algorithm if algorithm.fit is None else algorithm.fit(None)
     if (algorithm.memory is None) != (algorithm.remember is None):
         raise InputError(f"{algorithm.name} must have both memory and remember, or neither")
@@ -123,14 +123,17 @@ def _refuse_functions(algorithm: Algorithm) -> None:
         algorithm.direction(lambda z: z, start, vector, shift)
         _refuse_records(algorithm)
     except (AttributeError, TypeError) as error:
-        does = "use + - * / on vectors, and NamedTuples for records, as fedscaffold.algorithms.base says"
+        does = (
+            "use + - * / on vectors, and NamedTuples for records, "
+            "as fedscaffold.algorithms.base says"
+        )
         raise InputError(
             f"a function of {algorithm.name} cannot be run: {error}; {does}"
         ) from error
 
 
 def _refuse_records(algorithm: Algorithm) -> None:
-    """Run one round on vectors of two entries, and raise an InputError for records that do not keep their fields."""
+    """Run one round on short vectors, and refuse records that do not keep their fields."""
     x = jnp.ones(2)
     makers = {"init": algorithm.init, "memory": algorithm.memory, "own": algorithm.own}
     server, memory, own = (None if make is None else make(x) for make in makers.values())
@@ -148,7 +151,7 @@ def _refuse_records(algorithm: Algorithm) -> None:
 
 
 def _refuse_fields(algorithm: Algorithm, function: str, before: Any, after: Any) -> None:
-    """Raise an InputError unless a function returns a record with the fields of `before`, numbers or vectors."""
+    """Raise an InputError unless a function returns a record with the fields of `before`."""
     if before is None:
         return
     fields, got = before._fields, getattr(after, "_fields", None)

@@ -1,4 +1,6 @@
-"""Compression of what clients send, so that client and server see the same value and nothing is lost for good.
+"""Compression of what clients send.
+
+Client and server see the same value, and nothing is lost for good.
 
 A move v = x - y is an increment, and what is left out of it is sent later: error feedback.
 
@@ -10,17 +12,16 @@ A direction d_i makes the new c_i, and is sent as its difference from c, which b
 
 Here c_i is the error feedback (Richtarik et al. 2021): what is left out now is in the next
 difference again. Kept as an error e as well it would be counted twice, and c_i would swing ever
-wider. What the client remembers is made from
-`sent`: compressing only what the server sees would leave c and the c_i apart for ever. All C here
-are contractions, E|C(v) - v|^2 <= (1 - share) |v|^2, so what is left out vanishes with what is
-sent, and the limit of a method with control variates is exact. The moves of FedAvg do not vanish at
-its limit, and compressing them may add to its bias.
+wider. What the client remembers is made from `sent`: compressing only what the server sees would
+leave c and the c_i apart for ever. All C here are contractions, E|C(v) - v|^2 <= (1 - share) |v|^2,
+so what is left out vanishes with what is sent, and the limit of a method with control variates is
+exact. The moves of FedAvg do not vanish at its limit, and compressing them may add to its bias.
 
     top_k(share)      the largest coordinates                    k values and k indices
     random_k(share)   coordinates drawn anew every time          k values and a seed
-    quantise(bits)    stochastic rounding to 2^bits levels between -m and m, m = the largest |v_j| in 64 coordinates,
-                      divided by 1 + w, w = 64 / (2^bits - 1)^2 (its relative variance, so that C is
-                      a contraction)
+    quantise(bits)    stochastic rounding to 2^bits levels between -m and m, m = the largest |v_j|
+                      in 64 coordinates, divided by 1 + w, w = 64 / (2^bits - 1)^2 (its relative
+                      variance, so that C is a contraction)
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def top_k(share: float) -> Compressor:
     """Keep the `share` of coordinates with the largest absolute values.
 
     >>> import numpy as np
-    >>> top_k(0.5).decoded(np.array([3.0, -1.0, 0.5, -4.0]), None).tolist(), top_k(0.5).bytes(1000, 4)
+    >>> half = top_k(0.5)
+    >>> half.decoded(np.array([3.0, -1.0, 0.5, -4.0]), None).tolist(), half.bytes(1000, 4)
     ([3.0, 0.0, 0.0, -4.0], 4000)
     """
     share = _share(share)

@@ -34,7 +34,7 @@ EVALUATION_BYTES = 1 << 22
 
 
 class Batches(NamedTuple):
-    """Batches of one size, in a table with `width` batches per row, padded with batches of share 0."""
+    """Batches of one size, in a table with `width` per row, padded with batches of share 0."""
 
     first: Array
     """(rows, width) first record of each batch."""
@@ -62,7 +62,8 @@ def split_into_batches(
         kind: Kind of the function; one that takes weights gets padded batches of one size.
         width_of: (size) -> number of batches to evaluate at once.
 
-    >>> [b] = split_into_batches(np.array([0, 2, 4]), np.array([0.5, 0.5]), None, "coupled", lambda size: 2)
+    >>> offsets, shares = np.array([0, 2, 4]), np.array([0.5, 0.5])
+    >>> [b] = split_into_batches(offsets, shares, None, "coupled", lambda size: 2)
     >>> b.first.tolist(), b.count.tolist(), b.share.tolist(), b.place.tolist()
     ([[0, 2]], [[2, 2]], [[0.5, 0.5]], [0, 1])
     """

@@ -1,4 +1,4 @@
-"""Fingerprint of a run: everything its results depend on, as JSON facts that can be compared and displayed.
+"""Fingerprint of a run: everything its results depend on, as facts in JSON.
 
 Numbers and strings are stored as they are, arrays by their SHA-256. A function is represented by
 its name, a hash of its code, the values it closes over and the global constants it uses; a callable
@@ -37,9 +37,7 @@ STREAMS = "SFC64 by seed, round and purpose"  # sampling scheme: a change makes 
 
 
 def facts(config: RunConfig, ready: PreparedRun) -> dict[str, Any]:
-    """Return everything a run's results depend on, flat: {"lr": 0.1, "algorithm.server.server_lr".
-
-    1.0, ...}.
+    """Return everything a run's results depend on, by dotted name.
 
     The number of rounds is not included, so that a run can be extended, except for geometric
     numbers of local steps, whose largest draw determines shapes.
@@ -59,7 +57,7 @@ def facts(config: RunConfig, ready: PreparedRun) -> dict[str, Any]:
 
 
 def _step_sizes(config: RunConfig, ready: PreparedRun) -> Any:
-    """Return the facts of lr; a schedule over rounds is represented by its code and the first round's values."""
+    """Return the facts of lr: of a schedule over rounds, its code and the first values."""
     if not callable(config.lr):
         return to_json(config.lr)
     first = to_json(ready.drawer.lr(1))
@@ -244,7 +242,8 @@ def _array(array: Any) -> Any:
         return to_json(array.tolist())
     if isinstance(array, np.memmap):  # may be larger than memory: hash a sample of rows
         some = np.linspace(0, len(array) - 1, min(len(array), SAMPLED)).astype(np.int64)
-        return f"{array.dtype} {array.shape}, {len(some)} rows {_digest(np.ascontiguousarray(array[some]))}"
+        digest = _digest(np.ascontiguousarray(array[some]))
+        return f"{array.dtype} {array.shape}, {len(some)} rows {digest}"
     if array.size <= 1:
         return to_json(array.item() if array.size else None)
     return f"{array.dtype} {array.shape}, {_digest(np.ascontiguousarray(array))}"

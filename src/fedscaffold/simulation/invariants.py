@@ -1,9 +1,8 @@
 """Invariant checks: is c still the mean of the c_i?
 
 Every correct round preserves c = sum p_i c_i, so the residual |c - sum p_i c_i| is rounding, in
-float64 whatever the
-precision of the run. A larger residual is permanent: training then converges to grad f(x) = -(c -
-    sum p_i c_i).
+float64 whatever the precision of the run. A larger residual is permanent: training then converges
+to grad f(x) = -(c - sum p_i c_i).
 
 The running mean, which rounds update from the changes they store, reveals errors of an algorithm.
 The exact mean of the stored c_i also reveals lost or damaged state, but reads all clients: it is
@@ -62,7 +61,7 @@ class InvariantMonitor:
 
 
 def exact_mean(spec: Spec, state: State, p: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Return sum p_i c_i over all clients in float64, one vector per pair of the algorithm's `means`."""
+    """Return sum p_i c_i over all clients in float64, for each pair of the algorithm's `means`."""
     p = p if spec.policy.rate is None else p * decay_factor(spec, state)
     # einsum without BLAS, whose threads would keep spinning into the next run
     return tuple(

@@ -187,7 +187,7 @@ def _split_layers(spec: Spec, value: Array) -> Any:
 def gradient_at_x(
     spec: Spec, federation: Federation, x: Array, work: Work, buffers: Any = None
 ) -> Array:
-    """Return the client's full-batch gradient at x as a flat vector, with gradient noise of its own."""
+    """Return the client's gradient at x over all its data, flat, with noise of its own."""
     key = jax.random.fold_in(_typed_key(work.key), AT_X) if spec.functions.random else None
     batch = _full_batch(spec, federation, work.client)
     g = flat(Leaves(gradient(spec, spec.layout.leaves(x), *batch, key=key, buffers=buffers)[0]))

@@ -42,7 +42,9 @@ def problem_on_disk(
         InputError: `offsets` is missing or does not fit `source`.
 
     >>> import numpy as np
-    >>> problem = problem_on_disk(lambda w, b: ((w - b) ** 2).mean(), np.zeros(()), np.arange(5.0), [0, 2, 5])
+    >>> def loss(w, batch):
+    ...     return ((w - batch) ** 2).mean()
+    >>> problem = problem_on_disk(loss, np.zeros(()), np.arange(5.0), [0, 2, 5])
     >>> problem
     Problem(problem, 2 clients, 5 records, d = 1)
     """

@@ -42,7 +42,7 @@ __all__ = [
 
 
 def resolve_client_state(config: RunConfig) -> RunConfig:
-    """Resolve client_state="auto" to the first kind that fits 1 GB, and the default metrics of out-of-core clients."""
+    """Resolve client_state="auto" to the first kind that fits 1 GB, and the default metrics."""
     problem, kind = config.problem, config.client_state
     if kind == "array" or not isinstance(problem, Problem):
         return config
@@ -196,7 +196,7 @@ class OutOfCoreClients(NamedTuple):
         return state
 
     def federation(self, who: NDArray[np.int64]) -> tuple[Federation, NDArray[np.int64]]:
-        """Return the federation of a cohort, padded with clients of weight 0, and the clients in its slots."""
+        """Return the federation of a cohort, padded with weight 0, and the clients in its slots."""
         slots = np.full(self.drawer.slots, self.problem.num_clients - 1)
         slots[: len(who)] = who
         shares = self.weights[slots]
@@ -226,7 +226,7 @@ class OutOfCoreClients(NamedTuple):
         return drawn._replace(cohort=np.arange(len(slots), dtype=np.int32)[None], rows=rows)
 
     def mean(self, round: int) -> tuple[NDArray[np.float64], ...]:
-        """Return sum p_i c_i over all clients after a round, in float64, one vector per pair of `means`."""
+        """Return sum p_i c_i over all clients after a round, in float64, by pair of `means`."""
         rate = self.spec.policy.rate
         total = np.zeros(row_width(self.spec))
         for clients, rows in self.store.chunks() if self.spec.keeps else ():
@@ -256,7 +256,7 @@ class OutOfCoreClients(NamedTuple):
 
 
 def gather_records(problem: Problem, clients: NDArray[np.int64], most: int, dtype: Any) -> Any:
-    """Return the records of some clients, each padded to `most` rows, with floats cast to `dtype`."""
+    """Return the records of some clients, padded to `most` rows, with floats cast to `dtype`."""
 
     def leaf(column: NDArray[Any]) -> NDArray[Any]:
         kind = dtype if np.issubdtype(column.dtype, np.floating) else column.dtype

@@ -34,7 +34,7 @@ __all__ = ["Data", "Group", "OnHost", "OwnMetrics", "evaluate_compiled", "own_me
 
 
 class Group(NamedTuple):
-    """Clients with data sets of one size, in a table with `width` clients per row, padded with client number N."""
+    """Clients with data sets of one size, in a table with `width` per row, padded with N."""
 
     client: Array
     """(rows, width) client numbers."""

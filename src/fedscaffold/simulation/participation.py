@@ -135,7 +135,7 @@ def call_sampler(
 def sample_by_weight(
     weights: NDArray[np.float64], among: Ints, size: int, rng: np.random.Generator
 ) -> Ints:
-    """Sample clients without replacement, one after the other, each with probability proportional to its weight.
+    """Sample clients one after the other, each with probability proportional to its weight.
 
     These are the `size` clients of smallest E_i / w_i, with E_i exponential (Efraimidis and
     Spirakis 2006). Fewer are returned if fewer have positive weight.

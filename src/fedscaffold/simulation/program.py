@@ -311,7 +311,7 @@ def _repeated(row: NDArray[Any], rows: int) -> NDArray[Any]:
 
 
 def _flat_model(problem: Problem, x: Any, dtype: str) -> NDArray[Any]:
-    """Return the initial model as a flat vector, from a flat vector or a pytree like the problem's params."""
+    """Return the initial model flat, from a flat vector or a pytree like the problem's params."""
     flat = isinstance(x, (np.ndarray, jax.Array)) and x.shape == (problem.dim,)
     if not flat and Layout.of(x) != problem.layout:
         raise InputError(

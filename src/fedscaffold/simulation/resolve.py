@@ -156,8 +156,10 @@ def cohort_size(config: RunConfig) -> int:
 
 def _schedule_size(cohorts: Sequence[Sequence[int]], rounds: int, n: int) -> int:
     if not _is_row(cohorts):
-        wanted = "cohorts must be a list with the clients' numbers for each round, such as [[0, 3], [1, 2]]"
-        raise InputError(f"{wanted}, got {checks.shown(cohorts)}")
+        raise InputError(
+            "cohorts must be a list with the clients' numbers for each round, such as "
+            f"[[0, 3], [1, 2]], got {checks.shown(cohorts)}"
+        )
     if len(cohorts) < rounds:
         raise InputError(
             f"cohorts must list the clients of all {rounds} rounds, got {len(cohorts)}"

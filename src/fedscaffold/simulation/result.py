@@ -89,7 +89,7 @@ class Run(NamedTuple):
         return notebook.to_pandas(self.history)
 
     def plot(self, metrics: str | Sequence[str] | None = None) -> Any:
-        """Plot metrics (by default all) against rounds and return the matplotlib axes, one per metric."""
+        """Plot metrics (by default all) against rounds; return matplotlib axes, one per metric."""
         return notebook.plot(self.history, metrics)
 
     def model(self, client: int) -> Any:
@@ -267,4 +267,5 @@ def _advice(config: RunConfig, ready: PreparedRun, at: int) -> str:
     if config.lr is not None and not callable(config.lr) and config.lr >= limit:
         why = f"lr {config.lr:g} is above 2/L = {limit:.3g}, where even one client alone diverges"
         return f"{what}: {why}; try {1 / smoothness:.3g}"
-    return f"{what}: lr {config.lr:g} is below 2/L = {limit:.3g}; take fewer local steps or a smaller server_lr"
+    below = f"lr {config.lr:g} is below 2/L = {limit:.3g}"
+    return f"{what}: {below}; take fewer local steps or a smaller server_lr"

@@ -138,7 +138,7 @@ class Drawer(NamedTuple):
         return self.schedule is not None or self.available is not None or callable(self.sampling)
 
     def draw(self, seed: int, start: int, number: int, room: int) -> Draws:
-        """Return the draws of `number` rounds after round `start`, in arrays with room for `room` rounds."""
+        """Return the draws of `number` rounds after round `start`, with room for `room` rounds."""
         most, widest, ragged = self.known or self.shape
         shape = (room, self.slots)
         cohort = np.full(shape, self.num_clients, np.int32)
@@ -219,12 +219,12 @@ class Drawer(NamedTuple):
 
 
 def draw_local_steps(streams: Streams, round: int, mean: int) -> int:
-    """Draw the number of local steps of a round, geometric with the given mean and shared by all clients."""
+    """Draw the number of local steps of a round, geometric and shared by all clients."""
     return int(streams.start(round, COIN).geometric(1 / mean))
 
 
 def most_steps(mean: int, seeds: Sequence[int], rounds: int) -> int:
-    """Return the largest number of local steps drawn in any round of these runs, rounded up to a multiple of `mean`.
+    """Return the largest number of local steps in any round, rounded up to a multiple of `mean`.
 
     >>> most_steps(5, [0], 100) % 5
     0

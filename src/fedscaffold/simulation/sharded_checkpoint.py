@@ -1,14 +1,13 @@
-"""Sharded checkpoints: each process writes the rows of its clients as a part, process 0 the shared arrays.
+"""Sharded checkpoints: each process writes its clients' rows, process 0 the shared arrays.
 
     folder/part-0-500/state-00000003-<SHA-256>.safetensors       rows of clients 0 to 499
     folder/part-500-1000/state-00000003-<SHA-256>.safetensors
-    folder/state-00000003-<SHA-256>.safetensors                  x, c, metrics, and which parts belong to it
+    folder/state-00000003-<SHA-256>.safetensors                  x, c, metrics, names of its parts
 
 Parts are ordinary commits. Once all of them are on disk, process 0 commits the shared arrays with
-the names of the
-parts, which contain their checksums: so a checkpoint is complete or absent, whichever process is
-killed at any time. Any number of processes can read it; each reads the parts with its own clients.
-Parts that no commit names are removed after the next commit.
+the names of the parts, which contain their checksums: so a checkpoint is complete or absent,
+whichever process is killed at any time. Any number of processes can read it; each reads the parts
+with its own clients. Parts that no commit names are removed after the next commit.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ALL = 1 << 40  # generations to keep: `sweep` removes them
 
 
 def write(folder: Path, own: slice, rows: Mapping[str, NDArray[Any]], round: int) -> str:
-    """Commit the rows of a range of clients and return the name of the part, for the shared commit."""
+    """Commit the rows of a range of clients; return the part's name, for the shared commit."""
     place = folder / f"part-{own.start}-{own.stop}"
     commit(place, rows, {"round": round}, keep=ALL)
     return f"{place.name}/{generations(place)[0][1].name}"

@@ -86,7 +86,7 @@ class Shards(NamedTuple):
         return alone._replace(block=self.block, everyone=False, mesh=self.mesh)
 
     def federation(self, host: Federation) -> Federation:
-        """Copy a federation to the devices, with records and clients renumbered within each shard."""
+        """Copy a federation to the devices, renumbered within each shard."""
         dtype, begins = host.weights.dtype, self.offsets[self.bounds]
         clients, real = self._padded_rows(self.bounds)
         records, there = self._padded_rows(begins)
@@ -143,7 +143,7 @@ class Shards(NamedTuple):
         )
 
     def _shard_group(self, group: Any, begins: NDArray[np.int64]) -> Any:
-        """Distribute a group of clients to the devices that hold them, padded to equally many rows."""
+        """Distribute a group of clients to the devices that hold them, padded to equal length."""
         ghost = int(self.bounds[-1])
         real = group.client.ravel() < ghost
         client, first = (a.ravel()[real] for a in (group.client, group.first))
@@ -161,7 +161,7 @@ class Shards(NamedTuple):
         return group._replace(client=laid[0], first=laid[1], place=self.put(group.place, None))
 
     def _shard_batches(self, batches: Batches, begins: NDArray[np.int64]) -> Batches:
-        """Distribute evaluation batches to the devices that hold their records, padded to equally many rows."""
+        """Distribute evaluation batches to the devices that hold their records, padded likewise."""
         real = batches.share.ravel() > 0
         first, count, share = (a.ravel()[real] for a in batches[:3])
         device = np.searchsorted(begins, first, side="right") - 1
@@ -213,7 +213,7 @@ class Shards(NamedTuple):
         )
 
     def draws(self, drawn: Draws) -> Draws:
-        """Distribute draws: each device gets its members of the cohorts, renumbered within it, and their records."""
+        """Distribute draws: each device gets its members of the cohorts, and their records."""
         room, slots = len(drawn.cohort), len(self.devices) * self.slots
         cohort = np.full((room, slots), self.rows, np.int32)
         dealt = [
@@ -272,7 +272,7 @@ class Shards(NamedTuple):
             return np.array(summed(self.put(pieces, 0)).addressable_data(0))
 
     def _padded_rows(self, edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the row indices of each device here, padded to equal length with its last, and which are real."""
+        """Return the rows of each device here, padded to equal length, and which are real."""
         at = edges[self.devices, None] + np.arange(np.diff(edges).max())
         end = edges[self.devices + 1, None]
         return np.minimum(at, end - 1).ravel(), (at < end).ravel()

@@ -1,4 +1,4 @@
-"""`Simulator`, which runs a federation round by round or to the end, and `simulate`, its one-call form."""
+"""`Simulator`, which runs a federation round by round or to the end, and `simulate`."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ __all__ = ["Simulator", "simulate"]
 
 
 class Simulator:
-    """Simulator of a federation: `run` runs all rounds.
-
-    `init` and `step` run them one call at a time.
+    """Simulator of a federation: `run` runs all rounds, `init` and `step` some at a time.
 
     Both ways give bit-identical results. States are immutable: `step` returns a new state and does
     not modify its argument, so a run can continue from any earlier state, or from a modified one
@@ -284,7 +282,10 @@ def simulate(algorithm: Algorithm, problem: Problem, **arguments: Any) -> Run:  
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=5, dim=3, mu=0.1, seed=0)
-    >>> run = fs.simulate(fs.scaffold(), problem, rounds=200, local_steps=5, lr=0.5, cohort=0.4, precision="float64")
+    >>> run = fs.simulate(
+    ...     fs.scaffold(), problem, rounds=200, local_steps=5, lr=0.5, cohort=0.4,
+    ...     precision="float64",
+    ... )
     >>> bool(run.history["distance"][-1] < 1e-8), run.diverged_at
     (True, None)
     """

@@ -90,7 +90,7 @@ class Spec(NamedTuple):
 
     @property
     def idle_steps(self) -> bool:
-        """Whether a client may wait, in the loop over local steps, for others of its block that take more."""
+        """Whether a client may wait, in the loop over steps, for others of its block."""
         return self.unequal and (self.block > 1 or self.side_by_side)
 
     @property
@@ -128,7 +128,7 @@ class Spec(NamedTuple):
 
     @property
     def rebuilt(self) -> str | None:
-        """Field of the message that the server rebuilds from the mean direction instead of receiving it."""
+        """Field of the message that the server rebuilds from the mean direction."""
         return self.exchange.rebuilt(self.constant_step)
 
     @property
@@ -203,8 +203,8 @@ class State(NamedTuple):
     memory: Any
     """The algorithm's memory record, each field with one row per client."""
     mean: tuple[Array, ...]
-    """For each pair of the algorithm's `means`, the running sum p_i of the memory field in float64, updated from the
-    stored changes; the residual compares it with the server's field."""
+    """For each pair of the algorithm's `means`, the running sum p_i of the memory field in float64,
+    updated from the stored changes; the residual compares it with the server's field."""
     scale: Array
     """Largest root mean square of the memories in any round's cohort."""
     round: Array

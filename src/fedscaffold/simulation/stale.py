@@ -5,9 +5,11 @@ are drawn uniformly.
 
     keep              nothing: the default
     decay(rate)       all c_i and c are multiplied by `rate` at the start of every round
-    drop(after)       a client not heard for `after` rounds in a row is forgotten: c loses p_i c_i, and c_i is 0
-    refresh(after)    a client that returns after `after` missed rounds first takes c_i = grad f_i(x), over all its data
-                      (option I, one more vector up); c gains p_i times the change
+    drop(after)       a client not heard for `after` rounds in a row is forgotten: c loses p_i c_i,
+                      and c_i is 0
+    refresh(after)    a client that returns after `after` missed rounds first takes
+                      c_i = grad f_i(x), over all its data (option I, one more vector up);
+                      c gains p_i times the change
 
 Every change of c_i is applied to c with weight p_i in the same round, so the residual stays at
 rounding level.

@@ -1,4 +1,4 @@
-"""Local step sizes: one number, or a schedule over rounds, over the local steps of a round, or over both."""
+"""Local step sizes: one number, or a schedule over rounds, local steps, or both."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ class Schedule(NamedTuple):
         given = {"round": round} if self.by_round else {}
         if step is None:  # the mean direction is the move divided by this step size
             return checks.number(f"lr(round={round})", self.function(**given), above=0)
-        said = f"lr({', '.join(f'{name}={value}' for name, value in (given | {'step': step}).items())})"
-        return checks.number(said, self.function(**given, step=step), at_least=0)
+        given |= {"step": step}
+        said = ", ".join(f"{name}={value}" for name, value in given.items())
+        return checks.number(f"lr({said})", self.function(**given), at_least=0)
 
 
 def in_precision(lr: Any, dtype: str) -> NDArray[Any]:

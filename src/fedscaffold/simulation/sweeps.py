@@ -53,7 +53,8 @@ REFUSED = dict.fromkeys(
     "it is not checkpointed and keeps its clients in memory, on one device; run simulate for each "
     "lr and seed",
 ) | {
-    "local_optimizer": "it varies lr, and a local_optimizer brings its own; run simulate for each instead",
+    "local_optimizer": "it varies lr, and a local_optimizer brings its own; "
+    "run simulate for each instead",
     "seed": "give seeds, a list or how many",
 }
 
