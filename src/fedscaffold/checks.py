@@ -58,9 +58,9 @@ def shown(value: Any) -> str:
     try:
         line = " ".join(repr(value).split())
     except (ValueError, RecursionError, MemoryError):
-        return (
-            "an int of over 4300 digits" if isinstance(value, int) else f"a {type(value).__name__}"
-        )
+        if isinstance(value, int):
+            return "an int of over 4300 digits"
+        return f"a {type(value).__name__}"
     return line if len(line) <= MOST_SHOWN else f"{line[: MOST_SHOWN // 2]}..."
 
 

@@ -165,9 +165,9 @@ class Metric(NamedTuple):
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of its columns in the history of a run."""
-        return (
-            tuple(f"{self.name}_{one}" for one in self.summary) if self.by_client else (self.name,)
-        )
+        if self.by_client:
+            return tuple(f"{self.name}_{one}" for one in self.summary)
+        return (self.name,)
 
 
 def metric(

@@ -96,19 +96,15 @@ def _step_size(name: str, value: Any) -> Any:
 
 
 def _step_size_or_tuned(name: str, value: Any) -> float | str:
-    return (
-        value
-        if isinstance(value, str) and value == "tuned"
-        else checks.number(name, value, above=0)
-    )
+    if isinstance(value, str) and value == "tuned":
+        return value
+    return checks.number(name, value, above=0)
 
 
 def _steps(name: str, value: Any) -> int | list[int]:
-    return (
-        [checks.whole(name, one) for one in value]
-        if isinstance(value, list)
-        else checks.whole(name, value)
-    )
+    if isinstance(value, list):
+        return [checks.whole(name, one) for one in value]
+    return checks.whole(name, value)
 
 
 def _names(name: str, value: Any) -> list[str]:

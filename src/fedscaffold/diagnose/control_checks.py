@@ -142,11 +142,9 @@ def check_finite(memory: Memory | None, x: NDArray[Any], c: NDArray[Any] | None)
         "checkpoint from before"
     )
     said = "; ".join(found)
-    return (
-        [Finding("finite", "wrong", f"{said[0].upper()}{said[1:]}.", do, None, spoilt)]
-        if found
-        else []
-    )
+    if found:
+        return [Finding("finite", "wrong", f"{said[0].upper()}{said[1:]}.", do, None, spoilt)]
+    return []
 
 
 def check_recorded_residual(residual: float, level: float, since: int | None = None) -> Finding:
@@ -155,11 +153,9 @@ def check_recorded_residual(residual: float, level: float, since: int | None = N
     >>> [check_recorded_residual(residual, 1e-14).severity for residual in (1e-15, 0.1)]
     ['ok', 'wrong']
     """
-    return (
-        _residual_ok(residual, level)
-        if residual <= level
-        else _residual_wrong(residual, level, None, since, UNKNOWN)
-    )
+    if residual <= level:
+        return _residual_ok(residual, level)
+    return _residual_wrong(residual, level, None, since, UNKNOWN)
 
 
 def check_residual(

@@ -106,11 +106,9 @@ def _open_store(config: RunConfig, ready: PreparedRun, folder: Path) -> Store | 
     if config.client_state == "array":
         return None
     shape = (config.problem.num_clients, row_width(ready.spec), config.precision)
-    return (
-        SparseStore(*shape)
-        if config.client_state == "sparse"
-        else FileStore(folder, *shape, read_only=True)
-    )
+    if config.client_state == "sparse":
+        return SparseStore(*shape)
+    return FileStore(folder, *shape, read_only=True)
 
 
 def _load_rows(folder: Path, num_clients: int, store: Store | None, snapshot: Snapshot) -> None:

@@ -235,7 +235,7 @@ class RoundLog:
         self.heard_at: dict[int, int] | None = {}
         """The round in which each client was last heard, after `all_at`.
 
-        None where only numbers are known.
+        It is None where only numbers are known.
         """
         self.all_at = 0
         """The last round in which all clients were heard."""

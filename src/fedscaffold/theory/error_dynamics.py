@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
@@ -36,13 +36,13 @@ from fedscaffold.problems.records import reals
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import resolve
 from fedscaffold.simulation.compatibility import refuse
-from fedscaffold.theory.cohorts import Cohorts, cohort_moments
+from fedscaffold.theory.cohorts import cohort_moments
 from fedscaffold.theory.quadratics import LinearRound, Spectra, geometric, linear_round, spectra
 from fedscaffold.theory.rates import bias_of
 from fedscaffold.theory.round_map import SCAFFOLD, Form, a_problem, closed_form
-from fedscaffold.theory.second_moments import Federation, Noise, error_curve, root
+from fedscaffold.theory.second_moments import Noise, Run, error_curve, root
 
-__all__ = ["Chain", "Run", "Source", "chain", "errors", "mean_squared_error", "started", "walked"]
+__all__ = ["Chain", "Source", "chain", "exact_errors", "mean_squared_error", "started", "walked"]
 
 
 class Source(NamedTuple):
@@ -167,34 +167,6 @@ def mean_squared_error(
     >>> mean_squared_error(problem, **steps, noise=0.0, rounds=2, cohort=1, gap=True).round(6)
     array([0.05    , 0.098543, 0.067807])
     """
-    run, heard = _checked(problem, algorithm, lr, local_steps, rounds, x0, cohort, weights)
-    return errors(run._replace(noise=_noise(run.spectra, noise, noise_at_x)), heard, gap)
-
-
-class Run(NamedTuple):
-    """Validated arguments of a run on quadratics."""
-
-    spectra: Spectra
-    start: Floats
-    form: Form
-    lr: float
-    steps: NDArray[np.int64]
-    """(N,) local steps of each client."""
-    rounds: int
-    noise: Noise | None = None
-
-
-def _checked(
-    problem: Problem,
-    algorithm: Algorithm,
-    lr: float,
-    local_steps: int | ArrayLike,
-    rounds: int,
-    x0: ArrayLike | None,
-    cohort: float | int,
-    weights: str | ArrayLike,
-) -> tuple[Run, Cohorts]:
-    """Validate the arguments as `simulate` does."""
     form, p = closed_form(algorithm), weights_of(a_problem(problem), weights)
     config = RunConfig(algorithm, problem, rounds=1, local_steps=local_steps, lr=lr, cohort=cohort)  # type: ignore[arg-type]
     (steps, _, _), size = resolve.local_work(config), resolve.cohort_size(config)
@@ -204,10 +176,18 @@ def _checked(
         raise InputError(
             f"{algorithm.name} with unequal local steps has no closed form here: simulate it"
         )
-    lr, rounds = checks.number("lr", lr, above=0), checks.whole("rounds", rounds)
-    return Run(spectra(problem), started(x0, problem), form, lr, steps, rounds), cohort_moments(
-        p, size
+    given = spectra(problem)
+    run = Run(
+        spectra=given,
+        cohorts=cohort_moments(p, size),
+        start=started(x0, problem),
+        form=form,
+        lr=checks.number("lr", lr, above=0),
+        steps=steps,
+        rounds=checks.whole("rounds", rounds),
+        noise=_noise(given, noise, noise_at_x),
     )
+    return exact_errors(run, gap)
 
 
 def _noise(given: Spectra, noise: ArrayLike, noise_at_x: ArrayLike | None) -> Noise:
@@ -219,19 +199,11 @@ def _noise(given: Spectra, noise: ArrayLike, noise_at_x: ArrayLike | None) -> No
     )
 
 
-def errors(run: Run, heard: Cohorts, gap: bool) -> Floats:
-    """Return the exact E u' W u after 0 .. rounds rounds.
-
-    W is H / 2 for the gap, and I for the squared distance.
-    """
-    if heard.plain and (run.steps == run.steps[0]).all():
+def exact_errors(run: Run, gap: bool) -> Floats:
+    """Return the exact E u' W u after 0 .. rounds rounds; see `Run.measure` for W."""
+    if run.cohorts.plain and (run.steps == run.steps[0]).all():
         return _of_chain(run, gap)
-    given = Federation(run.spectra, heard, run.start)
-    noise = run.noise or Noise(*(np.zeros((*run.spectra.values.shape, run.spectra.dim)),) * 2)
-    measure = given.mean_hessian / 2 if gap else np.eye(run.spectra.dim)
-    return error_curve(
-        given, run.form, lr=run.lr, steps=run.steps, noise=noise, rounds=run.rounds, measure=measure
-    )
+    return error_curve(run, gap)
 
 
 def _of_chain(run: Run, gap: bool) -> Floats:

@@ -27,13 +27,13 @@ from fedscaffold.problems.quadratic import quadratic
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import resolve
 from fedscaffold.simulation.compatibility import refuse
-from fedscaffold.theory import error_dynamics
 from fedscaffold.theory.cohorts import Cohorts, cohort_moments
 from fedscaffold.theory.derivatives import client_gradients, client_hessians, noise_covariance
+from fedscaffold.theory.error_dynamics import exact_errors
 from fedscaffold.theory.krylov import EXACT, Reduced, reduce, spread
 from fedscaffold.theory.quadratics import Spectra, spectra
 from fedscaffold.theory.round_map import Form, client_quadratics, closed_form, is_quadratic
-from fedscaffold.theory.second_moments import Federation, Noise, drawn_curve
+from fedscaffold.theory.second_moments import Noise, Run, drawn_curve
 from fedscaffold.theory.subsampling import Look, client_ends
 
 __all__ = [
@@ -95,27 +95,18 @@ class QuadraticModel(NamedTuple):
 
         The errors are those after 0 .. rounds rounds.
         """
-        near, form, unsure = self.problem, closed_form(algorithm), 0.0
-        start = near.layout.flatten(near.params)
-        run = error_dynamics.Run(
-            self.spectra, start, form, lr, np.full(near.num_clients, steps), rounds, self.noise
+        run = Run(
+            spectra=self.spectra,
+            cohorts=self.heard,
+            start=self.problem.layout.flatten(self.problem.params),
+            form=closed_form(algorithm),
+            lr=lr,
+            steps=np.full(self.problem.num_clients, steps),
+            rounds=rounds,
+            noise=self.noise,
         )
-        if self._drawn(form):
-            given = Federation(self.spectra, self.heard, start)
-            measure = given.mean_hessian / 2 if gap else np.eye(near.dim)
-            noise = self.noise or Noise(*(np.zeros((near.num_clients, near.dim, near.dim)),) * 2)
-            errors, unsure = drawn_curve(
-                given,
-                form,
-                lr=lr,
-                steps=run.steps,
-                noise=noise,
-                rounds=rounds,
-                measure=measure,
-                runs=RUNS,
-            )
-        else:
-            errors = error_dynamics.errors(run, self.heard, gap)
+        drawn = self._drawn(run.form)
+        errors, unsure = drawn_curve(run, gap, RUNS) if drawn else (exact_errors(run, gap), 0.0)
         if self.reduced is not None:
             errors = errors + spread(self.reduced, lr=lr, local_steps=steps, rounds=rounds, gap=gap)
         return errors, unsure

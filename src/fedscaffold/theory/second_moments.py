@@ -27,6 +27,7 @@ Symbols: M_i = moved, I - M_i A_i = kept, K_i lr = travel, eta_g = server_lr.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ from fedscaffold.theory.cohorts import Cohorts, shares
 from fedscaffold.theory.quadratics import Spectra, geometric, lag, power
 from fedscaffold.theory.round_map import Form
 
-__all__ = ["Federation", "Noise", "Walk", "drawn_curve", "error_curve", "root", "walk"]
+__all__ = ["Noise", "Run", "StepMatrices", "drawn_curve", "error_curve", "root"]
 
 SETTLED = 1e-14  # relative change of a round below which a curve goes on as it is
 HOPELESS = 1e60  # times the error at the start: a run that diverges
@@ -53,12 +54,50 @@ class Noise(NamedTuple):
     at_x: Floats
 
 
-class Federation(NamedTuple):
-    """The quadratics, the cohorts and the start of a run."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run on quadratics."""
 
     spectra: Spectra
     cohorts: Cohorts
     start: Floats
+    form: Form
+    lr: float
+    steps: NDArray[np.int64]
+    """(N,) local steps of each client."""
+    rounds: int
+    noise: Noise | None
+    """None for exact gradients."""
+
+    def step_matrices(self) -> StepMatrices:
+        """Return the effect of the local steps, in closed form."""
+        spectra, form, lr = self.spectra, self.form, self.lr
+        count = (np.ones_like(self.steps) if form.one_step else self.steps)[:, None]
+        rates = lr * (spectra.values + form.drag)
+        total = geometric(rates, count)
+        pairs = rates[:, :, None] + rates[:, None, :] - rates[:, :, None] * rates[:, None, :]
+        back = np.swapaxes(spectra.vectors, 1, 2)
+        turned = back @ self.covariances.step @ spectra.vectors
+        gathered = turned * lr**2 * geometric(pairs, count[:, :, None])
+        behind = np.stack([lag(row, int(k)) for row, k in zip(rates, count[:, 0], strict=True)])
+        return StepMatrices(
+            moved=_rebuilt(spectra, lr * total),
+            kept=_rebuilt(spectra, power(rates, count) + form.drag * lr * total),
+            travel=lr * count[:, 0].astype(np.float64),
+            scatter=spectra.vectors @ gathered @ back,
+            seen=_rebuilt(spectra, total * spectra.values / count),
+            behind=_rebuilt(spectra, behind),
+        )
+
+    def measure(self, gap: bool) -> Floats:
+        """Return W of the error u' W u: H / 2 for the excess loss, I for the squared distance."""
+        return self.mean_hessian / 2 if gap else np.eye(self.spectra.dim)
+
+    @property
+    def covariances(self) -> Noise:
+        """The noise, or zeros."""
+        shape = (*self.spectra.values.shape, self.spectra.dim)
+        return self.noise or Noise(np.zeros(shape), np.zeros(shape))
 
     @property
     def hessians(self) -> Floats:
@@ -77,8 +116,13 @@ class Federation(NamedTuple):
         best: Floats = np.linalg.solve(self.mean_hessian, self.cohorts.p @ self.spectra.linear)
         return best
 
+    def slopes(self, x: Floats) -> Floats:
+        """Return the rows grad f_i(x)."""
+        rows: Floats = self.hessians @ x - self.spectra.linear
+        return rows
 
-class Walk(NamedTuple):
+
+class StepMatrices(NamedTuple):
     """Effect of a round's local steps, as matrices (N, d, d)."""
 
     moved: Floats
@@ -95,78 +139,42 @@ class Walk(NamedTuple):
     """B_i."""
 
 
-def walk(spectra: Spectra, form: Form, lr: float, steps: NDArray[np.int64], noise: Floats) -> Walk:
-    """Return the local steps of every client in closed form; their numbers may differ.
-
-    >>> import fedscaffold as fs
-    >>> from fedscaffold.theory import spectra
-    >>> from fedscaffold.theory.round_map import form_of
-    >>> pair = spectra(fs.problems.lower_bound_pair())
-    >>> walk(pair, form_of(fs.scaffold()), 0.1, np.array([2, 3]), np.ones((2, 1, 1))).moved.ravel()
-    array([0.18, 0.3 ])
-    """
-    count = (np.ones_like(steps) if form.one_step else steps)[:, None]
-    rates = lr * (spectra.values + form.drag)
-    total = geometric(rates, count)
-    pairs = rates[:, :, None] + rates[:, None, :] - rates[:, :, None] * rates[:, None, :]
-    turned = np.swapaxes(spectra.vectors, 1, 2) @ noise @ spectra.vectors
-    gathered = turned * lr**2 * geometric(pairs, count[:, :, None])
-    behind = np.stack([lag(row, int(k)) for row, k in zip(rates, count[:, 0], strict=True)])
-    return Walk(
-        _rebuilt(spectra, lr * total),
-        _rebuilt(spectra, power(rates, count) + form.drag * lr * total),
-        lr * count[:, 0].astype(np.float64),
-        spectra.vectors @ gathered @ np.swapaxes(spectra.vectors, 1, 2),
-        _rebuilt(spectra, total * spectra.values / count),
-        _rebuilt(spectra, behind),
-    )
-
-
-def error_curve(
-    given: Federation,
-    form: Form,
-    *,
-    lr: float,
-    steps: NDArray[np.int64],
-    noise: Noise,
-    rounds: int,
-    measure: Floats,
-) -> Floats:
-    """Return E u' W u for t = 0 .. rounds, W = `measure`; infinite after an overflow."""
+def error_curve(run: Run, gap: bool) -> Floats:
+    """Return E u' W u after 0 .. rounds rounds (see `Run.measure`); infinite after an overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
-        one = walk(given.spectra, form, lr, steps, noise.step)
-        follow = _remembering if form.memory else _forgetful
-        curve = follow(given, form, one, noise, rounds, measure)
+        curve = _remembering(run, gap) if run.form.memory else _forgetful(run, gap)
     return np.where(np.isfinite(curve), curve, np.inf)
 
 
-def _forgetful(
-    given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats
-) -> Floats:
+def _forgetful(run: Run, gap: bool) -> Floats:
     """Propagate mean and second moment of u for methods without memory.
 
     There, z_i = kept_i u - push_i - e_i.
     """
-    heard, eta = given.cohorts, form.server_lr
-    best = given.optimum
-    slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
-    push = np.einsum("iab,ib->ia", one.moved, slopes)
+    heard, eta, one, measure = (
+        run.cohorts,
+        run.form.server_lr,
+        run.step_matrices(),
+        run.measure(gap),
+    )
+    best, d = run.optimum, run.spectra.dim
+    push = np.einsum("iab,ib->ia", one.moved, run.slopes(best))
     # rows of an average that never leaves anything over: the clients, and x itself with what is
     # left of the weight
     q = _with_rest(heard, eta)
-    kept = np.concatenate([one.kept, np.eye(given.spectra.dim)[None]])
-    push = np.concatenate([push, np.zeros((1, given.spectra.dim))])
+    kept = np.concatenate([one.kept, np.eye(d)[None]])
+    push = np.concatenate([push, np.zeros((1, d))])
     mean_kept, mean_push = np.tensordot(q.first, kept, 1), q.first @ push
     partner_kept, partner_push = np.tensordot(q.second, kept, 1), q.second @ push
     added = eta**2 * np.einsum("ii,iab->ab", heard.shares, one.scatter) + np.einsum(
         "ia,ib->ab", push, partner_push
     )
     across = np.einsum("iab,ic->cab", kept, partner_push)  # sum_ij q_i q_j kept_i u push_j'
-    u = given.start - best
+    u = run.start - best
     moment = np.outer(u, u)
-    curve = np.empty(rounds + 1)
+    curve = np.empty(run.rounds + 1)
     curve[0] = np.sum(measure * moment)
-    for t in range(1, rounds + 1):
+    for t in range(1, run.rounds + 1):
         mixed = (across @ u).T
         moment = (
             np.sum(kept @ moment @ np.swapaxes(partner_kept, 1, 2), axis=0)
@@ -233,61 +241,46 @@ class _Recall(NamedTuple):
     """(N, d, d) covariance of the noise at x."""
 
 
-def _recall(given: Federation, form: Form, one: Walk, noise: Noise) -> _Recall:
-    if form.at_x:
-        return _Recall(
-            given.hessians, np.zeros_like(one.behind), np.zeros_like(one.travel), noise.at_x
-        )
-    return _Recall(one.seen, -one.behind, 1 / one.travel, np.zeros_like(noise.at_x))
+def _recall(run: Run, one: StepMatrices) -> _Recall:
+    noise = run.covariances.at_x
+    if run.form.at_x:
+        return _Recall(run.hessians, np.zeros_like(one.behind), np.zeros_like(one.travel), noise)
+    return _Recall(one.seen, -one.behind, 1 / one.travel, np.zeros_like(noise))
 
 
-def _remembering(
-    given: Federation, form: Form, one: Walk, noise: Noise, rounds: int, measure: Floats
-) -> Floats:
+def _remembering(run: Run, gap: bool) -> Floats:
     """Propagate the second moments of (u, v_1 .. v_N) for SCAFFOLD."""
-    heard = given.cohorts
-    average = _with_rest(given.cohorts, form.server_lr)
-    recall = _recall(given, form, one, noise)
-    d, best = given.spectra.dim, given.optimum
-    slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
-    z = np.concatenate([given.start - best, -slopes.ravel()])  # all c_i are 0
+    one, measure, eta = run.step_matrices(), run.measure(gap), run.form.server_lr
+    average, recall = _with_rest(run.cohorts, eta), _recall(run, one)
+    d, best = run.spectra.dim, run.optimum
+    z = np.concatenate([run.start - best, -run.slopes(best).ravel()])  # all c_i are 0
     moment = np.outer(z, z)
-    curve = np.empty(rounds + 1)
+    curve = np.empty(run.rounds + 1)
     curve[0] = np.sum(measure * moment[:d, :d])
-    for t in range(1, rounds + 1):
-        moment = _round(moment, heard, average, form.server_lr, one, recall)
+    for t in range(1, run.rounds + 1):
+        moment = _round(moment, run.cohorts, average, eta, one, recall)
         curve[t] = np.sum(measure * moment[:d, :d])
         if _ends(curve, t):
             break
     return curve
 
 
-def drawn_curve(
-    given: Federation,
-    form: Form,
-    *,
-    lr: float,
-    steps: NDArray[np.int64],
-    noise: Noise,
-    rounds: int,
-    measure: Floats,
-    runs: int,
-) -> tuple[Floats, float]:
+def drawn_curve(run: Run, gap: bool, runs: int) -> tuple[Floats, float]:
     """Estimate `error_curve` from runs with Gaussian noise.
 
     Returns:
         The curve, and the standard error at its end.
     """
-    one, rng = walk(given.spectra, form, lr, steps, noise.step), np.random.default_rng(0)
-    heard, recall, best = given.cohorts, _recall(given, form, one, noise), given.optimum
-    slopes = np.einsum("iab,b->ia", given.hessians, best) - given.spectra.linear
-    u, v = np.tile(given.start - best, (runs, 1)), np.tile(-slopes, (runs, 1, 1))
-    roots = root(one.scatter) if noise.step.any() else None
+    heard, form, measure, one = run.cohorts, run.form, run.measure(gap), run.step_matrices()
+    recall, best, rng = _recall(run, one), run.optimum, np.random.default_rng(0)
+    slopes = run.slopes(best)
+    u, v = np.tile(run.start - best, (runs, 1)), np.tile(-slopes, (runs, 1, 1))
+    roots = root(one.scatter) if one.scatter.any() else None
     still = root(recall.own) if form.memory and recall.own.any() else None
-    curve = np.empty(rounds + 1)
+    curve = np.empty(run.rounds + 1)
     values = np.einsum("ra,ab,rb->r", u, measure, u)
     curve[0] = values.mean()
-    for t in range(1, rounds + 1):
+    for t in range(1, run.rounds + 1):
         q = shares(heard, rng, runs)
         mean = np.einsum("j,rja->ra", heard.p, v)
         after = (1 - form.server_lr * q.sum(axis=1, keepdims=True)) * u
@@ -315,7 +308,12 @@ def drawn_curve(
 
 
 def _round(
-    moment: Floats, heard: Cohorts, average: _Average, eta: float, one: Walk, recall: _Recall
+    moment: Floats,
+    heard: Cohorts,
+    average: _Average,
+    eta: float,
+    one: StepMatrices,
+    recall: _Recall,
 ) -> Floats:
     """Return the second moments one round later."""
     n, d = one.scatter.shape[:2]

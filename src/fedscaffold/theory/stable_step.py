@@ -112,11 +112,9 @@ def _radius(known: Spectra, form: Form, lr: float, steps: int) -> float:
         except Overflows:
             # the search for the largest step meets it with many local steps, however small lr is
             return np.inf
-        return (
-            spectral_radius(one)
-            if np.isfinite(one.lag).all() and np.isfinite(one.upsilon).all()
-            else np.inf
-        )
+        if np.isfinite(one.lag).all() and np.isfinite(one.upsilon).all():
+            return spectral_radius(one)
+        return np.inf
 
 
 def _boundary(known: Spectra, form: Form, steps: int) -> float:
