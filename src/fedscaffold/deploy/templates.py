@@ -36,7 +36,19 @@ deadline = 120.0           # seconds a round may take
 quorum = 0.5               # share of the cohort without which a round does not count
 """
 
-DATA = '''\
+HEAD = '''\
+"""One file for the whole federation: the model, the loss, the data of a site.
+
+The same file runs everywhere.
+"""
+
+from functools import cache
+
+{imports}
+SITES = ["cleveland", "hungarian", "switzerland", "va"]
+
+
+@cache
 def records(site, test=False):
     """The site's own records: (features, labels). Put your own reading of local files here.
 
@@ -57,26 +69,15 @@ def records(site, test=False):
     return x.astype(np.float32), y.astype(np.int64)
 '''
 
-TORCH = '''\
-"""One file for the whole federation: the model, the loss, the data of a site.
-
-The same file runs everywhere.
-"""
-
-from functools import cache
-
+TORCH_IMPORTS = """\
 import numpy as np
 import torch
 from torch import nn
 
 from fedscaffold.deploy import TorchLearner
+"""
 
-SITES = ["cleveland", "hungarian", "switzerland", "va"]
-
-
-@cache
-{data}
-
+TORCH = '''\
 def model():
     x, y = records(SITES[0], test=True)
     classes = int(y.max()) + 1
@@ -90,7 +91,7 @@ def loss(module, batch):
 
 def metrics(module, batch):
     x, y = batch
-    return {{"accuracy": (module(x).argmax(dim=1) == y).float().mean().item()}}
+    return {"accuracy": (module(x).argmax(dim=1) == y).float().mean().item()}
 
 
 def tensors(site, test=False):
@@ -117,29 +118,18 @@ def problem():
     return fs.problems.torch(model, loss, sites, test=tensors(SITES[0], test=True), metrics=metrics)
 '''
 
-JAX = '''\
-"""One file for the whole federation: the model, the loss, the data of a site.
-
-The same file runs everywhere.
-"""
-
-from functools import cache
-
+JAX_IMPORTS = """\
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedscaffold.deploy import JaxLearner
+"""
 
-SITES = ["cleveland", "hungarian", "switzerland", "va"]
-
-
-@cache
-{data}
-
+JAX = """\
 def params():
     x, y = records(SITES[0], test=True)
-    return {{"w": np.zeros((x.shape[1], int(y.max()) + 1)), "b": np.zeros(int(y.max()) + 1)}}
+    return {"w": np.zeros((x.shape[1], int(y.max()) + 1)), "b": np.zeros(int(y.max()) + 1)}
 
 
 def loss(params, batch):
@@ -154,7 +144,7 @@ def accuracy(params, batch):
 
 
 def learner(settings):
-    test = {{"accuracy": accuracy}}
+    test = {"accuracy": accuracy}
     return JaxLearner(
         loss,
         params(),
@@ -163,7 +153,7 @@ def learner(settings):
         test=lambda site: records(site, test=True),
         precision=settings.precision,
     )
-'''
+"""
 
 TEST = '''\
 """The app works: run it with pytest before you deploy it."""
@@ -190,7 +180,8 @@ def write_example(folder: Path, kind: str) -> list[Path]:
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    app = (TORCH if kind == "torch" else JAX).format(data=DATA)
+    imports, body = (TORCH_IMPORTS, TORCH) if kind == "torch" else (JAX_IMPORTS, JAX)
+    app = f"{HEAD.format(imports=imports)}\n\n{body}"
     texts = {APP: app, TOML: SETTINGS, "test_app.py": TEST}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
