@@ -284,8 +284,8 @@ class RunConfig:
         "function (round) that returns N zeros and ones",
         key="cohort.availability",
         written=checks.text,
-        file_sentence="clients that can be drawn: a CSV file of zeros and ones, one line a round, "
-        "repeated, and one column per client",
+        file_sentence="clients that can be drawn: a CSV file of zeros and ones, with one line per "
+        "round, repeated, and one column per client",
     )
     server_optimizer: Any = _argument(
         None,

@@ -211,7 +211,7 @@ def add_member(algorithm: Algorithm, state: State, site: str, member: Member) ->
 
 
 def remove_member(algorithm: Algorithm, state: State, site: str) -> State:
-    """Remove a member whose memory is known to the server or zero; others need a resync after it."""
+    """Remove a member whose memory is known to the server or zero; others need a resync."""
     gone = state.memory.get(site, blank_memory(algorithm, state.x))
     roster = {name: m for name, m in state.roster.items() if name != site}
     kept = {name: value for name, value in state.memory.items() if name != site}

@@ -233,7 +233,7 @@ class Server:
         self._commit(state, self.resync or moved)
 
     def leave(self, site: str) -> None:
-        """Remove a member from the roster between rounds; a c_i that only it holds asks for a resync."""
+        """Remove a member between rounds; if only it holds its c_i, a resync follows."""
         self._require_idle()
         member = self.state.roster.get(site)
         if member is None:
