@@ -62,6 +62,7 @@ def test_all_stores_give_the_same_bits_and_files_resume(name, tmp_path):
         # both sums of the same rows in double precision, in another order; fading rounds the array's rows once more
         assert abs(run.residual - array.residual) < 1e-6 * array.scale
         assert run.fault is None
+    assert array.fault is None
 
 
 def test_records_may_lie_in_files(tmp_path):

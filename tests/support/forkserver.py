@@ -8,6 +8,7 @@ process has. Tests of how a process starts, of what it imports and of signals at
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -99,6 +100,7 @@ def _serve():
     os.dup2(2, 1)
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # children need not search it for cycles
     for line in requests:
         pid = os.fork()
         if pid == 0:
