@@ -56,7 +56,7 @@ def federations(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)  # a program for nearly every one
 @given(federations())
 def test_engine_is_the_paper_under_sampling_weights_momentum_unequal_steps_and_schedules(case):
     a, b, x0 = quadratic(case["seed"])
