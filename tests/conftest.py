@@ -102,7 +102,7 @@ def pytest_collection_finish():
     """What has been imported stays: it need not be searched for cycles, and what is traced dies by itself."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
+    gc.set_threshold(50_000, 10, 10)
 
 
 def is_exact(name):

@@ -148,8 +148,25 @@ def test_a_compressed_move_is_sent_in_full_in_the_end():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["top_k:0.5", "random_k:0.5", "quantise:4"])
-@pytest.mark.parametrize("name", ["scaffold", "scaffold-xi", "fedavg"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("scaffold", "top_k:0.5"),
+        ("scaffold", "quantise:4"),
+        ("scaffold-xi", "random_k:0.5"),
+        ("fedavg", "top_k:0.5"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.soak)
+            for pair in [
+                ("scaffold", "random_k:0.5"),
+                ("scaffold-xi", "top_k:0.5"),
+                ("scaffold-xi", "quantise:4"),
+                ("fedavg", "random_k:0.5"),
+                ("fedavg", "quantise:4"),
+            ]
+        ),
+    ],
+)
 def test_compression_with_error_feedback_ends_where_the_method_ends(name, text):
     algorithm = ALGORITHMS[name]()
     found = run(algorithm, rounds=6000, lr=0.02, compression=text)
@@ -225,9 +242,15 @@ ADDED = {
 }
 
 
+# fewer rounds of these are in tests/simulation/test_gauge.py, and "all at once" has them together
+SHORTER = {"decay", "drop", "refresh", "top_k", "server momentum"}
 GAUGED = [("scaffold", what) for what in ADDED]
 GAUGED += [("option I", what) for what in ("refresh", "top_k", "server momentum", "all at once")]
 GAUGED += [("feddyn", what) for what in ("decay", "drop", "server adam", "local momentum")]
+GAUGED = [
+    pytest.param(name, what, marks=pytest.mark.soak if what in SHORTER else ())
+    for name, what in GAUGED
+]
 
 
 @pytest.mark.slow
