@@ -192,9 +192,8 @@ def sound(claim, tmp_path):
     for table in outcome.tables:
         assert all(len(row) == len(table.head) for row in table.rows)
     assert drawings
-    with plotting.style():
-        made = [path for one in drawings for path in plotting.save(one.figure, tmp_path, one.name)]
-    assert {path.suffix for path in made} == {".svg", ".pdf", ".png"}
+    with plotting.style():  # other kinds of files: `test_the_command`
+        assert all("<path" in plotting.svg(one.figure) for one in drawings)
     spoilt = cache.read(tmp_path / claim.name / f"{cache.key_of(claim, 'quick')}.npz")
     SPOILS[claim.name](spoilt)
     after = judged(claim, "quick", spoilt)
