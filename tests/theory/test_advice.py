@@ -63,7 +63,9 @@ def random_federation(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(  # six have every noise, kind of problem and kind of weights
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 10))]
+)
 def test_advice_is_within_half_of_the_best_on_a_grid(seed):
     problem, noise, rounds, cohort, weights = random_federation(seed)
     advice = advise(heterogeneity(problem, weights=weights), problem, rounds=rounds, cohort=cohort)
