@@ -187,12 +187,36 @@ def gradient(
     Returns:
         A pytree like `params`; for functions with a state, a pair of it and the new state.
     """
-    given = (
-        None
-        if functions.gradient is None
-        else as_products(bound(functions.gradient, key, state, train))
-    )
-    of_batch = as_products(bound(functions.loss, key, state, train))
+    slope = _slope(functions, key, state, train)
+
+    def on_batch(params: Tree, batch: Tree, weights: Array | None) -> Tree:
+        if weights is None:
+            return call(slope, kinds.gradient, params, batch)
+        if kinds.gradient == "weighted":
+            return slope(params, batch, weights=weights)
+        if kinds.gradient == "coupled":
+            return _on_real_records(partial(slope, params), batch, weights, sizes)
+        if (
+            functions.gradient is None
+        ):  # one backward pass: those of all records hold d numbers each
+            loss = bound(functions.loss, key, state, train)
+            return jax.grad(lambda p: weights @ record_values(loss, p, batch))(params)
+        each = record_values(slope, params, batch)
+        return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each)
+
+    return as_products(on_batch)(params, batch, weights)
+
+
+def _slope(
+    functions: Functions, key: Array | None, state: Tree, train: bool
+) -> Callable[..., Tree]:
+    """Return (params, batch) -> the gradient, and with a state the pair of it and the new state."""
+    if functions.gradient is not None:
+        given = bound(functions.gradient, key, state, train)
+        if not functions.stateful:
+            return given
+        return lambda *batch, **by_name: _pair("gradient", given(*batch, **by_name), state)
+    of_batch = bound(functions.loss, key, state, train)
 
     def loss(params: Tree, batch: Tree, **by_name: Array) -> Any:
         result = of_batch(params, batch, **by_name)
@@ -200,19 +224,7 @@ def gradient(
         one_number("loss(params, batch)", jnp.shape(number))
         return (number, new) if functions.stateful else number
 
-    slope = given or jax.grad(loss, has_aux=functions.stateful)
-    if given is not None and functions.stateful:
-        slope = lambda *batch, **by_name: _pair("gradient", given(*batch, **by_name), state)  # noqa: E731
-    if weights is None:
-        return call(slope, kinds.gradient, params, batch)
-    if kinds.gradient == "weighted":
-        return slope(params, batch, weights=weights)
-    if kinds.gradient == "coupled":
-        return _on_real_records(partial(slope, params), batch, weights, sizes)
-    if given is None:  # one backward pass: the gradients of all records would hold d numbers each
-        return jax.grad(lambda p: weights @ record_values(loss, p, batch))(params)
-    each = record_values(given, params, batch)
-    return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each)
+    return jax.grad(loss, has_aux=functions.stateful)
 
 
 def _pair(name: str, result: Any, state: Tree) -> tuple[Any, Tree]:

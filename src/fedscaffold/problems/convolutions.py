@@ -1,14 +1,21 @@
-"""Convolution and pooling as slices and matrix products.
+"""Convolution and pooling in the forms that are fast on CPUs.
 
-Inside compiled loops XLA's CPU back end runs convolutions, and the gradient of pooling windows, as
-plain loops: about ten times slower than the same arithmetic as matrix products. The functions here
-compute what `jax.lax` does, equal up to the rounding of sums, from operations that are fast there
-and whose derivatives are.
+Inside compiled loops XLA's CPU back end runs the gradients of convolutions and of pooling windows as
+plain loops: ten to a hundred times slower than the same arithmetic in other forms. The functions
+here compute what `jax.lax` does, equal up to the rounding of sums. A convolution takes one of four
+forms:
 
-A convolution slides a window over the spatial axes. Along the last axes the entries of every window
-are copied side by side (patches), so that one matrix product contracts them with the kernel; the
-positions along the other axes have a product each, and the products are added. Patches along fewer
-axes take less memory, more of them make larger products.
+direct      XLA's own, which calls a fast kernel if the operands are float32, images are laid out as
+            (batch, space, features), and kernels as (space, inputs, outputs).
+patched     Along the last axes the entries of every window are copied side by side, so that one
+            matrix product contracts them with the kernel; the positions along the other axes have a
+            product each, and the products are added. Patches along fewer axes take less memory, more
+            of them make larger products.
+scattered   The transpose of the above, where results outnumber the operand's entries (gradients of
+            images): one product with the kernel, and its parts added up at shifted places.
+correlated  Where windows are larger than the number of their places (gradients of kernels): one
+            product contracts space and batch. Places along the first axis are shifts of the kernel,
+            along the others shifts of the image, so that neither is copied many times.
 """
 
 from __future__ import annotations
@@ -18,9 +25,11 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 __all__ = ["Windows", "convolution", "max_pool", "min_pool", "pad_windows", "sum_pool"]
 
@@ -30,6 +39,12 @@ Array: TypeAlias = Any
 CONTRACTION = 128
 # slices along one axis, and products in one convolution, at most: each is an operation to compile
 MOST_PARTS = 64
+DIRECT_FEATURES = 8  # input features from which XLA's kernel is faster than patches
+CORRELATED_FEATURES = 32  # columns of a product that are worth shifting the other operand
+# times the least number of operations up to which a form with zeros is the faster one
+MOST_ZEROS = 1.5
+MOST_SHIFTED_ZEROS = 1.3
+CANONICAL = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC")}
 
 
 class Windows(NamedTuple):
@@ -89,8 +104,70 @@ def pad_windows(
     return x, windows
 
 
+class Sliding(NamedTuple):
+    """How the window of a convolution slides, and the arithmetic of its products."""
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    precision: Any
+    dtype: Any
+
+    def inflated(self, space: Sequence[int]) -> tuple[int, ...]:
+        """Return the size of an image along each axis after its dilation."""
+        return tuple(
+            max(0, (size - 1) * spread + 1)
+            for size, spread in zip(space, self.lhs_dilation, strict=True)
+        )
+
+    def pad(self, lhs: Array, sizes: Sequence[int]) -> tuple[Array, list[Windows]]:
+        """Pad images (batch, space, features), and describe the windows."""
+        dilations = self.lhs_dilation, self.rhs_dilation
+        axes = range(1, lhs.ndim - 1)
+        return pad_windows(lhs, 0, axes, sizes, self.strides, self.padding, *dilations)
+
+    def counts(self, space: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the number of windows along each axis."""
+        return tuple(
+            max(0, (whole + sum(around) - (size - 1) * spread - 1) // stride + 1)
+            for whole, around, size, spread, stride in zip(
+                self.inflated(space),
+                self.padding,
+                sizes,
+                self.rhs_dilation,
+                self.strides,
+                strict=True,
+            )
+        )
+
+    def transposed(self, space: Sequence[int], sizes: Sequence[int], counts: Sequence[int]) -> Any:
+        """Return how the convolution slides whose transpose, with the reversed kernel, this one is.
+
+        Args:
+            space: Size of the image.
+            sizes: Size of the window.
+            counts: Number of windows, which is the size of the other one's image.
+        """
+        other = self._replace(strides=self.lhs_dilation, lhs_dilation=self.strides)
+        padding = []
+        for whole, part, size, spread, (low, _) in zip(
+            self.inflated(space),
+            other.inflated(counts),
+            sizes,
+            self.rhs_dilation,
+            self.padding,
+            strict=True,
+        ):
+            reach = (size - 1) * spread
+            padding.append((reach - low, whole - part + low))
+        return other._replace(padding=tuple(padding))
+
+
 def convolution(lhs: Array, rhs: Array, **params: Any) -> Array | None:
-    """Compute `lax.conv_general_dilated` by matrix products.
+    """Compute `lax.conv_general_dilated` in the form that suits its shapes.
+
+    In the direct form it can be mapped and differentiated forward, in the others also in reverse.
 
     Args:
         lhs: The array, in the layout of `dimension_numbers`.
@@ -101,7 +178,6 @@ def convolution(lhs: Array, rhs: Array, **params: Any) -> Array | None:
         The convolution, or None where there is no rule: windows too large to be copied by slices.
     """
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    dtype = params.get("preferred_element_type") or jnp.result_type(lhs, rhs)
     outputs, inputs, *space = numbers.rhs_spec
     lhs = lax.transpose(lhs, (numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]))
     rhs = lax.transpose(rhs, (*space, inputs, outputs))
@@ -111,23 +187,135 @@ def convolution(lhs: Array, rhs: Array, **params: Any) -> Array | None:
         groups = params["batch_group_count"]
         lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
         lhs = lhs.reshape(*lhs.shape[:-2], -1)
-    axes = range(1, lhs.ndim - 1)
-    strides, padding = params["window_strides"], params["padding"]
-    dilations = params["lhs_dilation"], params["rhs_dilation"]
-    lhs, windows = pad_windows(lhs, 0, axes, rhs.shape[:-2], strides, padding, *dilations)
-    counts = tuple(w.number for w in windows)
-    shape = (lhs.shape[0], *counts, rhs.shape[-1])
-    if 0 in shape or 0 in rhs.shape:
-        found = jnp.zeros(shape, dtype)
-    elif groups > 1 and rhs.shape[-2] == 1 and prod(rhs.shape[:-2]) <= MOST_PARTS:
-        found = _depthwise(lhs.astype(dtype), rhs.astype(dtype), windows)
-    elif (split := _split(rhs.shape, windows)) is not None:
-        found = _products(lhs, rhs, windows, split, groups, params["precision"], dtype)
-    else:
+    sliding = Sliding(
+        tuple(params["window_strides"]),
+        tuple(params["padding"]),
+        tuple(params["lhs_dilation"]),
+        tuple(params["rhs_dilation"]),
+        params["precision"],
+        params.get("preferred_element_type") or jnp.result_type(lhs, rhs),
+    )
+    found = _convolve(lhs, rhs, sliding, groups)
+    if found is None:
         return None
     batch, features, *places = numbers.out_spec
+    axes = range(1, lhs.ndim - 1)
     order = {batch: 0, features: lhs.ndim - 1, **dict(zip(places, axes, strict=True))}
     return lax.transpose(found, tuple(order[axis] for axis in range(lhs.ndim)))
+
+
+def _convolve(lhs: Array, rhs: Array, sliding: Sliding, groups: int) -> Array | None:
+    """Convolve (batch, space, features) with (space, inputs, outputs)."""
+    space, sizes = lhs.shape[1:-1], rhs.shape[:-2]
+    counts = sliding.counts(space, sizes)
+    shape = (lhs.shape[0], *counts, rhs.shape[-1])
+    if 0 in shape or 0 in rhs.shape:
+        return jnp.zeros(shape, sliding.dtype)
+    if groups == 1:
+        if prod(counts) < prod(sizes) and prod(counts) <= MOST_PARTS:
+            return _correlated(lhs, rhs, sliding)
+        padding = prod(counts) > MOST_ZEROS * prod(sliding.inflated(space))
+        if not padding and _has_kernel(lhs, rhs, sliding):
+            return _direct(lhs, rhs, sliding)
+        if prod(counts) > MOST_ZEROS * prod(space):
+            return _scattered(lhs, rhs, sliding, counts)
+    return _patched(lhs, rhs, sliding, groups)
+
+
+def _has_kernel(lhs: Array, rhs: Array, sliding: Sliding) -> bool:
+    """Return whether XLA has a fast kernel for a convolution, and whether it is worth calling."""
+    single = lhs.dtype == rhs.dtype == sliding.dtype == jnp.float32
+    plain = lhs.ndim - 2 in CANONICAL and set(sliding.rhs_dilation) == {1}
+    added = all(low >= 0 and high >= 0 for low, high in sliding.padding)
+    return single and plain and added and rhs.shape[-2] >= DIRECT_FEATURES
+
+
+def _direct(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
+    """Call XLA's convolution, which has no fast kernel for several clients with a kernel each."""
+
+    @custom_vmap
+    def convolve(lhs: Array, rhs: Array) -> Array:
+        # without the barrier XLA takes transposed and reversed kernels as views, and then it has
+        # no fast one
+        return lax.conv_general_dilated(
+            lhs,
+            lax.optimization_barrier(rhs),
+            sliding.strides,
+            sliding.padding,
+            sliding.lhs_dilation,
+            dimension_numbers=CANONICAL[lhs.ndim - 2],
+            precision=sliding.precision,
+        )
+
+    @convolve.def_vmap
+    def mapped(size: int, batched: list[bool], lhs: Array, rhs: Array) -> tuple[Array, bool]:
+        if size == 1:
+            one = [a[0] if has else a for a, has in zip((lhs, rhs), batched, strict=True)]
+            return convolve(*one)[None], True
+        if not batched[1]:
+            flat = convolve(lhs.reshape(-1, *lhs.shape[2:]), rhs)
+            return flat.reshape(*lhs.shape[:2], *flat.shape[1:]), True
+
+        def products(lhs: Array, rhs: Array) -> Array:
+            return _patched(lhs, rhs, sliding)
+
+        return jax.vmap(products, [0 if has else None for has in batched])(lhs, rhs), True
+
+    return convolve(lhs, rhs)
+
+
+def _scattered(lhs: Array, rhs: Array, sliding: Sliding, counts: tuple[int, ...]) -> Array | None:
+    """Transpose the patched form of the convolution that takes the results' shape to the operand's."""
+    other = sliding.transposed(lhs.shape[1:-1], rhs.shape[:-2], counts)
+    kernel = jnp.swapaxes(lax.rev(rhs, range(rhs.ndim - 2)), -1, -2).astype(sliding.dtype)
+
+    def patched(images: Array) -> Array | None:
+        return _patched(images, kernel, other)
+
+    images = jax.ShapeDtypeStruct((lhs.shape[0], *counts, rhs.shape[-1]), sliding.dtype)
+    if jax.eval_shape(patched, images) is None:
+        return None
+    return jax.linear_transpose(patched, images)(lhs.astype(sliding.dtype))[0]
+
+
+def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
+    """Contract space and the features of the image, with the places of the window side by side.
+
+    Entry (n, a, b, o) is the sum over (y, x, i) of lhs[n, a + y, b + x, i] rhs[y, x, i, o].
+    """
+    # i, space, then n or o; the barrier keeps XLA from computing what is copied once for each copy
+    lhs, rhs = lax.optimization_barrier((jnp.swapaxes(lhs, 0, -1), jnp.moveaxis(rhs, -2, 0)))
+    lhs, (first, *others) = sliding.pad(lhs, rhs.shape[1:-1])
+    n, o, m = lhs.shape[-1], rhs.shape[-1], len(others)
+    for axis, w in reversed(list(enumerate(others, 2))):
+        lhs = lax.concatenate([w.window(lhs, axis, j) for j in range(w.number)], lhs.ndim - 1)
+    counts = [w.number for w in others]
+    if lhs.shape[-1] >= CORRELATED_FEATURES and lhs.shape[1] <= MOST_SHIFTED_ZEROS * first.size:
+        rhs = _shifts(rhs, first, lhs.shape[1])
+        shape, order = (*counts, n, first.number, o), (m, m + 1, *range(m), m + 2)
+    else:
+        parts = [first.window(lhs, 1, j) for j in range(first.number)]
+        lhs = lax.concatenate(parts, lhs.ndim - 1)
+        shape, order = (first.number, *counts, n, o), (m + 1, *range(m + 1), m + 2)
+    a, b = (one.reshape(-1, one.shape[-1]) for one in (lhs, rhs))
+    wide = a.shape[-1] > b.shape[-1]  # products are faster with the wider operand second
+    product = lax.dot_general(
+        *((b, a) if wide else (a, b)),
+        (((0,), (0,)), ((), ())),
+        precision=sliding.precision,
+        preferred_element_type=sliding.dtype,
+    )
+    return lax.transpose((product.T if wide else product).reshape(shape), order)
+
+
+def _shifts(x: Array, windows: Windows, room: int) -> Array:
+    """Place x along axis 1 of zeros where each window is, side by side along the last axis."""
+    most = (windows.number - 1) * windows.stride
+    config = [(0, 0, 0)] * x.ndim
+    config[1] = (most, room - (windows.size - 1) * windows.dilation - 1, windows.dilation - 1)
+    x = lax.pad(x, jnp.zeros((), x.dtype), config)
+    first = [most - j * windows.stride for j in range(windows.number)]
+    return lax.concatenate([lax.slice_in_dim(x, k, k + room, axis=1) for k in first], x.ndim - 1)
 
 
 def _split(shape: tuple[int, ...], windows: Sequence[Windows]) -> int | None:
@@ -161,28 +349,26 @@ def _depthwise(lhs: Array, rhs: Array, windows: Sequence[Windows]) -> Array:
     return total.reshape(*total.shape[:-2], -1)
 
 
-def _products(
-    lhs: Array,
-    rhs: Array,
-    windows: Sequence[Windows],
-    split: int,
-    groups: int,
-    precision: Any,
-    dtype: Any,
-) -> Array:
-    """Sum a product for each entry of the window along the first `split` axes.
+def _patched(lhs: Array, rhs: Array, sliding: Sliding, groups: int = 1) -> Array | None:
+    """Sum a product for each entry of the window along the first axes, with patches along the others.
 
-    Patches along the others.
+    None if the window is too large.
     """
+    lhs, windows = sliding.pad(lhs, rhs.shape[:-2])
+    if groups > 1 and rhs.shape[-2] == 1 and prod(rhs.shape[:-2]) <= MOST_PARTS:
+        return _depthwise(lhs.astype(sliding.dtype), rhs.astype(sliding.dtype), windows)
+    split = _split(rhs.shape, windows)
+    if split is None:
+        return None
     for axis, w in reversed(list(enumerate(windows[split:], 1 + split))):
         lhs = _patches(lhs, axis, w)
-    entries = rhs.shape[split:-2]
+    entries = prod(rhs.shape[split:-2])
     total: Any = None
     for place in itertools.product(*(range(w.size) for w in windows[:split])):
         part = lhs
         for axis, (w, k) in enumerate(zip(windows[:split], place, strict=True), 1):
             part = w.entries(part, axis, k)
-        product = _contract(part, rhs[place], prod(entries), groups, precision, dtype)
+        product = _contract(part, rhs[place], entries, groups, sliding)
         total = product if total is None else total + product
     return total
 
@@ -199,12 +385,10 @@ def _patches(x: Array, axis: int, windows: Windows) -> Array:
     return jnp.stack([one.reshape(*one.shape[:-2], -1) for one in each], axis)
 
 
-def _contract(
-    patches: Array, kernel: Array, entries: int, groups: int, precision: Any, dtype: Any
-) -> Array:
+def _contract(patches: Array, kernel: Array, entries: int, groups: int, sliding: Sliding) -> Array:
     """Contract patches (..., entries x groups x inputs) with a kernel (..., inputs, groups x outputs)."""
     inputs, outputs = kernel.shape[-2:]
-    how = {"precision": precision, "preferred_element_type": dtype}
+    how = {"precision": sliding.precision, "preferred_element_type": sliding.dtype}
     last = patches.ndim - 1
     if groups == 1:
         return lax.dot_general(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any, TypeAlias
 
 import jax
@@ -29,6 +30,7 @@ Array: TypeAlias = Any
 Rule: TypeAlias = Callable[..., Any]
 
 LOG = logging.getLogger("fedscaffold")
+SHORT = 64  # entries along the last axes of a sum up to which they are summed apart
 SUFFIX = "_as_products"  # of the names of rewritten operations
 _told: set[str] = set()
 
@@ -106,11 +108,17 @@ def _inner(equation: Any) -> Iterator[Any]:
 
 def _contains_windows(jaxpr: Jaxpr) -> bool:
     return any(
-        equation.primitive.name in _RULES
-        or any(_contains_windows(inner) for inner in _inner(equation))
+        _has_rule(equation) or any(_contains_windows(inner) for inner in _inner(equation))
         for equation in jaxpr.eqns
         if not _by_platform(equation)
     )
+
+
+def _has_rule(equation: Any) -> bool:
+    name = equation.primitive.name
+    if name == "reduce_sum":
+        return bool(_last_axes(equation.invars[0].aval.shape, equation.params["axes"]))
+    return name in _RULES
 
 
 def _by_platform(equation: Any) -> bool:
@@ -127,7 +135,7 @@ def _rewrite(program: Any) -> Any:
 
 def _rewrite_equation(equation: Any) -> Any:
     name = equation.primitive.name
-    if name in _RULES:
+    if _has_rule(equation):
         return _apply_rule(equation)
     if _by_platform(equation) or not any(_contains_windows(inner) for inner in _inner(equation)):
         return equation
@@ -226,6 +234,29 @@ def _gather_add(tangents: Array, operand: Array, *, select_prim: Any, **params: 
     return jax.jvp(partial(_pool_of(select_prim), **params), (operand,), (tangents,))[1]
 
 
+def _sum_in_turn(x: Array, *, axes: tuple[int, ...], **params: Any) -> Array:
+    """Sum over axes with others between them, the last ones last: XLA sums over all as plain loops."""
+    last = _last_axes(x.shape, axes)
+    outer = jax.lax.reduce_sum_p.bind(
+        x, axes=tuple(axis for axis in axes if axis not in last), **params
+    )
+    outer = jax.lax.optimization_barrier(outer)  # or XLA would make one sum of the two
+    return jax.lax.reduce_sum_p.bind(
+        outer, axes=tuple(range(outer.ndim - len(last), outer.ndim)), **params
+    )
+
+
+def _last_axes(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return those axes of a sum that are better summed over after the others: short ones at the end.
+
+    Empty if one sum is best.
+    """
+    kept = [axis for axis in range(len(shape)) if axis not in axes]
+    last = tuple(axis for axis in axes if not kept or axis > max(kept))
+    short = 1 < prod(shape[axis] for axis in last) <= SHORT
+    return last if short and len(last) < len(axes) else ()
+
+
 def _pool_of(select_prim: Any) -> Rule:
     return max_pool if select_prim.name == "ge" else min_pool
 
@@ -241,4 +272,5 @@ _RULES: dict[str, Rule] = {
     "reduce_window_sum": sum_pool,
     "select_and_gather_add": _gather_add,
     "select_and_scatter_add": _scatter_add,
+    "reduce_sum": _sum_in_turn,
 }
