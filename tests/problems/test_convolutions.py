@@ -160,6 +160,92 @@ def test_float32_and_half_precision_keep_their_types():
             np.testing.assert_allclose(*wide, rtol=tolerance, atol=10 * tolerance)
 
 
+DIRECT = {  # convolutions that XLA has a fast kernel for, as have the gradients of most
+    "SAME": ((3, 8, 7, 16), (3, 3, 16, 8), {"padding": "SAME"}),
+    "VALID": ((3, 12, 9, 8), (3, 2, 8, 16), {}),
+    "strides": ((3, 9, 8, 8), (3, 3, 8, 16), {"padding": "SAME", "window_strides": (2, 2)}),
+    "one entry, strides": ((3, 8, 8, 8), (1, 1, 8, 16), {"window_strides": (2, 2)}),
+    "small results": ((3, 12, 12, 8), (5, 5, 8, 8), {}),
+    "channels first": (
+        (3, 16, 8, 7),
+        (8, 16, 3, 3),
+        {"padding": "SAME", "dimension_numbers": ("NCHW", "OIHW", "NCHW")},
+    ),
+    "1-D": (
+        (3, 20, 16),
+        (3, 16, 8),
+        {"padding": "SAME", "dimension_numbers": ("NHC", "HIO", "NHC")},
+    ),
+}
+
+
+@pytest.mark.parametrize("mapped", ["alone", "one", "images", "both"])
+@pytest.mark.parametrize("case", DIRECT)
+def test_gradients_in_single_precision(case, mapped):
+    lhs, rhs, how = DIRECT[case]
+    x, w = (a.astype(jnp.float32) for a in normal(lhs, rhs))
+    g = normal(convolve(x, w, **how).shape, seed=1)[0].astype(jnp.float32)
+
+    def slopes(x, w):
+        return jax.vjp(partial(convolve, **how), x, w)[1](g)
+
+    axes = {"one": (0, 0), "images": (0, None), "both": (0, 0)}
+    if mapped != "alone":
+        times = jnp.array([1.0] if mapped == "one" else [1.0, -0.5], jnp.float32)
+        x, w = (
+            a if axis is None else jnp.multiply.outer(times, a)
+            for a, axis in zip((x, w), axes[mapped], strict=True)
+        )
+
+    def whole(f):
+        f = f if mapped == "alone" else jax.vmap(f, axes[mapped])
+        return jax.jit(lambda: (f(x, w), jax.jvp(f, (x, w), (x, -w))))
+
+    found, expected = whole(as_products(slopes))(), whole(slopes)()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * float(jnp.abs(b).max()))
+
+
+def test_one_client_runs_in_the_direct_form_and_several_with_kernels_of_their_own_as_products():
+    x, w = (a.astype(jnp.float32) for a in normal((3, 8, 8, 16), (3, 3, 16, 8)))
+    ours = as_products(partial(convolve, padding="SAME"))
+    for clients, direct in ((1, 1), (2, 0)):
+        several = [jnp.stack([a] * clients) for a in (x, w)]
+        text = jax.jit(jax.vmap(ours)).lower(*several).as_text()
+        assert text.count("stablehlo.convolution") == direct
+    shared = jax.jit(jax.vmap(ours, (0, None))).lower(jnp.stack([x] * 2), w).as_text()
+    assert shared.count("stablehlo.convolution") == 1
+    assert "tensor<6x8x8x16xf32>" in shared  # the clients' images are one batch
+
+
+def test_gradients_of_kernels_take_one_product():
+    x, w = normal((4, 16, 16, 16), (3, 3, 16, 8))
+
+    def slope(x, w):
+        return jax.grad(lambda w: jnp.sum(jnp.sin(convolve(x, w, padding="SAME"))))(w)
+
+    text = str(jax.make_jaxpr(as_products(slope))(x, w))
+    # the shifts of both operands are three each: nothing is copied nine times
+    assert "f64[4,18,16,48]" in text
+    assert "f64[4,18,16,24]" in text
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 4), (0, 4), (1, 3, 4)])
+def test_sums_over_separated_axes(axes):
+    (x,) = normal((3, 4, 5, 2, 6))
+    total = partial(jnp.sum, axis=axes)
+    assert_same(total, x)
+    assert "optimization_barrier" in str(jax.make_jaxpr(as_products(total))(x))
+
+
+@pytest.mark.parametrize("axes", [(3, 4), (0, 1), (0, 1, 2, 3, 4), (4,), (1, 3)])
+def test_other_sums_are_left_alone(axes):
+    (x,) = normal((3, 4, 5, 2, 6))
+    total = partial(jnp.sum, axis=axes)
+    assert str(jax.make_jaxpr(as_products(total))(x)) == str(jax.make_jaxpr(total)(x))
+
+
 @jax.custom_vjp
 def scaled(x, w):
     return convolve(x, w, padding="SAME")
