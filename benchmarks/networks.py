@@ -1,8 +1,9 @@
-"""The convolutional networks of the benchmark, in JAX as a user of JAX writes them and in torch as one of torch does.
+"""The networks of the benchmark, in JAX as a user of JAX writes them and in torch as one of torch does.
 
     lenet     5x5x32, pool, 5x5x64, pool, 512, classes
     cnn       3x3x32, 3x3x64, pool, 128, classes
     resnet8   3x3x16, a residual block each of 16, 32 and 64 features, group normalisation, mean over space, classes
+    lstm      characters embedded in 8 features, one layer of 128, classes at every place
 
 Pictures are (n, height, width, channels) in JAX and (n, channels, height, width) in torch.
 """
@@ -21,6 +22,7 @@ Params: TypeAlias = dict[str, Any]
 Array: TypeAlias = Any
 
 GROUPS = 8  # of group normalisation
+EMBEDDED, HIDDEN = 8, 128  # features of the LSTM
 
 
 class Network(NamedTuple):
@@ -212,8 +214,55 @@ def _resnet_module(classes: int) -> Any:
     return nn.Sequential(*stem, *(Block(*stage) for stage in STAGES), *head)
 
 
+def _lstm_shapes(classes: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "embedding": (EMBEDDED, classes),
+        "inputs": (EMBEDDED, 4 * HIDDEN),
+        "hidden": (HIDDEN, 4 * HIDDEN),
+        "bias1": (4 * HIDDEN,),
+        "bias2": (4 * HIDDEN,),
+        "dense": (HIDDEN, classes),
+        "bias": (classes,),
+    }
+
+
+def _lstm_scores(params: Params, x: Array) -> Array:
+    import jax
+    import jax.numpy as jnp
+
+    gates = params["embedding"].T[x] @ params["inputs"] + params["bias1"] + params["bias2"]
+
+    def step(carry: tuple[Array, Array], gates: Array) -> tuple[tuple[Array, Array], Array]:
+        h, c = carry
+        i, f, g, o = jnp.split(gates + h @ params["hidden"], 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zero = jnp.zeros((len(x), HIDDEN), gates.dtype)
+    _, out = jax.lax.scan(step, (zero, zero), gates.swapaxes(0, 1))
+    return out.swapaxes(0, 1) @ params["dense"] + params["bias"]
+
+
+def _lstm_module(classes: int) -> Any:
+    from torch import nn
+
+    class Characters(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(classes, EMBEDDED)
+            self.lstm = nn.LSTM(EMBEDDED, HIDDEN, batch_first=True)
+            self.dense = nn.Linear(HIDDEN, classes)
+
+        def forward(self, x: Any) -> Any:
+            return self.dense(self.lstm(self.embedding(x))[0]).movedim(-1, 1)
+
+    return Characters()
+
+
 NETWORKS = {
     "lenet": _two_layers(5, (True, True), 16, 512),
     "cnn": _two_layers(3, (False, True), 144, 128),
     "resnet8": Network(_resnet_shapes, _resnet_scores, _resnet_module),
+    "lstm": Network(_lstm_shapes, _lstm_scores, _lstm_module),
 }

@@ -11,6 +11,8 @@ import json
 import sys
 from typing import Any
 
+import numpy as np
+
 from benchmarks import networks
 from benchmarks.networks import NETWORKS
 from benchmarks.workloads import L2, WORKLOADS, Workload
@@ -37,8 +39,7 @@ def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
     from fedscaffold.experiments.build_problem import cache_programs
 
     if workload.model in NETWORKS:
-        start = networks.start(workload.model, workload.classes, seed=0)
-        problem = problems.Problem(networks.jax_loss(workload.model), start, workload.clients)
+        problem = _network_problem(workload)
     elif workload.model == "mlp":
         problem = problems.mlp(workload.clients, workload.hidden, classes=workload.classes)
     elif workload.model == "softmax":
@@ -71,6 +72,22 @@ def _ours(workload: Workload, repeat: int) -> dict[str, Any]:
         "compile": runs[0].seconds.compile,
         "residual": max(run.residual for run in runs),
     }
+
+
+def _network_problem(workload: Workload) -> Any:
+    """The network in JAX, or for w9 as a torch module."""
+    from fedscaffold import problems
+
+    if workload.name != "w9":
+        start = networks.start(workload.model, workload.classes, seed=0)
+        return problems.Problem(networks.jax_loss(workload.model), start, workload.clients)
+    from torch.nn import functional
+
+    module = networks.torch_module(workload.model, workload.classes, seed=0)
+    clients = [(np.ascontiguousarray(np.moveaxis(x, -1, 1)), y) for x, y in workload.clients]
+    return problems.torch(
+        module, lambda module, batch: functional.cross_entropy(module(batch[0]), batch[1]), clients
+    )
 
 
 def _torch(workload: Workload, contestant: str, repeat: int, threads: int) -> dict[str, Any]:

@@ -9,13 +9,15 @@ Float32 NumPy data with a fixed seed, the same for every contestant.
     w4    logistic, d = 20  100 x 200            all     100          10     0.05  10
     w5    LeNet             50 x 200             10      10           20     0.05  3
     w6    CNN, 2 x (3x3)    520 writers, 1-44    50      one epoch    10     0.05  2
+    w7    LSTM, characters  141 speakers         10      20           10     0.5   1
     w8    ResNet-8          20 x 100             5       5            32     0.05  3
+    w9    w5 as a torch module
 
 Batches are drawn with replacement, cohorts without. Losses are means over the batch: cross-entropy
 for `mlp` (one ReLU layer) and `softmax`; for `logistic`, which has no bias, the logistic loss of
 labels in {0, 1} plus L2 / 2 |w|^2. The data are synthetic: only their shapes matter to the time a
-simulator takes. The networks of w5, w6 and w8 are in `networks`; w5 and w6 take EMNIST's pictures
-where FEDSCAFFOLD_DATA has them, else random ones.
+simulator takes. The networks of w5 to w9 are in `networks`; w5, w6 and w9 take EMNIST's pictures
+and w7 the speakers of tinyshakespeare where FEDSCAFFOLD_DATA has them, else random ones.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 
 __all__ = ["L2", "WORKLOADS", "Workload", "initial", "num_steps", "sampled"]
-__all__ += ["w1", "w2", "w3", "w4", "w5", "w6", "w8", "widths"]
+__all__ += ["w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9", "widths"]
 
 Arrays: TypeAlias = list[NDArray[np.float32]]
 Indices: TypeAlias = NDArray[np.int64]
@@ -42,6 +44,7 @@ Client: TypeAlias = tuple[NDArray[np.float32], Indices]
 DATA_SEED = 18  # one data set per work load, whatever the seed of a run
 LABEL_SKEW = 0.1  # Dirichlet parameter of a client's label shares: small is heterogeneous
 L2 = 0.01
+SPEAKERS, LEAST, LENGTH = 141, 1000, 40  # of w7: clients, characters of one, characters of a record
 
 
 class Workload(NamedTuple):
@@ -52,7 +55,7 @@ class Workload(NamedTuple):
 
     name: str
     clients: list[Client]
-    model: Literal["mlp", "softmax", "logistic", "lenet", "cnn", "resnet8"]
+    model: Literal["mlp", "softmax", "logistic", "lenet", "cnn", "resnet8", "lstm"]
     hidden: int
     """Width of the one hidden layer; 0 where there is none."""
     classes: int
@@ -141,6 +144,39 @@ def w6() -> Workload:
     )
 
 
+def w7() -> Workload:
+    """An LSTM that predicts the next character, on tinyshakespeare by speaker."""
+    texts = _speeches()
+    characters = sorted(set("".join(texts)))
+    number = {character: j for j, character in enumerate(characters)}
+    clients = []
+    for text in texts:
+        codes = np.array([number[character] for character in text], np.int64)
+        rows = (len(codes) - 1) // LENGTH
+        x, y = (codes[j : j + rows * LENGTH].reshape(rows, LENGTH) for j in (0, 1))
+        clients.append((x, y))
+    return Workload("w7", clients, "lstm", 0, len(characters), 10, 20, 10, 0.5, 1)  # type: ignore[arg-type]
+
+
+def _speeches() -> list[str]:
+    """The text of each speaker with enough characters, or random letters."""
+    found = _file("tinyshakespeare.txt")
+    if found is None:
+        rng = np.random.default_rng(DATA_SEED)
+        sizes = rng.integers(LEAST, 14 * LEAST, SPEAKERS)
+        return ["".join(map(chr, rng.integers(32, 97, size))) for size in sizes]
+    speeches: dict[str, str] = {}
+    for part in found.read_text().split("\n\n"):
+        speaker, _, words = part.partition(":\n")
+        speeches[speaker] = speeches.get(speaker, "") + words + "\n"
+    return [text for text in speeches.values() if len(text) >= LEAST]
+
+
+def w9() -> Workload:
+    """The network of w5 as a torch module."""
+    return w5()._replace(name="w9")
+
+
 def w8() -> Workload:
     """ResNet-8 on random pictures, 32 x 32, three colours."""
     rng = np.random.default_rng(DATA_SEED)
@@ -152,7 +188,11 @@ def w8() -> Workload:
 def _file(name: str) -> Path | None:
     """A file of the data folder, or None."""
     folder = os.environ.get("FEDSCAFFOLD_DATA")
-    places = [] if folder is None else [Path(folder) / name, Path(folder) / "emnist" / name]
+    places = (
+        []
+        if folder is None
+        else [Path(folder, *inner, name) for inner in ((), ("emnist",), ("text",))]
+    )
     return next((path for path in places if path.exists()), None)
 
 
@@ -173,7 +213,9 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "w4": w4,
     "w5": w5,
     "w6": w6,
+    "w7": w7,
     "w8": w8,
+    "w9": w9,
 }
 
 
