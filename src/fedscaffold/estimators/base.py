@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import cloudpickle
 import numpy as np
+import scipy.sparse
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
@@ -18,17 +21,17 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.estimators.training import (
     METRICS,
-    Client,
     TrainingState,
     group_by_owner,
     train,
     train_one_round,
     training_state,
 )
+from fedscaffold.estimators.weighted_rows import Client
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import ARGUMENTS, RunConfig
 
-__all__ = ["Federated"]
+__all__ = ["Federated", "Rows"]
 
 DEFAULTS = {"local_epochs": 5, "lr": "auto", "weights": "records", "rounds": 100}
 RUN_PARAMETERS = (
@@ -60,6 +63,38 @@ SENTENCES = {
 UNKNOWN_L = 0.1  # step size if L is unknown, as for networks
 
 
+class Rows(NamedTuple):
+    """Rows of data."""
+
+    x: Any
+    """Features, dense or sparse."""
+    y: NDArray[Any]
+    weights: NDArray[Any]
+    clients: ArrayLike | None
+    """Owner of each row; None if a single client holds all."""
+
+    def counted(self) -> Rows:
+        """Return the rows whose weight is not zero, with dense features.
+
+        Raises:
+            InputError: No row counts, or dense features do not fit in memory.
+        """
+        there = self.weights > 0
+        if not there.any():
+            raise InputError("the weights of all rows are zero: give some rows a positive weight")
+        x, clients = self.x, self.clients
+        if scipy.sparse.issparse(x):
+            checks.fits(
+                f"sparse X of shape {x.shape}, which is made dense,", 8 * math.prod(x.shape)
+            )
+            x = x.toarray()
+        if there.all():
+            return self._replace(x=x)
+        if clients is not None and np.shape(clients) == there.shape:
+            clients = np.asarray(clients)[there]
+        return Rows(x[there], self.y[there], self.weights[there], clients)
+
+
 class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no types
     """Parameters and training of the federated estimators."""
 
@@ -77,25 +112,25 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
     def _learn(
         self,
         model: Callable[[list[Client], int], Problem],
-        x: NDArray[Any],
-        y: NDArray[Any],
-        clients: ArrayLike | None,
+        rows: Rows,
         before: TrainingState | None,
         once: bool,
     ) -> None:
         """Train from the start, or one more round; fitted attributes are unchanged on failure.
 
         Args:
-            model: (records of each client, seed) -> problem.
-            x: Features.
-            y: Targets.
-            clients: Owner of each row, or None.
+            model: (rows of each client, seed) -> problem.
+            rows: Features, targets, weights and owners.
             before: State to continue from, or None to start.
             once: Whether to run a single round.
         """
-        who = group_by_owner(clients, len(x))
+        rows = rows.counted()
+        who = group_by_owner(rows.clients, len(rows.y))
         seed = self._seed() if before is None else self.seed_
-        config = self._run_config(model(who.parts(x, y), seed), seed)
+        parts: Any = who.parts(rows.x, rows.y, rows.weights)
+        config = self._run_config(model(parts, seed), seed)
+        if isinstance(self.weights, str) and self.weights == "records":
+            config = replace(config, weights=[weights.sum() for *_, weights in parts])
         if before is None:
             run = train(replace(config, rounds=1) if once else config)
             self.history_ = run.history
@@ -111,6 +146,23 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
         self.n_iter_ = run.rounds
         self.clients_ = who.labels
         self._training = training_state(run, config, who.labels)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def __getstate__(self) -> Any:
+        """Return the state to pickle, with an algorithm, which consists of functions, as bytes."""
+        state = dict(super().__getstate__())
+        if isinstance(self.algorithm, Algorithm):
+            state["algorithm"] = cloudpickle.dumps(self.algorithm)
+        return state
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state.get("algorithm"), bytes):
+            state = state | {"algorithm": cloudpickle.loads(state["algorithm"])}
+        super().__setstate__(state)
 
     def _seed(self) -> int:
         """Return the user's seed, or one drawn from their random state."""
@@ -130,6 +182,9 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
             "seed": seed,
         }
         given |= {} if self.local_steps is None else {"local_epochs": None}
+        cohort = checks.share("cohort", self.cohort, "clients")
+        if isinstance(cohort, int):  # a fold may lack some clients
+            given["cohort"] = min(cohort, problem.num_clients)
         return RunConfig(self._algorithm(), problem, progress=False, **given)
 
     def _algorithm(self) -> Algorithm:

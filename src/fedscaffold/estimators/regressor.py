@@ -7,12 +7,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import RegressorMixin
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import (
+    _check_sample_weight,
+    check_is_fitted,
+    column_or_1d,
+    validate_data,
+)
 
-from fedscaffold import problems
-from fedscaffold.estimators.base import Federated
-from fedscaffold.estimators.classifier import with_intercept
-from fedscaffold.estimators.training import Client, TrainingState
+from fedscaffold import checks
+from fedscaffold.estimators.base import Federated, Rows
+from fedscaffold.estimators.training import TrainingState
+from fedscaffold.estimators.weighted_rows import Client, weighted_problem
 from fedscaffold.problems import Problem
 
 __all__ = ["FederatedRegressor"]
@@ -36,29 +41,62 @@ class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # sci
     (array([3.]), 1.0)
     """
 
-    def fit(self, X: Any, y: Any, clients: ArrayLike | None = None) -> FederatedRegressor:
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        clients: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> FederatedRegressor:
         """Train from the start.
 
         Args:
-            X: (rows, features).
+            X: (rows, features), dense or sparse.
             y: (rows,) responses.
             clients: (rows,) owner of each row; None if a single client holds all rows.
+            sample_weight: (rows,) weights of the rows; a row of weight 0 does not count.
         """
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        self._learn(self._model, X, column_or_1d(y, warn=True), clients, None, False)
-        return self
+        return self._train(X, y, clients, sample_weight, None, once=False)
 
-    def partial_fit(self, X: Any, y: Any, clients: ArrayLike | None = None) -> FederatedRegressor:
+    def partial_fit(
+        self,
+        X: Any,
+        y: Any,
+        clients: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> FederatedRegressor:
         """Train one more round, or the first one; see `FederatedClassifier.partial_fit`."""
         before: TrainingState | None = getattr(self, "_training", None)
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, reset=before is None)
-        self._learn(self._model, X, column_or_1d(y, warn=True), clients, before, True)
+        return self._train(X, y, clients, sample_weight, before, once=True)
+
+    def _train(
+        self,
+        X: Any,
+        y: Any,
+        clients: ArrayLike | None,
+        sample_weight: ArrayLike | None,
+        before: TrainingState | None,
+        *,
+        once: bool,
+    ) -> FederatedRegressor:
+        X, y = validate_data(
+            self,
+            X,
+            y,
+            accept_sparse="csr",
+            dtype=np.float64,
+            y_numeric=True,
+            reset=before is None,
+        )
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        rows = Rows(X, column_or_1d(y, warn=True), weights, clients)
+        self._learn(self._model, rows, before, once)
         return self
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Return the predicted response of each row."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=np.float64, reset=False)
+        X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
         expected: NDArray[Any] = X @ self.coef_ + self.intercept_
         return expected
 
@@ -75,4 +113,4 @@ class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # sci
         return float(self.params_[-1])
 
     def _model(self, clients: list[Client], seed: int) -> Problem:
-        return problems.linear(with_intercept(clients), l2=self.l2)
+        return weighted_problem("linear", clients, l2=checks.number("l2", self.l2, at_least=0))

@@ -23,7 +23,6 @@ __all__ = [
     "training_state",
 ]
 
-Client = tuple[NDArray[Any], NDArray[Any]]
 METRICS = (
     "loss",
 )  # the training loss; held-out scores are computed by the user, as usual in scikit-learn
@@ -37,9 +36,9 @@ class Owners(NamedTuple):
     rows: list[NDArray[np.intp]]
     """Row indices of each client."""
 
-    def parts(self, x: NDArray[Any], y: NDArray[Any]) -> list[Client]:
+    def parts(self, *columns: NDArray[Any]) -> list[tuple[NDArray[Any], ...]]:
         """Return the records of each client."""
-        return [(x[rows], y[rows]) for rows in self.rows]
+        return [tuple(column[rows] for column in columns) for rows in self.rows]
 
 
 class TrainingState(NamedTuple):
