@@ -195,11 +195,11 @@ def test_damage_to_the_base_is_never_read(tmp_path):
         store = FileStore(tmp_path, N, D, "float64")
         latest(tmp_path, lambda found: store.restore(found.arrays))  # noqa: B023
         client = place // (D * 8 + 4)
-        if store.segment(client) is None:  # its row is read from the base
+        if store.find_segment(client) is None:  # its row is read from the base
             with pytest.raises(StateError, match=f"client {client} "):
                 store.read(range(N))
             refused += 1
-        others = [other for other in range(N) if other != client or store.segment(client)]
+        others = [other for other in range(N) if other != client or store.find_segment(client)]
         np.testing.assert_array_equal(store.read(others), tables[-1][others])
         store.close()
     assert refused >= D * 8 + 4

@@ -107,14 +107,14 @@ def commit(
     """
     folder = Path(folder)
     keep = checks.whole("keep", keep, at_least=2)
-    text = plain(facts)
+    text = encode_facts(facts)
     with reported(f"committing to {folder}"):
         refuse_link(folder)
         make_folder(folder, private)
         with locked(folder / LOCK):
             before = generations(folder)
             generation = 1 + max((number for number, _ in before), default=0)
-            good = before if after is None else continued(before, after, folder)
+            good = before if after is None else generations_until(before, after, folder)
             publish(folder, encode(arrays, text, generation), generation, private)
             kept = {path for _, path in good[: keep - 1]}
             for _, path in before:
@@ -157,7 +157,7 @@ def latest(folder: Path | str, accept: Callable[[Snapshot], None] | None = None)
         passed = tuple(
             f"{reason}; generation {snapshot.generation} is used instead" for reason in reasons
         )
-        return snapshot._replace(warnings=passed + foreign(folder))
+        return snapshot._replace(warnings=passed + foreign_warnings(folder))
     if found:
         raise StateError(f"no whole state in {folder}: {'; '.join(reasons)}")
     return None
@@ -196,7 +196,7 @@ def generations(folder: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
-def foreign(folder: Path) -> tuple[str, ...]:
+def foreign_warnings(folder: Path) -> tuple[str, ...]:
     """Return a warning for every safetensors file in the folder that is not a commit."""
     strangers = sorted(
         path.name for path in folder.glob("*.safetensors") if not NAME.fullmatch(path.name)
@@ -204,7 +204,9 @@ def foreign(folder: Path) -> tuple[str, ...]:
     return tuple(f"{name} is not a state of this folder; it is ignored" for name in strangers)
 
 
-def continued(before: list[tuple[int, Path]], after: int, folder: Path) -> list[tuple[int, Path]]:
+def generations_until(
+    before: list[tuple[int, Path]], after: int, folder: Path
+) -> list[tuple[int, Path]]:
     """Return the files up to generation `after`; raise StateError if a newer one is intact."""
     for number, path in before:
         if number > after:
@@ -244,10 +246,10 @@ def encode(arrays: Mapping[str, Array], facts: str, generation: int) -> safetens
     )
 
 
-def plain(facts: Mapping[str, JSON]) -> str:
+def encode_facts(facts: Mapping[str, JSON]) -> str:
     """Encode facts as JSON; raise StateError unless decoding returns an equal value.
 
-    >>> plain({"shape": (3, 4)})
+    >>> encode_facts({"shape": (3, 4)})
     Traceback (most recent call last):
     fedscaffold.state.files.StateError: facts must be plain JSON that comes back as given (text
         keys, lists, finite

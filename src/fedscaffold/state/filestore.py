@@ -43,7 +43,13 @@ from fedscaffold.state.files import (
 )
 from fedscaffold.state.rowfile import RowFile, Segment
 from fedscaffold.state.safetensors_io import Array
-from fedscaffold.state.stores import Clients, known, members, part, vectors
+from fedscaffold.state.stores import (
+    Clients,
+    check_clients,
+    check_rows,
+    check_snapshot_clients,
+    snapshot_array,
+)
 
 __all__ = ["FileStore"]
 
@@ -100,35 +106,35 @@ class FileStore:
 
     def read(self, clients: npt.ArrayLike) -> Array:
         """Return the (S, d) vectors of some clients; raise StateError for a damaged row."""
-        who = members(clients, self.num_clients)
+        who = check_clients(clients, self.num_clients)
         rows = np.zeros((len(who), self.dim), self.dtype)
-        heard = np.flatnonzero(bits(self.seen, who))
+        heard = np.flatnonzero(get_bits(self.seen, who))
         places = [
-            (place, client, self.segment(client))
+            (place, client, self.find_segment(client))
             for place, client in zip(heard, who[heard].tolist(), strict=True)
         ]
         with reported(f"reading client rows in {self.folder}", intact=INTACT):
             for _, client, segment in places:
                 if segment is None:
-                    self.bottom().soon(client)
+                    self.base_file().prefetch(client)
             for place, client, segment in places:
                 if segment is None:
-                    self.bottom().get(client, client, rows[place])
+                    self.base_file().get(client, client, rows[place])
                 else:
                     segment.get(client, rows[place])
         return rows
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
         """Write the vectors of some clients to the current segment."""
-        who = members(clients, self.num_clients)
-        given = vectors(rows, len(who), self.dim, self.dtype)
+        who = check_clients(clients, self.num_clients)
+        given = check_rows(rows, len(who), self.dim, self.dtype)
         if self.pending:
             raise StateError("rows must not be written between snapshot() and committed()")
         with reported(f"writing client rows in {self.folder}", intact=INTACT):
-            segment = self.opened()
+            segment = self.current_segment()
             for client, row in zip(who.tolist(), given, strict=True):
                 segment.put(client, row)
-            self.settle(len(who))
+            self.merge_rows(len(who))
         np.bitwise_or.at(self.seen, who >> 3, np.left_shift(1, who & 7).astype(np.uint8))
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
@@ -148,8 +154,8 @@ class FileStore:
         Rows must not be written until `committed` is called.
         """
         with reported(f"keeping client rows in {self.folder}", intact=INTACT):
-            segment = self.opened()
-            self.settle(len(self.due))
+            segment = self.current_segment()
+            self.merge_rows(len(self.due))
             for file in (segment.file, self.base):
                 if file is not None:
                     file.sync()
@@ -176,34 +182,34 @@ class FileStore:
             segment.file.close()
         self.spent, self.listed = self.listed[:-1], [*self.listed[-1:], self.current]
         self.current, self.pending = None, False
-        self.plan()
+        self.schedule_merge()
         kept = {segment.number for segment in self.spent + self.listed}
         with reported(f"tidying {self.folder}", intact="all that was committed is intact"):
-            for number in self.numbers() - kept:
+            for number in self.segment_numbers() - kept:
                 self.path(number).unlink(missing_ok=True)
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Restore the state of a snapshot, after checking every row above the base."""
-        self.release()
+        self.reset()
         try:
-            self.take(arrays)
+            self.open_snapshot(arrays)
         except BaseException:
-            self.release()
+            self.reset()
             raise
 
     def close(self) -> None:
         """Close all files; rows written since the last commit are lost."""
-        self.release()
+        self.reset()
         self.held.close()
 
-    def segment(self, client: int) -> Segment | None:
+    def find_segment(self, client: int) -> Segment | None:
         """Return the newest segment with a row of this client; None if its row is in the base."""
         for segment in (self.current, *reversed(self.listed)):
             if segment is not None and client in segment.slots:
                 return segment
         return None
 
-    def bottom(self) -> RowFile:
+    def base_file(self) -> RowFile:
         """Return the base file; raise StateError if it is missing."""
         if self.base is None:
             raise StateError(
@@ -211,35 +217,37 @@ class FileStore:
             )
         return self.base
 
-    def opened(self) -> Segment:
+    def current_segment(self) -> Segment:
         """Return the current segment, creating it with an unused number if needed."""
         if self.read_only:
             raise StateError(f"the rows in {self.folder} were opened to be read only")
         if self.current is None:
-            number = 1 + max(self.numbers(), default=0)
+            number = 1 + max(self.segment_numbers(), default=0)
             self.current = Segment(number, RowFile(self.path(number), self.dim, self.dtype))
         return self.current
 
-    def plan(self) -> None:
+    def schedule_merge(self) -> None:
         """Schedule the rows of the older of two listed segments for merging into the base."""
         self.due = sorted(self.listed[0].slots, reverse=True) if len(self.listed) == 2 else []
 
-    def settle(self, count: int) -> None:
+    def merge_rows(self, count: int) -> None:
         """Copy up to `count` scheduled rows into the base."""
         if self.due and self.base is None:
             self.base = RowFile(self.path(), self.dim, self.dtype)
         row = np.empty(self.dim, self.dtype)
         for client in self.due[: -count - 1 : -1]:
             self.listed[0].get(client, row)
-            self.bottom().put(client, client, row)
+            self.base_file().put(client, client, row)
             self.due.pop()
 
-    def take(self, arrays: Mapping[str, Array]) -> None:
+    def open_snapshot(self, arrays: Mapping[str, Array]) -> None:
         """Open the files of a snapshot and check every row above the base."""
-        self.identity, seen, segments = described(arrays, self.num_clients, self.dim, self.dtype)
+        self.identity, seen, segments = parse_snapshot(
+            arrays, self.num_clients, self.dim, self.dtype
+        )
         row = np.empty(self.dim, self.dtype)
         for number, clients, sums in segments:
-            segment = Segment(number, self.existing(self.path(number)))
+            segment = Segment(number, self.open_rows(self.path(number)))
             self.listed.append(segment)
             segment.slots = {client: slot for slot, client in enumerate(clients.tolist())}
             segment.sums.extend(sums.tolist())
@@ -250,11 +258,11 @@ class FileStore:
                     segment.get(client, row)
         above = {client for segment in self.listed for client in segment.slots}
         if self.path().exists() or np.bitwise_count(seen).sum() > len(above):
-            self.base = self.existing(self.path())
+            self.base = self.open_rows(self.path())
         self.seen = seen
-        self.plan()
+        self.schedule_merge()
 
-    def existing(self, path: Path) -> RowFile:
+    def open_rows(self, path: Path) -> RowFile:
         """Open an existing file of rows."""
         with reported(
             f"opening {path.name} in {self.folder}", intact="an older generation may be whole"
@@ -267,12 +275,12 @@ class FileStore:
             f"rows-{self.identity}" + ("" if number is None else f"-{number:08d}")
         )
 
-    def numbers(self) -> set[int]:
+    def segment_numbers(self) -> set[int]:
         """Return the numbers of this store's segments on disk."""
         begin = f"rows-{self.identity}-"
         return {int(path.name.removeprefix(begin)) for path in self.folder.glob(begin + "[0-9]*")}
 
-    def release(self) -> None:
+    def reset(self) -> None:
         """Close all files and reset the store; a segment that no commit lists is deleted."""
         current = [] if self.current is None else [self.current]
         for segment in current:
@@ -286,21 +294,21 @@ class FileStore:
         self.seen = np.zeros_like(self.seen)
 
 
-def described(
+def parse_snapshot(
     arrays: Mapping[str, Array], num_clients: int, dim: int, dtype: np.dtype[np.generic]
 ) -> tuple[str, Array, list[tuple[int, Clients, Array]]]:
     """Parse a snapshot: identity, bitmap, and segments of (number, clients, checksums)."""
-    identity = part(arrays, "identity", np.uint8, (8,)).tobytes().hex()
-    shape = part(arrays, "shape", np.int64, (3,)).tolist()
+    identity = snapshot_array(arrays, "identity", np.uint8, (8,)).tobytes().hex()
+    shape = snapshot_array(arrays, "shape", np.int64, (3,)).tolist()
     if shape != [num_clients, dim, dtype.itemsize]:
         raise StateError(
             f"the snapshot has {shape[0]} clients, d = {shape[1]} and {shape[2]} bytes for a number"
         )
-    seen = part(arrays, "seen", np.uint8, ((num_clients + 7) // 8,)).copy()
-    numbers = part(arrays, "segments", np.int64, (None,))
-    counts = part(arrays, "counts", np.int64, (len(numbers),))
-    clients = part(arrays, "clients", np.int64, (None,))
-    sums = part(arrays, "sums", np.uint32, (len(clients),))
+    seen = snapshot_array(arrays, "seen", np.uint8, ((num_clients + 7) // 8,)).copy()
+    numbers = snapshot_array(arrays, "segments", np.int64, (None,))
+    counts = snapshot_array(arrays, "counts", np.int64, (len(numbers),))
+    clients = snapshot_array(arrays, "clients", np.int64, (None,))
+    sums = snapshot_array(arrays, "sums", np.uint32, (len(clients),))
     if not 1 <= len(numbers) <= 2 or min(*counts, *numbers) < 0 or counts.sum() != len(clients):
         raise StateError("the snapshot's segments do not fit their lists of clients")
     ends = np.cumsum(counts)
@@ -309,15 +317,15 @@ def described(
         for number, count, end in zip(numbers.tolist(), counts, ends, strict=True)
     ]
     for _, who, _ in segments:
-        if not bits(seen, known(who, num_clients)).all():
+        if not get_bits(seen, check_snapshot_clients(who, num_clients)).all():
             raise StateError("the snapshot has rows of clients it has not seen")
     return identity, seen, segments
 
 
-def bits(packed: Array, places: Clients) -> npt.NDArray[np.bool_]:
+def get_bits(packed: Array, places: Clients) -> npt.NDArray[np.bool_]:
     """Return which bits of a bitmap are set.
 
-    >>> bits(np.array([0b101], np.uint8), np.array([0, 1, 2]))
+    >>> get_bits(np.array([0b101], np.uint8), np.array([0, 1, 2]))
     array([ True, False,  True])
     """
     flags: npt.NDArray[np.bool_] = np.right_shift(packed[places >> 3], places & 7) % 2 == 1

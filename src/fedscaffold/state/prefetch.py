@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedscaffold.state.safetensors_io import Array
-from fedscaffold.state.stores import Clients, Store, members, vectors
+from fedscaffold.state.stores import Clients, Store, check_clients, check_rows
 
 __all__ = ["Prefetched"]
 
@@ -54,15 +54,15 @@ class Prefetched:
 
     def ask(self, clients: npt.ArrayLike) -> None:
         """Start reading the rows of the next cohort."""
-        self.asked = members(clients, self.num_clients).tolist()
+        self.asked = check_clients(clients, self.num_clients).tolist()
         ready = [client for client in self.asked if client not in self.at_work]
         self.early = {client: place for place, client in enumerate(ready)}
         self.ahead = self.thread.submit(self.store.read, ready)
 
     def read(self, clients: npt.ArrayLike) -> Array:
         """Return the (S, d) vectors of clients, which are not prefetched until written."""
-        who = members(clients, self.num_clients).tolist()
-        self.settle(wait=False)
+        who = check_clients(clients, self.num_clients).tolist()
+        self.check_writes(wait=False)
         early = self.early if self.asked == who else {}
         late = [client for client in who if client not in early]
         rest = self.thread.submit(self.store.read, late)
@@ -79,22 +79,22 @@ class Prefetched:
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
         """Start writing `rows`; later reads of these clients return them."""
-        who = members(clients, self.num_clients).tolist()
-        rows = vectors(rows, len(who), self.dim, self.dtype)
-        self.settle(wait=False)
+        who = check_clients(clients, self.num_clients).tolist()
+        rows = check_rows(rows, len(who), self.dim, self.dtype)
+        self.check_writes(wait=False)
         for client in who:
             self.early.pop(client, None)  # prefetched, but stale now
         self.writing.append(self.thread.submit(self.store.write, who, rows))
         self.at_work.difference_update(who)
 
-    def settle(self, wait: bool = True) -> None:
+    def check_writes(self, wait: bool = True) -> None:
         """Raise the error of a failed write; with `wait`, wait for all writes first."""
         while self.writing and (wait or self.writing[0].done()):
             self.writing.pop(0).result()
 
     def call(self, function: Any, *arguments: Any) -> Any:
         """Run `function` in the store's thread, after all earlier requests."""
-        self.settle()
+        self.check_writes()
         return self.thread.submit(function, *arguments).result()
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
@@ -121,7 +121,7 @@ class Prefetched:
     def close(self) -> None:
         """Finish the writes, end the thread, close the store."""
         try:
-            self.settle()
+            self.check_writes()
         finally:
             self.thread.shutdown()
             self.store.close()

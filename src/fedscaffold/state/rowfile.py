@@ -39,7 +39,7 @@ class RowFile:
             # rows are read in random order: no readahead
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def soon(self, slot: int) -> None:
+    def prefetch(self, slot: int) -> None:
         """Advise the system to prefetch a row."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, slot * self.stride, self.stride, os.POSIX_FADV_WILLNEED)

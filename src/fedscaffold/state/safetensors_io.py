@@ -134,32 +134,32 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str], str]:
     with reported(f"reading {path.name}"):
         fd = open_file(path)
         try:
-            return contents(fd, os.fstat(fd).st_size, path.name)
+            return read_open_file(fd, os.fstat(fd).st_size, path.name)
         finally:
             os.close(fd)
 
 
-def contents(fd: int, size: int, name: str) -> tuple[dict[str, Array], dict[str, str], str]:
+def read_open_file(fd: int, size: int, name: str) -> tuple[dict[str, Array], dict[str, str], str]:
     """Return the arrays, metadata and SHA-256 of an open file; `name` is for messages."""
     digest = hashlib.sha256()
     if size < 8:
         raise StateError(f"{name} is truncated: {size} bytes")
-    length = int.from_bytes(filled(fd, bytearray(8), digest, name), "little")
+    length = int.from_bytes(fill(fd, bytearray(8), digest, name), "little")
     if length > min(size - 8, HEADER_LIMIT):
         raise StateError(
             f"{name} claims a header of {length} bytes; it has {size} and {HEADER_LIMIT} are "
             "allowed"
         )
-    header = strict_json(filled(fd, bytearray(length), digest, name), name)
+    header = strict_json(fill(fd, bytearray(length), digest, name), name)
     metadata = header.pop(METADATA, None)
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
         raise StateError(f"{name} has no metadata of texts")
     arrays = {}
-    for key, (dtype, shape) in layout(header, size - 8 - length, name).items():
-        arrays[key] = empty(shape, dtype, name)
-        filled(fd, raw(arrays[key]), digest, name)
+    for key, (dtype, shape) in parse_layout(header, size - 8 - length, name).items():
+        arrays[key] = allocate(shape, dtype, name)
+        fill(fd, raw(arrays[key]), digest, name)
         if dtype == np.bool_ and arrays[key].view(np.uint8).max(initial=0) > 1:
             raise StateError(f"{name}: array {key!r} has truth values other than 0 and 1")
     if os.read(fd, 1):
@@ -167,7 +167,7 @@ def contents(fd: int, size: int, name: str) -> tuple[dict[str, Array], dict[str,
     return arrays, metadata, digest.hexdigest()
 
 
-def layout(
+def parse_layout(
     header: dict[str, Any], room: int, name: str
 ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
     """Return dtype and shape of the arrays in file order; they must fill `room` bytes."""
@@ -183,7 +183,7 @@ def layout(
                 f"{name}: array {key!r} is not described by a known dtype, a shape and offsets"
             )
         shape, offsets = entry["shape"], entry["data_offsets"]
-        if not (whole(shape) and whole(offsets)) or len(offsets) != 2 or len(shape) > 32:
+        if not (are_sizes(shape) and are_sizes(offsets)) or len(offsets) != 2 or len(shape) > 32:
             raise StateError(
                 f"{name}: array {key!r} has a shape or offsets that are not whole numbers"
             )
@@ -203,14 +203,14 @@ def layout(
     return {key: (dtype, shape) for _, key, dtype, shape in rows}
 
 
-def whole(values: Any) -> bool:
+def are_sizes(values: Any) -> bool:
     """Return whether `values` is a list of non-negative integers below 2^63."""
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value < 1 << 63 for value in values
     )
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Array:
+def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Array:
     """Allocate an array to read into; raise StateError if there is no memory for it."""
     try:
         return np.empty(shape, dtype)
@@ -223,7 +223,7 @@ def raw(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def filled(fd: int, buffer: Any, digest: Any, name: str) -> Any:
+def fill(fd: int, buffer: Any, digest: Any, name: str) -> Any:
     """Fill `buffer` from the file, update the digest, and return the buffer."""
     view = memoryview(buffer)
     done = 0

@@ -184,10 +184,11 @@ def write_records(folder: Path | str, clients: Iterable[Mapping[str, npt.ArrayLi
                 given = {name: np.asarray(column) for name, column in client.items()}
                 if not columns:
                     columns = [
-                        begun(folder, place, name, given[name]) for place, name in enumerate(given)
+                        create_column(folder, place, name, given[name])
+                        for place, name in enumerate(given)
                     ]
                     sums = [0] * len(columns)
-                counts.append(fitting(number, given, columns))
+                counts.append(check_columns(number, given, columns))
                 for place, column in enumerate(columns):
                     view = raw(np.ascontiguousarray(given[column.name], column.dtype))
                     column.file.write(view)
@@ -217,7 +218,7 @@ def write_records(folder: Path | str, clients: Iterable[Mapping[str, npt.ArrayLi
     return Records(folder)
 
 
-def begun(folder: Path, number: int, name: str, first: Array) -> Writing:
+def create_column(folder: Path, number: int, name: str, first: Array) -> Writing:
     """Create the file of a column, with dtype and row shape of the first client's."""
     little = first.dtype.newbyteorder("<")
     if little not in CODES or first.ndim == 0 or 0 in first.shape[1:] or not isinstance(name, str):
@@ -229,7 +230,7 @@ def begun(folder: Path, number: int, name: str, first: Array) -> Writing:
     )
 
 
-def fitting(number: int, given: Mapping[str, Array], columns: list[Writing]) -> int:
+def check_columns(number: int, given: Mapping[str, Array], columns: list[Writing]) -> int:
     """Return a client's number of records, after checking its columns.
 
     They must be like the first client's, equally long and finite.

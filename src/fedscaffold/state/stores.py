@@ -50,10 +50,10 @@ class Store(Protocol):
         """Release files and threads; what was not committed is lost."""
 
 
-def members(clients: npt.ArrayLike, num_clients: int) -> Clients:
+def check_clients(clients: npt.ArrayLike, num_clients: int) -> Clients:
     """Return client numbers as int64, after checking that they are distinct and in range.
 
-    >>> members([3, 1, 3], 5)
+    >>> check_clients([3, 1, 3], 5)
     Traceback (most recent call last):
     fedscaffold.checks.InputError: clients must be named once in a request, got client 3 more than
         once
@@ -75,15 +75,15 @@ def members(clients: npt.ArrayLike, num_clients: int) -> Clients:
     return given.astype(np.int64)
 
 
-def known(clients: Array, num_clients: int) -> Clients:
+def check_snapshot_clients(clients: Array, num_clients: int) -> Clients:
     """Return the client numbers of a snapshot; raise StateError if they are invalid."""
     try:
-        return members(clients, num_clients)
+        return check_clients(clients, num_clients)
     except checks.InputError as error:
         raise StateError(f"the snapshot does not fit this store: {error}") from error
 
 
-def vectors(rows: Any, count: int, dim: int, dtype: np.dtype[Any]) -> Array:
+def check_rows(rows: Any, count: int, dim: int, dtype: np.dtype[Any]) -> Array:
     """Return rows as a contiguous array, after checking shape and dtype; nothing is cast."""
     given = np.asarray(rows)
     if given.shape != (count, dim) or given.dtype != dtype:
@@ -93,7 +93,7 @@ def vectors(rows: Any, count: int, dim: int, dtype: np.dtype[Any]) -> Array:
     return np.ascontiguousarray(given)
 
 
-def part(
+def snapshot_array(
     arrays: Mapping[str, Array], name: str, dtype: npt.DTypeLike, shape: tuple[int | None, ...]
 ) -> Array:
     """Return an array of a snapshot, after checking its dtype and shape (None: any length)."""
@@ -129,12 +129,12 @@ class ArrayStore:
 
     def read(self, clients: npt.ArrayLike) -> Array:
         """Return the (S, d) vectors of some clients."""
-        return self.rows[members(clients, self.num_clients)]
+        return self.rows[check_clients(clients, self.num_clients)]
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
         """Write the vectors of some clients."""
-        who = members(clients, self.num_clients)
-        self.rows[who] = vectors(rows, len(who), self.dim, self.dtype)
+        who = check_clients(clients, self.num_clients)
+        self.rows[who] = check_rows(rows, len(who), self.dim, self.dtype)
 
     def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
         """Yield all clients and their vectors, `size` at a time."""
@@ -153,7 +153,7 @@ class ArrayStore:
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Restore the rows of a snapshot."""
-        self.rows = part(arrays, "rows", self.dtype, (self.num_clients, self.dim)).copy()
+        self.rows = snapshot_array(arrays, "rows", self.dtype, (self.num_clients, self.dim)).copy()
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -183,7 +183,8 @@ class SparseStore:
     def read(self, clients: npt.ArrayLike) -> Array:
         """Return the (S, d) vectors of some clients, zero for those never written."""
         places = [
-            self.slots.get(client, -1) for client in members(clients, self.num_clients).tolist()
+            self.slots.get(client, -1)
+            for client in check_clients(clients, self.num_clients).tolist()
         ]
         slots = np.array(places, np.int64)
         out = np.zeros((len(slots), self.dim), self.dtype)
@@ -192,8 +193,8 @@ class SparseStore:
 
     def write(self, clients: npt.ArrayLike, rows: Array) -> None:
         """Write the vectors of some clients; the capacity doubles when it is exceeded."""
-        who = members(clients, self.num_clients)
-        given = vectors(rows, len(who), self.dim, self.dtype)
+        who = check_clients(clients, self.num_clients)
+        given = check_rows(rows, len(who), self.dim, self.dtype)
         slots = [self.slots.setdefault(client, len(self.slots)) for client in who.tolist()]
         if len(self.slots) > len(self.rows):
             grown = np.empty((min(2 * len(self.slots), self.num_clients), self.dim), self.dtype)
@@ -219,8 +220,10 @@ class SparseStore:
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Restore the clients and rows of a snapshot."""
-        clients = known(part(arrays, "clients", np.int64, (None,)), self.num_clients)
-        self.rows = part(arrays, "rows", self.dtype, (len(clients), self.dim)).copy()
+        clients = check_snapshot_clients(
+            snapshot_array(arrays, "clients", np.int64, (None,)), self.num_clients
+        )
+        self.rows = snapshot_array(arrays, "rows", self.dtype, (len(clients), self.dim)).copy()
         self.slots = {client: slot for slot, client in enumerate(clients.tolist())}
 
     def close(self) -> None:
