@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 
-__all__ = ["Array", "Dataset", "Floats", "Indices", "Labels", "checked", "finite"]
+__all__ = ["Array", "Dataset", "Floats", "Indices", "Labels", "check_dataset", "finite"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -39,13 +39,13 @@ class Dataset(NamedTuple):
     """Where the data come from, in one sentence."""
 
 
-def checked(dataset: Dataset) -> Dataset:
+def check_dataset(dataset: Dataset) -> Dataset:
     """Return `dataset` unchanged, after checking it.
 
     Shapes must match, values must be finite and labels in range; else an InputError is raised.
 
     >>> x, y = np.zeros((3, 2), np.float32), np.array([0, 1, 2], np.int32)
-    >>> checked(Dataset("mine", x, y, x, y, classes=2))
+    >>> check_dataset(Dataset("mine", x, y, x, y, classes=2))
     Traceback (most recent call last):
     fedscaffold.checks.InputError: mine: training labels must be whole numbers from 0 to 1, got 0 to
         2

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedscaffold.brief import brief
-from fedscaffold.data.dataset import Array, Dataset, checked
+from fedscaffold.data.dataset import Array, Dataset, check_dataset
 from fedscaffold.data.splits import split
 
 __all__ = ["FederatedData", "describe", "federate"]
@@ -44,20 +44,22 @@ def federate(
     >>> len(federated.clients), federated.clients[0][0].shape, federated.label_counts.shape
     (10, (140, 64), (10, 10))
     """
-    name, x, y, x_test, y_test, classes, groups, *_ = checked(dataset)
+    name, x, y, x_test, y_test, classes, groups, *_ = check_dataset(dataset)
     members = split(split_spec, y, num_clients, seed=seed, groups=groups)
     order, sizes = np.concatenate(members), np.array([len(client) for client in members])
     cuts = np.cumsum(sizes)[:-1]
     clients = list(zip(np.split(x[order], cuts), np.split(y[order], cuts), strict=True))
     return FederatedData(
-        clients, (x_test, y_test), classes, split_spec, name, counted(y[order], sizes, classes)
+        clients, (x_test, y_test), classes, split_spec, name, count_labels(y[order], sizes, classes)
     )
 
 
-def counted(labels: Array, sizes: npt.NDArray[np.int64], classes: int) -> npt.NDArray[np.int64]:
+def count_labels(
+    labels: Array, sizes: npt.NDArray[np.int64], classes: int
+) -> npt.NDArray[np.int64]:
     """Return the (clients, classes) label counts, from labels ordered by client.
 
-    >>> counted(np.array([0, 1, 1]), np.array([1, 2]), 2).tolist()
+    >>> count_labels(np.array([0, 1, 1]), np.array([1, 2]), 2).tolist()
     [[1, 0], [0, 2]]
     """
     if not classes:

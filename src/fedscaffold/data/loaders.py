@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
-from fedscaffold.data.dataset import Array, Dataset, Floats, Indices, Labels, checked
+from fedscaffold.data.dataset import Array, Dataset, Floats, Indices, Labels, check_dataset
 from fedscaffold.data.find_files import read
 from fedscaffold.data.formats import csv_table, idx_array, libsvm_table, npz_arrays
 from fedscaffold.data.splits import holdout
@@ -76,7 +76,7 @@ def digits(folder: Path | None = None) -> Dataset:
     train, test = holdout(labels, 397, seed=HOLDOUT_SEED)
     x, y = (raw / 16).astype(np.float32), labels.astype(np.int32)
     source = "Optical Recognition of Handwritten Digits (UCI), as bundled with scikit-learn."
-    return checked(Dataset("digits", x[train], y[train], x[test], y[test], 10, source=source))
+    return check_dataset(Dataset("digits", x[train], y[train], x[test], y[test], 10, source=source))
 
 
 def pictures(raw: Array, where: str) -> Floats:
@@ -120,7 +120,9 @@ def emnist(name: str, file: str, classes: int, folder: Path | None = None) -> Da
         "EMNIST (Cohen, Afshar, Tapson and van Schaik 2017), made from NIST Special Database 19."
     )
     labels, labels_test = y.astype(np.int32), y_test.astype(np.int32)
-    return checked(Dataset(name, inputs, labels, inputs_test, labels_test, classes, source=source))
+    return check_dataset(
+        Dataset(name, inputs, labels, inputs_test, labels_test, classes, source=source)
+    )
 
 
 def heart(folder: Path | None = None) -> Dataset:
@@ -152,17 +154,17 @@ def heart(folder: Path | None = None) -> Dataset:
         )
     groups, y = np.repeat(np.arange(4, dtype=np.int32), sizes), (label > 0).astype(np.int32)
     train, test = holdout(2 * groups + y, len(y) // 4, seed=HOLDOUT_SEED)
-    x = standardised(raw, train)
+    x = standardise(raw, train)
     source = "Heart Disease (Janosi, Steinbrunn, Pfisterer and Detrano 1988), UCI, CC BY 4.0."
     parts = x[train], y[train], x[test], y[test]
-    return checked(Dataset("heart", *parts, 2, groups[train], source))
+    return check_dataset(Dataset("heart", *parts, 2, groups[train], source))
 
 
-def standardised(raw: npt.NDArray[np.float64], train: Indices) -> Floats:
+def standardise(raw: npt.NDArray[np.float64], train: Indices) -> Floats:
     """Replace NaN by the median and standardise columns, by statistics of the rows `train`.
 
     >>> raw = np.array([[0.0], [np.nan], [2.0], [0.0], [2.0], [5.0]])
-    >>> standardised(raw, np.array([0, 2, 3, 4])).ravel()
+    >>> standardise(raw, np.array([0, 2, 3, 4])).ravel()
     array([-1.,  0.,  1., -1.,  1.,  4.], dtype=float32)
     """
     unknown = np.flatnonzero(np.isnan(raw[train]).all(axis=0))
@@ -219,7 +221,7 @@ def a9a(folder: Path | None = None) -> Dataset:
     source = (
         "Adult (Becker and Kohavi 1996, UCI), encoded by Platt 1998, from the LIBSVM data sets."
     )
-    return checked(Dataset("a9a", x, y, x_test, y_test, 2, source=source))
+    return check_dataset(Dataset("a9a", x, y, x_test, y_test, 2, source=source))
 
 
 def mushrooms(folder: Path | None = None) -> Dataset:
@@ -233,7 +235,9 @@ def mushrooms(folder: Path | None = None) -> Dataset:
     x, y = libsvm_part("mushrooms", 112, (1, 2), folder)
     train, test = holdout(y, len(y) // 4, seed=HOLDOUT_SEED)
     source = "Mushroom (Schlimmer 1987, UCI), from the LIBSVM data sets."
-    return checked(Dataset("mushrooms", x[train], y[train], x[test], y[test], 2, source=source))
+    return check_dataset(
+        Dataset("mushrooms", x[train], y[train], x[test], y[test], 2, source=source)
+    )
 
 
 def idx_part(part: str, folder: Path | None) -> tuple[Floats, Labels]:
@@ -263,7 +267,7 @@ def fashion_mnist(folder: Path | None = None) -> Dataset:
     x, y = idx_part("train", folder)
     x_test, y_test = idx_part("t10k", folder)
     source = "Fashion-MNIST (Xiao, Rasul and Vollgraf 2017), Zalando Research, MIT licence."
-    return checked(Dataset("fashion-mnist", x, y, x_test, y_test, 10, source=source))
+    return check_dataset(Dataset("fashion-mnist", x, y, x_test, y_test, 10, source=source))
 
 
 DATASETS: dict[str, Callable[[Path | None], Dataset]] = {

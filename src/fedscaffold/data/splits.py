@@ -52,7 +52,7 @@ def split(
     >>> [client.tolist() for client in split("similarity:0", [0, 1, 0, 1, 1, 0], 2, seed=0)]
     [[0, 2, 5], [1, 3, 4]]
     """
-    name, parameter = parsed(spec)
+    name, parameter = parse_split(spec)
     values = np.asarray(labels)
     if values.ndim != 1 or not values.size or values.dtype.kind not in "iufb" or not finite(values):
         raise InputError(
@@ -61,7 +61,7 @@ def split(
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
     if name == "natural":
         owner, clients = natural(groups, len(values), num_clients)
-        return gathered(owner, clients)
+        return records_by_client(owner, clients)
     if num_clients is None:
         raise InputError(f"split {spec!r} needs a number of clients; give num_clients")
     clients = checks.whole("num_clients", num_clients)
@@ -70,18 +70,18 @@ def split(
             f"num_clients must be at most the number of records {len(values)}, got {clients}"
         )
     if name == "dirichlet":
-        return gathered(dirichlet(values, clients, parameter, rng), clients)
+        return records_by_client(dirichlet(values, clients, parameter, rng), clients)
     if name == "shards":
-        return gathered(shards(values, clients, int(parameter), rng), clients)
-    return gathered(similarity(values, clients, parameter, rng), clients)
+        return records_by_client(shards(values, clients, int(parameter), rng), clients)
+    return records_by_client(similarity(values, clients, parameter, rng), clients)
 
 
-def parsed(spec: str) -> tuple[str, float]:
+def parse_split(spec: str) -> tuple[str, float]:
     """The name of a split and its checked number; 100 (i.i.d.) where a split takes none.
 
-    >>> parsed("dirichlet:0.3"), parsed("iid")
+    >>> parse_split("dirichlet:0.3"), parse_split("iid")
     (('dirichlet', 0.3), ('iid', 100.0))
-    >>> parsed("similarity")
+    >>> parse_split("similarity")
     Traceback (most recent call last):
     fedscaffold.checks.InputError: split must read similarity:S with S from 0 to 100, as in
     similarity:10, got 'similarity'
@@ -126,7 +126,7 @@ def similarity(
     rest = rest[np.argsort(labels[rest], kind="stable")]
     # what does not divide goes to the first clients in one part, to the last in the other: sizes
     # stay even
-    sizes = even(mixed, num_clients), even(len(rest), num_clients)[::-1]
+    sizes = even_sizes(mixed, num_clients), even_sizes(len(rest), num_clients)[::-1]
     clients = np.arange(num_clients)
     owner = np.empty(len(labels), np.intp)
     owner[order[:mixed]] = np.repeat(clients, sizes[0])
@@ -156,16 +156,16 @@ def dirichlet(labels: Array, num_clients: int, alpha: float, rng: np.random.Gene
     sizes = np.diff(np.minimum(cuts, counts[:, None]), axis=1, prepend=0)
     owner = np.empty(len(labels), np.intp)
     owner[order] = np.repeat(np.tile(np.arange(num_clients), len(counts)), sizes.ravel())
-    return filled(owner, num_clients, rng)
+    return fill_empty_clients(owner, num_clients, rng)
 
 
-def filled(owner: Indices, num_clients: int, rng: np.random.Generator) -> Indices:
+def fill_empty_clients(owner: Indices, num_clients: int, rng: np.random.Generator) -> Indices:
     """Owners after every client without a record took one, at random, that its owner can spare.
 
     Drawing again until nobody is empty, the common remedy, may never end with many clients and a
     small alpha.
 
-    >>> sorted(filled(np.array([1, 1, 1]), 3, np.random.default_rng(0)).tolist())
+    >>> sorted(fill_empty_clients(np.array([1, 1, 1]), 3, np.random.default_rng(0)).tolist())
     [0, 1, 2]
     """
     empty = np.flatnonzero(np.bincount(owner, minlength=num_clients) == 0)
@@ -196,7 +196,7 @@ def shards(labels: Array, num_clients: int, each: int, rng: np.random.Generator)
     order = order[np.argsort(labels[order], kind="stable")]
     shard_owner = rng.permutation(number) % num_clients
     owner = np.empty(len(labels), np.intp)
-    owner[order] = np.repeat(shard_owner, even(len(labels), number))
+    owner[order] = np.repeat(shard_owner, even_sizes(len(labels), number))
     return owner
 
 
@@ -231,19 +231,19 @@ def natural(
     return owner, len(names)
 
 
-def even(total: int, parts: int) -> npt.NDArray[np.intp]:
+def even_sizes(total: int, parts: int) -> npt.NDArray[np.intp]:
     """Sizes of `parts` shares of `total` that differ by one at most, the larger first.
 
-    >>> even(7, 3).tolist()
+    >>> even_sizes(7, 3).tolist()
     [3, 2, 2]
     """
     return np.full(parts, total // parts) + (np.arange(parts) < total % parts)
 
 
-def gathered(owner: Indices, num_clients: int) -> list[Indices]:
+def records_by_client(owner: Indices, num_clients: int) -> list[Indices]:
     """The records of every client, in ascending order.
 
-    >>> [client.tolist() for client in gathered(np.array([1, 0, 1]), 2)]
+    >>> [client.tolist() for client in records_by_client(np.array([1, 0, 1]), 2)]
     [[1], [0, 2]]
     """
     cuts = np.cumsum(np.bincount(owner, minlength=num_clients))[:-1]
