@@ -79,8 +79,8 @@ class Engine(NamedTuple):
         """
         if self.ready.shards is not None:
             return self.ready.shards.state(state)
-        if (runs := self.runs) is not None:
-            state = jax.tree.map(lambda a: np.broadcast_to(a, (runs, *np.shape(a))), state)
+        if self.runs is not None:
+            state = _repeated(state, self.runs)
         with enable_float64():
             placed: State = jax.device_put(jax.tree.map(np.asarray, state), may_alias=False)
         return placed
@@ -179,10 +179,19 @@ def compile_rounds(
     lengths = (np.int32(0),) * 3
     if ready.shards is not None:
         lengths = ready.shards.put(lengths, None)
-    arguments = federation, engine.place(ready.start), draw(0, 0), *lengths
+    start = ready.start if ready.shards is None else engine.place(ready.start)
+    if runs is not None:
+        start = _repeated(start, runs)
+    arguments = federation, start, draw(0, 0), *lengths
     program = _compile(ready.spec, group, *_signature(arguments))
     jax.block_until_ready(federation)
     return engine._replace(program=program)
+
+
+def _repeated(state: State, runs: int) -> State:
+    """Return a view of a state with one copy per run."""
+    copies: State = jax.tree.map(lambda a: np.broadcast_to(a, (runs, *np.shape(a))), state)
+    return copies
 
 
 def _draws_of_sweep(
