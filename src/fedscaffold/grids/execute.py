@@ -35,6 +35,8 @@ __all__ = ["run_cells"]
 
 PATIENCE = 0.5
 """Seconds after which workers are started; a grid that ends sooner needs none."""
+WORTH = 3.0
+"""Seconds of work left, where that is known, for which workers are worth their start."""
 SHORT = 1.0  # seconds of a run that this process may as well do itself
 TICK = 1.0  # seconds between two refreshes of the progress line
 PAYLOAD = ".cells"
@@ -212,21 +214,29 @@ class _Hired:
     def __init__(self, task: _Task, board: Board, file: int, dump: Callable[[], None]) -> None:
         self.task, self.board, self.file, self.dump = task, board, file, dump
         self.crew: Crew | None = None
-        self.timer: threading.Timer | None = None
+        self.watch: threading.Thread | None = None
+        self.called_off = threading.Event()
         self.lock = threading.Lock()
         self.reason: str | None = None
 
     def later(self, number: int) -> None:
-        """Start workers after `PATIENCE`."""
-        self.timer = threading.Timer(PATIENCE, self.now, [number])
-        self.timer.daemon = True
-        self.timer.start()
+        """Start workers after `PATIENCE`, or as soon as the work left is known to be worth it."""
+
+        def watch() -> None:
+            while not self.called_off.wait(PATIENCE):
+                left = self.task.line.left()
+                if left is None or left >= WORTH:
+                    self.now(number)
+                    return
+
+        self.watch = threading.Thread(target=watch, daemon=True)
+        self.watch.start()
 
     def cancel(self) -> None:
         """Start none, unless they are being started."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer.join()
+        self.called_off.set()
+        if self.watch is not None:
+            self.watch.join()
 
     def can_take_over(self, last: Answer) -> bool:
         """Return whether workers are ready, and this process has no short runs of its own left.

@@ -46,11 +46,18 @@ class GridProgress:
         done = self.kept + len(self.running)
         words = f"{done} of {self.total} runs"
         words += f", {self.failed} failed" if self.failed else ""
-        if self.running and done < self.total:
-            left = sum(self.running) / len(self.running) * (self.total - done)
-            left += self.compiling / (self.programs - len(self.unseen)) * len(self.unseen)
+        left = self.left()
+        if left is not None and done < self.total:
             words += f", about {left / max(1, workers):.0f} s left"
         return words
+
+    def left(self) -> float | None:
+        """Return the seconds of work left, by the mean of the runs so far; None before the first."""
+        number = len(self.running)
+        if not number:
+            return None
+        left = sum(self.running) / number * (self.total - self.kept - number)
+        return left + self.compiling / (self.programs - len(self.unseen)) * len(self.unseen)
 
     def show(self, workers: int) -> None:
         """Print the line in place of the one before, if it has changed."""
