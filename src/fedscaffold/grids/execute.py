@@ -2,8 +2,8 @@
 
 Every run computes with one thread, wherever it runs, so that results do not depend on the number of
 workers: bits depend on the number of threads. This process runs cells only if it has one thread
-itself, which spares a small grid the start of workers; otherwise, and for what is left after
-`PATIENCE`, worker processes do.
+itself, and only short ones, side by side with workers: that spares a small grid their start, and the
+others one start and one compilation. Long runs are left to workers, whose death the grid survives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PATIENCE = 0.5
 """Seconds after which workers are started; a grid that ends sooner needs none."""
 WORTH = 3.0
 """Seconds of work left, where that is known, for which workers are worth their start."""
-SHORT = 1.0  # seconds of a run that this process may as well do itself
+SHORT = 30.0  # seconds of a run that this process may as well do itself
 TICK = 1.0  # seconds between two refreshes of the progress line
 PAYLOAD = ".cells"
 
@@ -132,9 +132,10 @@ class _Task:
             hired = _Hired(self, board, file.fileno(), lambda: payload.dump(self.cells, file))
             stack.callback(hired.end)
             if _has_one_thread():
-                hired.later(self.width)
+                hired.later(self.width - 1)
                 self._run_here(board, until=hired.can_take_over)
                 hired.cancel()
+                hired.replace_this_process()
             else:
                 hired.now(self.width)
             hired.collect()
@@ -239,7 +240,7 @@ class _Hired:
             self.watch.join()
 
     def can_take_over(self, last: Answer) -> bool:
-        """Return whether workers are ready, and this process has no short runs of its own left.
+        """Return whether workers are ready, and the runs of this process are not short.
 
         Also if there can be no workers, which `collect` then says.
 
@@ -248,9 +249,12 @@ class _Hired:
         """
         if self.reason is not None and self.crew is None:
             return True
-        if self.crew is None or not self.crew.ready.is_set():
-            return False
-        return last.running > SHORT or not self.board.has_for(self.task)
+        return self.crew is not None and self.crew.ready.is_set() and last.running > SHORT
+
+    def replace_this_process(self) -> None:
+        """Start one more worker for cells that still wait."""
+        if self.crew is not None and not self.board.is_empty:
+            self.crew.grow(1)
 
     def now(self, number: int) -> None:
         """Start workers at once."""

@@ -63,12 +63,6 @@ class Board:
             own.add(self._programs[cell])
             return cell
 
-    def has_for(self, worker: object) -> bool:
-        """Return whether a cell waits whose program a worker has compiled."""
-        with self._lock:
-            own = self._compiled.get(worker, set())
-            return any(self._programs[cell] in own for cell in self._waiting)
-
     @property
     def is_empty(self) -> bool:
         """Whether no cell waits."""
