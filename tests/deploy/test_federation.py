@@ -31,8 +31,8 @@ import time
 from pathlib import Path
 import numpy as np
 from fedscaffold.deploy import ArraysLearner
+from beside import CENTRE
 
-CENTRE = {"north": np.array([1.0, -2.0]), "south": np.array([-3.0, 0.5])}
 CURVATURE = {"north": np.array([1.0, 2.0]), "south": np.array([2.0, 0.5])}
 
 def data(site):
@@ -44,7 +44,13 @@ def gradient(params, batch):
     return {"w": (a * (params["w"] - b)).mean(axis=0)}
 
 def learner(settings):
-    return ArraysLearner(gradient, {"w": np.array([0.3, 0.7])}, data, precision=settings.precision)
+    start = np.load(Path(__file__).parent / "start.npy")
+    return ArraysLearner(gradient, {"w": start}, data, precision=settings.precision)
+"""
+BESIDE = """
+import numpy as np
+
+CENTRE = {"north": np.array([1.0, -2.0]), "south": np.array([-3.0, 0.5])}
 """
 TOML = """
 seed = 5
@@ -65,6 +71,8 @@ wait = 120.0
 def write_app(folder, slow=0.0, toml=TOML):
     folder.mkdir(parents=True)
     (folder / "app.py").write_text(APP.replace("SLOW", str(slow)))
+    (folder / "beside.py").write_text(BESIDE)
+    np.save(folder / "start.npy", np.array([0.3, 0.7]))
     (folder / "federation.toml").write_text(toml)
     return folder
 
@@ -304,6 +312,10 @@ def test_the_kit_of_a_site_passes_its_preflight(tmp_path):
     for folder in folders[1:]:
         for script in folder.glob("*.sh"):
             subprocess.run(["sh", "-n", script], check=True)
+    hub = tmp_path / "kits" / "server"
+    made = next(line for line in (hub / "run.sh").read_text().splitlines() if "app_files" in line)
+    subprocess.run([sys.executable, *made.split()[1:]], cwd=hub, check=True)
+    assert (hub / "package" / "bundle.json").is_file()
     findings = {finding.what: finding for finding in check(tmp_path / "kits" / "north")}
     assert {name for name, finding in findings.items() if not finding.good} == {
         "server"

@@ -10,6 +10,7 @@ import pytest
 from deploy_case import SITES, answer, data, gradient, learner, loss, server_of, settings
 
 from fedscaffold.deploy import ArraysLearner, InProcess, Server, drive
+from fedscaffold.deploy.app_files import pack_app
 from fedscaffold.deploy.client_state import Lost
 from fedscaffold.deploy.errors import MOST_KEPT, Failed, guarded, public_type_of
 from fedscaffold.deploy.gate import Refused
@@ -200,7 +201,8 @@ def client(tmp_path, monkeypatch):
         place.mkdir()
         (place / "app.py").write_text(app)
         (place / "federation.toml").write_text("[deploy]\nsites = ['north']\n")
-        monkeypatch.setattr(sys, "path", [str(place), *sys.path])
+        pack_app(place, tmp_path / "package")
+        monkeypatch.setattr(sys, "path", [str(tmp_path / "package"), *sys.path])
         context = Context(
             1, 1, {"site": "north", "folder": str(tmp_path / "site")}, RecordDict(), {}
         )

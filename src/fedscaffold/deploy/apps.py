@@ -1,23 +1,27 @@
-"""User apps: a folder with `federation.toml` and `app.py`, which defines `learner(settings)`."""
+"""User apps: a folder with `federation.toml` and `app.py`, which defines `learner(settings)`.
+
+Modules and other files beside `app.py` belong to the app (`app_files`, `app_imports`).
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import traceback
 from pathlib import Path
 
 from fedscaffold.checks import InputError
+from fedscaffold.deploy.app_files import APP, TOML, app_files, fingerprints
+from fedscaffold.deploy.app_imports import import_app
 from fedscaffold.deploy.client import Learner
 from fedscaffold.deploy.settings import Settings, load
 
 __all__ = ["APP", "TOML", "open_app"]
 
-APP, TOML = "app.py", "federation.toml"
-
 
 def open_app(folder: Path) -> tuple[Settings, Learner]:
-    """Read the settings of an app's folder, import its `app.py`, and return both.
+    """Read the settings of an app's folder, import its `app.py`, and make its learner.
+
+    Returns:
+        The settings, with the digests of the app's files, and the learner.
 
     Raises:
         FileNotFoundError: If there is no `app.py` or no `federation.toml`.
@@ -26,13 +30,9 @@ def open_app(folder: Path) -> tuple[Settings, Learner]:
     settings, path = load(Path(folder) / TOML), Path(folder) / APP
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; `fedscaffold deploy new DIR` writes one")
-    spec = importlib.util.spec_from_file_location("fedscaffold_site_app", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    settings = settings._replace(app=fingerprints(app_files(path.parent, settings.deploy.exclude)))
     try:
-        spec.loader.exec_module(module)
+        module = import_app(path)
     except Exception as error:
         raise InputError(f"{path} cannot be imported: {_summarize_error(error, path)}") from error
     make = getattr(module, "learner", None)
@@ -63,17 +63,18 @@ def open_app(folder: Path) -> tuple[Settings, Learner]:
 
 
 def _summarize_error(error: Exception, path: Path) -> str:
-    """Return an error of the app in one line: type, line number in the app, message."""
-    here = path.resolve()
-    lines = [
-        frame.lineno
+    """Return an error of the app in one line: type, line number, file beside app.py, message."""
+    folder = path.resolve().parent
+    frames = [
+        (Path(frame.filename).resolve(), frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).resolve() == here
     ]
-    if isinstance(error, SyntaxError):
-        line, message = error.lineno, error.msg
-    else:
-        line, message = lines[-1] if lines else None, str(error)
-    where = "" if line is None else f" in line {line}"
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((Path(error.filename).resolve(), error.lineno))
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    inside = [(file, line) for file, line in frames if file.is_relative_to(folder)]
+    where = f" in line {inside[-1][1]}" if inside else ""
+    if inside and inside[-1][0] != path.resolve():
+        where += f" of {inside[-1][0].relative_to(folder).as_posix()}"
     text = " ".join(str(message).split())[:200]
     return f"{type(error).__name__}{where}: {text}"

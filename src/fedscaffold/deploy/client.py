@@ -31,7 +31,18 @@ from fedscaffold.deploy.aggregation import blank_memory, message_of, update_memo
 from fedscaffold.deploy.client_state import Lost, LostOwn, load_record, save_record
 from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.schema import Array, Fact, Packet, Record, Schema, blob, cast, pack, unpack
+from fedscaffold.deploy.schema import (
+    Array,
+    Fact,
+    Packet,
+    Record,
+    Schema,
+    blob,
+    cast,
+    digest_of,
+    pack,
+    unpack,
+)
 from fedscaffold.deploy.settings import Local, Settings
 from fedscaffold.state import commit, latest
 
@@ -138,11 +149,18 @@ def greeting(learner: Learner, settings: Settings, name: str) -> Packet:
         "records": int(learner.site(name).records),
         "schema": learner.schema.digest,
         "settings": settings.digest,
+        "app": digest_of(settings.app),
     }
-    prints = np.frombuffer(
-        bytes.fromhex("".join(print_ for *_, print_ in learner.schema.frozen)), np.uint8
-    )
-    return Packet({"kind": "hello", **facts}, {"frozen": blob(prints)} if prints.size else {})
+    prints = {
+        "frozen": [print_ for *_, print_ in learner.schema.frozen],
+        "app": list(settings.app.values()),
+    }
+    blobs = {
+        name: blob(np.frombuffer(bytes.fromhex("".join(held)), np.uint8))
+        for name, held in prints.items()
+        if held
+    }
+    return Packet({"kind": "hello", **facts}, blobs)
 
 
 def answer(
@@ -188,8 +206,9 @@ def _reply(
             return greeting(learner, settings, name)
     if gate.read_text(request.facts, "site") != name:
         raise Refused("stranger", f"a request for {request.facts['site']!r} came to {name!r}")
-    for what, mine in (("schema", learner.schema.digest), ("settings", settings.digest)):
-        if gate.read_text(request.facts, what) != mine:
+    mine = {"schema": learner.schema.digest, "settings": settings.digest}
+    for what, here in (mine | {"app": digest_of(settings.app)}).items():
+        if gate.read_text(request.facts, what) != here:
             raise Refused(
                 "config", f"the {what} here differ from the server's; nothing was trained"
             )

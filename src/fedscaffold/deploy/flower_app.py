@@ -22,7 +22,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedscaffold.deploy.apps import TOML, open_app
+from fedscaffold.deploy.app_files import BUNDLE, unpack_app
+from fedscaffold.deploy.apps import open_app
 from fedscaffold.deploy.client import answer, decline
 from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.schema import Blob, Packet
@@ -208,9 +209,15 @@ def _read_reply(reply: Message) -> Packet | str:
     return from_record(reply.content)
 
 
-def _app_folder() -> Path:
-    """Return the folder on sys.path to which Flower unpacked the app."""
-    return next(Path(place) for place in sys.path if (Path(place) / TOML).is_file())
+def _app_folder(folder: Path, beside: object) -> Path:
+    """Return the folder of the app, unpacked below `folder` from the package that Flower sent.
+
+    Args:
+        folder: Folder of the server or site.
+        beside: Folder with a copy of the app, for files that are too large to be sent; "" for none.
+    """
+    package = next(Path(place) for place in sys.path if (Path(place) / BUNDLE).is_file())
+    return unpack_app(package, folder / "apps", Path(str(beside)) if beside else None)
 
 
 @server_app.main()
@@ -224,7 +231,7 @@ def serve(grid: Grid, context: Context) -> None:
     outcome: dict[str, Any] = {"error": "the server app failed; see its log"}
     with owned(home):
         try:
-            settings, learner = open_app(_app_folder())
+            settings, learner = open_app(_app_folder(home, context.run_config.get("files")))
             server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
             summary = drive(
                 server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds
@@ -249,7 +256,8 @@ def answer_message(message: Message, context: Context) -> Message:
     request = from_record(message.content)
     try:
         with guarded("loading the app", folder, site):
-            settings, learner = open_app(_app_folder())
+            beside = context.node_config.get("files")
+            settings, learner = open_app(_app_folder(folder, beside))
         with guarded("answering", folder, site):
             record = to_record(answer(request, learner, settings, site, folder))
     except Failed as failed:

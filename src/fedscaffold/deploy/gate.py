@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedscaffold.deploy.schema import Array, Blob, Packet, Ranges, Schema, pack, unpack
+from fedscaffold.deploy.schema import Array, Blob, Packet, Ranges, Schema, digest_of, pack, unpack
 from fedscaffold.deploy.settings import Settings
 
 __all__ = [
@@ -206,6 +206,8 @@ def check_greeting(
             raise Refused(
                 "config", f"its {what} differ from the server's; give it the same app and TOML"
             )
+    if read_text(packet.facts, "app") != digest_of(settings.app):
+        raise Refused("config", f"{_other_files(packet, settings)}; give it the same files")
     records, agreed = read_int(packet.facts, "records"), settings.deploy.records.get(site)
     if not 1 <= records <= settings.deploy.max_records:
         raise Refused(
@@ -298,6 +300,18 @@ def _frozen_mismatches(packet: Packet, schema: Schema) -> list[str]:
     return [
         name for i, (name, print_) in enumerate(mine) if item.data[16 * i : 16 * (i + 1)] != print_
     ]
+
+
+def _other_files(packet: Packet, settings: Settings) -> str:
+    """Say which files of the server's app are others at the sender, by its greeting."""
+    item = packet.blobs.get("app") if isinstance(packet.blobs, dict) else None
+    data = item.data if isinstance(item, Blob) and isinstance(item.data, bytes) else b""
+    theirs = {data[i : i + 16] for i in range(0, len(data), 16)}
+    other = [path for path, print_ in settings.app.items() if bytes.fromhex(print_) not in theirs]
+    if not other:
+        return "its app has files that the server's has not"
+    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+    return f"files of its app are missing or not the server's: {', '.join(other[:3])}{more}"
 
 
 def _read_metrics(facts: dict[str, Any]) -> dict[str, float]:

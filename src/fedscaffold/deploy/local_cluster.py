@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import ssl
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
-from fedscaffold.deploy.apps import TOML
+from fedscaffold.deploy.app_files import TOML, pack_app
 from fedscaffold.deploy.processes import (
     descendants,
     end_processes,
@@ -37,7 +36,7 @@ from fedscaffold.deploy.server_loop import Stopped
 from fedscaffold.deploy.settings import load
 from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["SWITCHES", "Federation", "engine_environment", "stage"]
+__all__ = ["SWITCHES", "Federation", "engine_environment"]
 
 RETURN = 70.0  # seconds; Flower still considers a site online that restarts sooner, and refuses it
 HEALTHY = 60.0  # seconds that the link may take to start
@@ -51,24 +50,6 @@ SWITCHES = {
 }
 """Environment of Flower's processes: no telemetry, update checks or package installations."""
 
-PROJECT = """\
-[project]
-name = "federation"
-version = "1.0.0"
-description = "A federation by fedscaffold"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "local"
-
-[tool.flwr.app.components]
-serverapp = "fedscaffold.deploy.flower_app:server_app"
-clientapp = "fedscaffold.deploy.flower_app:client_app"
-
-[tool.flwr.app.config]
-home = ""
-"""
-
 
 def engine_environment(home: Path) -> dict[str, str]:
     """Return the environment of Flower's processes: this one without proxies, and `SWITCHES`."""
@@ -77,16 +58,6 @@ def engine_environment(home: Path) -> dict[str, str]:
     }
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return kept | SWITCHES | {"FLWR_HOME": str(home), "PATH": path}
-
-
-def stage(app: Path, target: Path) -> None:
-    """Copy the app as Flower distributes it: Python files and settings, with a project file."""
-    shutil.rmtree(target, ignore_errors=True)
-    make_folder(target, private=True)
-    for path in sorted(app.iterdir()):
-        if path.name == TOML or (path.suffix == ".py" and not path.name.startswith("test_")):
-            shutil.copy(path, target / path.name)
-    (target / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
 
 
 class Federation:
@@ -125,7 +96,7 @@ class Federation:
         for stale in self.home.glob("link.db*"):
             stale.unlink()
         self._make_keys()
-        stage(self.app, self.home / "app")
+        pack_app(self.app, self.home / "app")
         connection = (
             f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.secrets / "ca.crt"}"\n'
         )
@@ -200,7 +171,7 @@ class Federation:
         ]
         trust = ["--root-certificates", self.secrets / "ca.crt"]
         trust += ["--auth-supernode-private-key", self.secrets / f"{site}.key"]
-        config = f'site="{site}" folder="{folder}"'
+        config = f'site="{site}" folder="{folder}" files="{self.app}"'
         self._start(f"site-{site}", ["flower-supernode", *place, *trust, "--node-config", config])
 
     def submit(self) -> str:
@@ -209,7 +180,7 @@ class Federation:
         if status.exists():
             self.gone.add(json.loads(status.read_text(encoding="utf-8"))["pid"])
         words = ["flwr", "run", str(self.home / "app"), "local", "--format", "json"]
-        words += ["--run-config", f'home="{self.home / "server"}"']
+        words += ["--run-config", f'home="{self.home / "server"}" files="{self.app}"']
         limits: dict[str, Any] = {"timeout": 120, "umask": PRIVATE}
         done = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, check=False, **limits

@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
-from fedscaffold.deploy.apps import TOML, open_app
-from fedscaffold.deploy.local_cluster import SWITCHES, stage
+from fedscaffold.deploy.app_files import TOML, copy_app
+from fedscaffold.deploy.apps import open_app
+from fedscaffold.deploy.local_cluster import SWITCHES
 from fedscaffold.deploy.settings import load
 from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
@@ -113,7 +114,7 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     keys.make_server(authority, hub, [server, *({"localhost", "127.0.0.1"} - {server})], days)
     _copy(authority / "ca.crt", hub / "ca.crt")
     keys.make_secret(hub / "superexec.secret")
-    stage(app, hub / "app")
+    copy_app(app, hub / "app")
     for site in sites:
         _site_folder(out / site, site, app, server, port, authority, hub, str(data.get(site, "")))
     _server_folder(hub, port, sites)
@@ -198,7 +199,7 @@ def _site_folder(
     _copy(authority / "ca.crt", folder / "ca.crt")
     keys.make_site_key(folder / "site.key", folder / "site.pub")
     _copy(folder / "site.pub", hub / "keys" / f"{site}.pub")
-    stage(app, folder / "app")
+    copy_app(app, folder / "app")
     facts: dict[str, Any] = {"site": site, "server": server, "port": port}
     write_private(folder / "site.json", json.dumps(facts, indent=1) + "\n")
     given = f"export FEDSCAFFOLD_DATA={shlex.quote(data)}\n" if data else ""
@@ -207,7 +208,7 @@ def _site_folder(
         f'exec flower-supernode --superlink "{server}:{port}" --root-certificates ca.crt \\\n'
         f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port "
         f"${{FEDSCAFFOLD_PORT:-9094}} \\\n"
-        f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\""\n'
+        f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\" files=\\"$here/app\\""\n'
     )
     _script(folder / "start.sh", start)
     unit = UNIT.format(
@@ -239,7 +240,9 @@ def _server_folder(hub: Path, port: int, sites: tuple[str, ...]) -> None:
     )
     run = (
         "# starts the run, or goes on with the one in run/ after a crash\n"
-        'flwr run app hub --run-config "home=\\"$here/run\\"" --format json\n'
+        "python3 -m fedscaffold.deploy.app_files app package\n"
+        'flwr run package hub --run-config "home=\\"$here/run\\" files=\\"$here/app\\"" '
+        "--format json\n"
     )
     _script(hub / "start-link.sh", link)
     _script(hub / "start-executor.sh", executor)

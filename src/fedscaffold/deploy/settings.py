@@ -140,6 +140,8 @@ class Deploy(NamedTuple):
     records: dict[str, int] = {}  # noqa: RUF012 (never changed)
     """Numbers of records confirmed by the operator; other sites are held to the first number they
     register."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of files and folders beside app.py that are not part of the app."""
 
 
 class Settings(NamedTuple):
@@ -154,6 +156,9 @@ class Settings(NamedTuple):
     local: Local = Local(epochs=1)
     cohort: float | int = 1.0
     deploy: Deploy = Deploy()
+    app: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    """Digests of the app's files by path, which the server and all sites must share; not a key of
+    the TOML, and {} without an app."""
 
     @property
     def digest(self) -> str:
@@ -216,7 +221,7 @@ def _why_not_deployed(algorithm: Algorithm) -> str | None:
 
 def _build_settings(table: dict[str, Any]) -> Settings:
     """Build the settings from the tables of a file; raise `InputError` on the first mistake."""
-    _check_keys(table, (*Settings._fields,), "")
+    _check_keys(table, tuple(name for name in Settings._fields if name != "app"), "")
     local = _table(table, "local", Local._fields)
     deploy = _table(table, "deploy", Deploy._fields)
     cohort = _table(table, "cohort", ("size",))
@@ -299,7 +304,12 @@ def _deploy(table: dict[str, Any]) -> Deploy:
             "otherwise"
         )
     given = Deploy()._asdict() | table
-    clip, records = given["clip"], given["records"]
+    clip, records, exclude = given["clip"], given["records"], given["exclude"]
+    if not isinstance(exclude, (list, tuple)) or not all(isinstance(e, str) for e in exclude):
+        raise InputError(
+            f'deploy.exclude must be a list of patterns such as ["data"], got '
+            f"{checks.shown(exclude)}"
+        )
     if not isinstance(records, dict):
         raise InputError(
             f"deploy.records must be a table, written [deploy.records], got {checks.shown(records)}"
@@ -318,6 +328,7 @@ def _deploy(table: dict[str, Any]) -> Deploy:
         records={
             site: checks.whole(f"deploy.records.{site}", number) for site, number in records.items()
         },
+        exclude=tuple(exclude),
     )
 
 
