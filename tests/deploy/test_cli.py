@@ -119,6 +119,65 @@ def test_a_new_jax_app_runs_in_the_simulator_too_and_leaves_its_model(fedscaffol
         assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
 
 
+TORCH = """
+import torch
+from layers import Normed
+
+from fedscaffold.deploy import TorchLearner
+
+
+def data(site):
+    made = torch.Generator().manual_seed(len(site))
+    return {"x": torch.randn(len(site), 3, generator=made), "y": torch.ones(len(site), 1)}
+
+
+def loss(module, batch):
+    return ((module(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def learner(settings):
+    return TorchLearner(Normed, loss, data, precision=settings.precision)
+"""
+LAYERS = """
+from torch import nn
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_a_torch_app_with_a_module_beside_it_is_the_same_in_the_simulator(
+    buffers, fedscaffold, tmp_path
+):
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "app.py").write_text(TORCH)
+    (app / "layers.py").write_text(LAYERS)
+    (app / "federation.toml").write_text(
+        "rounds = 4\nprecision = 'float64'\n"
+        f"[local]\nsteps = 3\nlr = {{ 1 = 0.1, 3 = 0.02 }}\nbuffers = '{buffers}'\n"
+        "[deploy]\nsites = ['northern', 'southwest', 'east']\n"
+    )
+    for engine in ("in-process", "simulator"):
+        done = fedscaffold("deploy", "simulate", "app", "--out", engine, "--engine", engine)
+        assert done.returncode == 0, done.stderr
+    deployed, simulated = (
+        load_file(tmp_path / engine / "model.safetensors") for engine in ("in-process", "simulator")
+    )
+    assert deployed.keys() == simulated.keys()
+    trained = [name for name in deployed if "running" not in name and "num" not in name]
+    for name in deployed if buffers == "average" else trained:
+        np.testing.assert_allclose(simulated[name], deployed[name], rtol=0, atol=1e-12)
+    text = (app / "federation.toml").read_text()
+    (app / "federation.toml").write_text(text.replace("steps = 3", "steps = 3\nclip_norm = 1.0"))
+    refused = fedscaffold("deploy", "simulate", "app", "--out", "other", "--engine", "simulator")
+    assert (refused.returncode, "no local.clip_norm" in refused.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -70,7 +70,7 @@ def simulate(
     engine: Annotated[
         str,
         typer.Option(
-            help="in-process: the deployed code without a network; simulator: JAX apps in our simulator."
+            help="in-process: the deployed code without a network; simulator: the app in our simulator."
         ),
     ] = "in-process",
     allow_missing: Missing = False,
@@ -331,25 +331,34 @@ def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json
 
 
 def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> int:
-    """Run a JAX app in the simulator, with the same loss, start, data, algorithm and settings."""
+    """Run an app in the simulator, with the same loss, start, data, algorithm and settings."""
     from fedscaffold.algorithms import make
     from fedscaffold.deploy.apps import open_app
     from fedscaffold.deploy.server_loop import write_model
     from fedscaffold.state.files import write_private
 
     settings, learner = open_app(folder)
-    if not hasattr(learner, "params"):
-        raise InputError("the simulator runs JAX apps; for torch use --engine in-process")
+    from fedscaffold import problems
     from fedscaffold.problems import Problem
     from fedscaffold.simulation import simulate as run
 
     one: Any = learner
-    problem = Problem(one.loss, one.params, [one.data(site) for site in settings.deploy.sites])
     local = settings.local
-    if local.optimizer != "sgd":
-        raise InputError(
-            f"--engine simulator takes local.optimizer = 'sgd', got {local.optimizer!r}"
+    for name, value in (("optimizer", "sgd"), ("clip_norm", None), ("drop_last", False)):
+        if getattr(local, name) != value:
+            raise InputError(
+                f"--engine simulator takes no local.{name} = {getattr(local, name)!r}; use "
+                "--engine in-process"
+            )
+    problem: Problem
+    if hasattr(learner, "module"):
+        problem = problems.torch(
+            one.module, one.loss, [one.data(site) for site in settings.deploy.sites]
         )
+    elif hasattr(learner, "params"):
+        problem = Problem(one.loss, one.params, [one.data(site) for site in settings.deploy.sites])
+    else:
+        raise InputError("the simulator runs torch and JAX apps; use --engine in-process")
     with _new_folder(out, folder, "simulator"):
         done = run(
             make(**settings.algorithm),
@@ -357,13 +366,14 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
             rounds=_rounds(settings, rounds),
             local_steps=local.steps,
             local_epochs=local.epochs,
-            lr=local.lr,
+            lr=(lambda round: local.at(round).lr) if local.schedule else local.lr,
             cohort=settings.cohort,
             batch_size=local.batch_size,
             draw=local.draw,
             weights=settings.weights,
             seed=settings.seed,
             precision=settings.precision,
+            buffers=local.buffers,
         )
         values = zip(*(column.tolist() for column in done.history.values()), strict=True)
         rows = [plain(dict(zip(done.history, row, strict=True))) for row in values]
@@ -371,7 +381,8 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
             out / "metrics.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
         )
         model, facts = out / "model.safetensors", {"round": str(len(rows)), "run": done.digest}
-        write_model(model, learner.schema.filed(done.vector, {}), facts)
+        kept = {**learner.buffers, **(done.state or {})}
+        write_model(model, learner.schema.filed(done.vector, kept), facts)
     last = {name: column[-1].item() for name, column in done.history.items()}
     answer = {"rounds": done.rounds, "residual": done.residual, "last": last, "digest": done.digest}
     said = [

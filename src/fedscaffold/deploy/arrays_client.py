@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm, reference
-from fedscaffold.algorithms.round import work_of
+from fedscaffold.algorithms.round import each, work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.client import Site, Trained, Work
+from fedscaffold.deploy.errors import Hint
 from fedscaffold.deploy.schema import Array, Schema
 from fedscaffold.deploy.settings import Local
 
@@ -71,7 +72,14 @@ class ArraysLearner:
 
         def gradient(y: Array, rows: Array | None, step: int | None) -> Array:
             batch = records if rows is None else tuple(a[rows] for a in records)
-            return self.schema.flatten(self.gradient(self.schema.unflatten(y), batch))
+            made = self.gradient(self.schema.unflatten(y), batch)
+            for key, shape in zip(self.schema.names, self.schema.shapes, strict=True):
+                if np.shape(made[key]) != shape:
+                    raise InputError(
+                        f"gradient(params, batch)[{key!r}] has shape {np.shape(made[key])} at "
+                        f"{name} where the model has {shape}"
+                    )
+            return self.schema.flatten(made)
 
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
             functions = {"loss": self.loss, "accuracy": self.accuracy}
@@ -108,6 +116,9 @@ def descend(work: Work, records: int, gradient: Gradient) -> Trained:
         raise InputError(
             f'local.optimizer = "{local.optimizer}" is for torch apps; take sgd, momentum or adam'
         )
+    advance = optimizers[local.optimizer]
+    if local.clip_norm is not None:
+        advance = _clipped(local.clip_norm, advance or (lambda d, lr: each(lambda v: lr * v, d)))
     batches = list(enumerate(draw_batches(work.algorithm, local, records, work.seed)))
     walk = reference.descend(
         work.algorithm,
@@ -117,26 +128,55 @@ def descend(work: Work, records: int, gradient: Gradient) -> Trained:
         work.shift,
         lrs=[local.lr] * len(batches),
         batches=batches,
-        advance=optimizers[local.optimizer],
+        advance=advance,
         whole=lambda y: gradient(y, None, None),
     )
     return Trained(walk, len(batches))
 
 
-def draw_batches(algorithm: Algorithm, local: Local, records: int, seed: int) -> Iterator[Any]:
-    """Yield the row indices of each local step's batch; None for all records.
+def _clipped(most: float, advance: reference.Advance) -> reference.Advance:
+    """Return an optimiser that is given each direction scaled to a norm of at most `most`."""
+
+    def clip(d: Array) -> Array:
+        norm = float(np.linalg.norm(d))
+        return d if norm <= most else d * (most / norm)
+
+    return lambda d, lr: advance(each(clip, d), lr)
+
+
+def draw_batches(
+    algorithm: Algorithm, local: Local, records: int, seed: int, accumulate: int = 1
+) -> Iterator[Any]:
+    """Yield the row indices of each local step; None for all records.
+
+    Args:
+        algorithm: The algorithm, which may ask for other steps or batches.
+        local: The settings of local training.
+        records: Number of the site's records.
+        seed: Seed of the site's draws in the round.
+        accumulate: Number of batches that a step takes together.
 
     >>> from fedscaffold.algorithms import fedavg, sgd
     >>> [rows.tolist() for rows in draw_batches(fedavg(), Local(epochs=1, batch_size=2), 4, seed=0)]
     [[..., ...], [..., ...]]
     >>> list(draw_batches(sgd(), Local(epochs=1, batch_size=2), 4, seed=0))
     [None]
+    >>> dropped = Local(epochs=1, batch_size=2, drop_last=True)
+    >>> [len(rows) for rows in draw_batches(fedavg(), dropped, 5, seed=0)]
+    [2, 2]
     """
-    per_epoch = -(-records // (local.rows(records) or records))
-    asked = local.steps if local.steps is not None else (local.epochs or 1) * per_epoch
-    steps, batch, _ = work_of(algorithm, asked, local.rows(records))
-    per_epoch = -(-records // (batch or records))
+    size = local.rows(records)
     shuffle = local.draw == "shuffle" or (local.draw == "auto" and local.steps is None)
+    used, largest = records, None
+    if size is not None:
+        used -= records % size if local.drop_last and shuffle else 0
+        largest = size * accumulate
+    per_epoch = -(-used // (largest or records))
+    asked = local.steps if local.steps is not None else (local.epochs or 1) * max(1, per_epoch)
+    steps, batch, _ = work_of(algorithm, asked, largest)
+    if size is not None and batch is not None and used == 0:
+        raise Hint("too few", records=records, batch=size)
+    per_epoch = -(-used // (batch or records))
     random = np.random.default_rng(seed)
     order = np.arange(0)
     for k in range(steps):
@@ -144,7 +184,7 @@ def draw_batches(algorithm: Algorithm, local: Local, records: int, seed: int) ->
             yield None
         elif shuffle:
             if k % per_epoch == 0:
-                order = random.permutation(records)
+                order = random.permutation(records)[:used]
             at = k % per_epoch * batch
             yield order[at : at + batch]
         else:

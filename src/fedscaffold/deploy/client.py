@@ -67,6 +67,8 @@ class Work(NamedTuple):
     buffers: dict[str, Array]
     own: Record = None
     """The site's private state, which is never sent; None where the algorithm has none."""
+    round: int = 1
+    """The round, counted from 1; `local` has its step size."""
 
     @property
     def start(self) -> Any:
@@ -76,7 +78,7 @@ class Work(NamedTuple):
     @property
     def collect(self) -> bool:
         """Whether the learner must sum the directions, as x - y does not give their mean."""
-        return "d" in exchange(self.algorithm).reads and self.local.optimizer != "sgd"
+        return "d" in exchange(self.algorithm).reads and not self.local.plain
 
     @property
     def at_x(self) -> bool:
@@ -137,7 +139,7 @@ def make_walk(
     made: dict[str, Callable[[], Any]] = {"gradient": lambda: gradient} if work.at_x else {}
     if work.collect:
         made["d"] = lambda: d
-    elif work.local.optimizer == "sgd":
+    elif work.local.plain:
         made["d"] = lambda: travelled(start, y, steps, lr)
     return Walk(x=lambda: x, y=lambda: y, move=lambda: start - y, travel=lambda: steps * lr, **made)
 
@@ -240,7 +242,8 @@ def _reply(
     sent, shift = _read_shift(request, settings, algorithm, x, memory)
     words = f"{settings.seed} {gate.read_int(request.facts, 'round')} {name}"
     seed = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7], "little")
-    work = Work(x, shift, algorithm, settings.local, seed, buffers, own)
+    number = gate.read_int(request.facts, "round")
+    work = Work(x, shift, algorithm, settings.local.at(number), seed, buffers, own, number)
     with guarded("training", folder, name):
         done = site.train(work)
     return _store_and_pack(request, settings, work, done, sent, memory, kept, facts)
@@ -297,7 +300,7 @@ def _store_and_pack(
         raise Refused("implausible", "no local step was performed")
     algorithm, dtype, private = work.algorithm, work.x.dtype, work.algorithm.private
     message, new_own = reply_of(algorithm, done.walk, work.shift, work.own)
-    names = exchange(algorithm).sent(settings.local.optimizer == "sgd")
+    names = exchange(algorithm).sent(work.local.plain)
     arrays = {name: pack(np.asarray(getattr(message, name), dtype), private) for name in names}
     facts |= {"steps": done.steps, "memory": "", "own": ""}
     if algorithm.own is not None:
@@ -307,7 +310,7 @@ def _store_and_pack(
         decoded = {name: unpack(array, private, work.x.size) for name, array in arrays.items()}
         with np.errstate(over="ignore", invalid="ignore"):
             # as the server decodes it
-            counted = message_of(algorithm, decoded, done.steps * settings.local.lr)
+            counted = message_of(algorithm, decoded, done.steps * work.local.lr)
             new = cast(update_memory(algorithm, sent, memory, counted), dtype)
         facts["memory"] = save_record(kept, memory if request.facts["expect"] else None, new)
     if settings.local.buffers == "average":

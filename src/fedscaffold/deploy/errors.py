@@ -21,10 +21,38 @@ from fedscaffold.checks import InputError
 from fedscaffold.state import StateError
 from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["FOLDER", "Failed", "guarded", "public_type_of"]
+__all__ = ["FOLDER", "HINTS", "Failed", "Hint", "guarded", "public_type_of"]
 
 FOLDER = "errors"
 MOST_KEPT = 200  # log files per site; the oldest are deleted
+
+
+HINTS = {
+    "one record": "step {step} has a batch of one record, on which batch normalisation cannot be "
+    "trained: set local.drop_last = true, or a local.batch_size that leaves no such batch",
+    "too few": "its {records} records are fewer than a batch of {batch}, and local.drop_last leaves "
+    "such batches out: take a smaller local.batch_size",
+    "no batch": "its DataLoader makes no batch of its {records} records: take a smaller batch_size, "
+    "or drop_last=False",
+}
+"""Sentences that may leave a site, with whole numbers to fill in."""
+
+
+class Hint(InputError):
+    """An error of local training that the site may explain: a sentence of `HINTS`.
+
+    >>> Hint("too few", records=3, batch=8).sentence.partition(",")[0]
+    'its 3 records are fewer than a batch of 8'
+    """
+
+    def __init__(self, name: str, **numbers: int) -> None:
+        self.name, self.numbers = name, numbers
+        super().__init__(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """The sentence; it can hold nothing else, whoever raised the error."""
+        return HINTS[self.name].format(**{name: int(n) for name, n in self.numbers.items()})
 
 
 class Failed(RuntimeError):
@@ -50,8 +78,9 @@ def guarded(
         raise
     except BaseException as error:  # including SystemExit
         where = _write_error(doing, folder, site, error)
+        said = error.sentence if type(error) is Hint else public_type_of(error)
         raise Failed(
-            f"{doing} failed: {public_type_of(error)} ({where})"
+            f"{doing} failed: {said} ({where})"
         ) from None  # keeps the error out of tracebacks
 
 

@@ -165,6 +165,8 @@ class Server:
         self.declined: dict[str, str] = {}
         for warning in kept.warnings:
             self.audit.write("fallback", note=warning)
+        for change in kept.changes:
+            self.audit.write("settings", round=kept.state.round, note=change)
         self.state, self.run, self.generation = kept.state, kept.run, kept.generation
         self.residual = (
             aggregation.residual(self.algorithm, self.state) if self.server_keeps else None
@@ -508,7 +510,7 @@ class Server:
             schema=self.schema,
             records=member.records,
             most_steps=self._most_steps(member.records),
-            lr=self.settings.local.lr,
+            lr=self.settings.local.at(number).lr,
             private=private,
         )
         return Packet(facts, blobs), asked
@@ -540,7 +542,7 @@ class Server:
             return memory
         if kind == "evaluate":
             return {}
-        sent = exchange(self.algorithm).sent(self.settings.local.optimizer == "sgd")
+        sent = exchange(self.algorithm).sent(self.settings.local.plain)
         return dict.fromkeys(sent, self.state.x)
 
     def _most_steps(self, records: int) -> int:
@@ -616,7 +618,7 @@ class Server:
             )
         clip, most = self.settings.deploy.clip, update.travel
         if exchange(self.algorithm).travel:  # scaled per step, by others' steps
-            most = self.settings.local.lr * max(
+            most = self.settings.local.at(self.state.round + 1).lr * max(
                 asked.most_steps for asked in current.asked.values()
             )
         measured = aggregation.measure(update, self.algorithm, self.state.told, most, clip)

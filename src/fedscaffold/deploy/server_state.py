@@ -11,8 +11,8 @@ from fedscaffold.algorithms import Algorithm, make
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.aggregation import Member, State
 from fedscaffold.deploy.audit import Head
-from fedscaffold.deploy.schema import Array, Schema
-from fedscaffold.deploy.settings import Settings
+from fedscaffold.deploy.schema import Array, Schema, digest_of
+from fedscaffold.deploy.settings import Local, Settings
 from fedscaffold.parsing import format_of
 from fedscaffold.state import Snapshot, StateError, commit, latest
 
@@ -35,6 +35,8 @@ class SavedState(NamedTuple):
     """Head of the audit log; None in states written before it was stored."""
     means: tuple[tuple[str, str], ...] = ()
     """The algorithm's `means`: (server field, memory field) pairs."""
+    changes: tuple[str, ...] = ()
+    """What is allowed to differ from the run before, and does, one sentence each."""
 
 
 def save_state(folder: Path, kept: SavedState, settings: Settings, schema: Schema) -> int:
@@ -55,6 +57,9 @@ def save_state(folder: Path, kept: SavedState, settings: Settings, schema: Schem
         "scale": state.scale,
         "resync": kept.resync,
         "settings": settings.digest,
+        "settings but lr": settings.digest_but_lr,
+        "lr": [list(row) for row in settings.local.schedule or ((1, settings.local.lr),)],
+        "app": digest_of(settings.app),
         "schema": schema.digest,
         "roster": {site: member._asdict() for site, member in state.roster.items()},
         "audit": None if kept.audit is None else list(kept.audit),
@@ -72,14 +77,43 @@ def load_state(folder: Path, settings: Settings, schema: Schema) -> SavedState |
     snapshot = latest(folder)
     if snapshot is None:
         return None
+    facts, changes = snapshot.facts, []
     for what, mine in (("schema", schema.digest), ("settings", settings.digest)):
-        if snapshot.facts[what] != mine:
-            name = "model" if what == "schema" else "algorithm or local settings"
-            raise InputError(
-                f"the state in {folder} belongs to another {name}; take another folder or put "
-                "them back"
-            )
-    return _decode_snapshot(snapshot, make(**settings.algorithm))
+        if facts[what] == mine:
+            continue
+        if what == "settings" and facts.get("settings but lr") == settings.digest_but_lr:
+            changes += _changed_lr(folder, facts["lr"], facts["round"], settings.local)
+            continue
+        name = "model" if what == "schema" else "algorithm or local settings"
+        raise InputError(
+            f"the state in {folder} belongs to another {name}; take another folder or put them back"
+        )
+    if facts.get("app", digest_of(settings.app)) != digest_of(settings.app):
+        changes.append(f"files of the app changed after round {facts['round']}")
+    return _decode_snapshot(snapshot, make(**settings.algorithm))._replace(changes=tuple(changes))
+
+
+def _changed_lr(folder: Path, before: list[list[Any]], round: int, now: Local) -> list[str]:
+    """Say which step sizes later rounds have, if others than before; raise if past rounds differ."""
+    old = Local(schedule=tuple((begin, lr) for begin, lr in before))
+    new = now if now.schedule else now._replace(schedule=((1, now.lr),))
+    starts = {begin for begin, _ in (*old.schedule, *new.schedule)}
+    if any(old.at(r).lr != new.at(r).lr for r in starts if r <= round):
+        kept = old._replace(schedule=tuple(row for row in old.schedule if row[0] <= round))
+        wanted = new.at(round + 1).lr
+        more = kept._replace(schedule=(*kept.schedule, (round + 1, wanted)))
+        raise InputError(
+            f"the state in {folder} has {round} rounds with local.lr = {old.at(round).lr}; to go "
+            f"on with {wanted}, write lr = {_written(more)}"
+        )
+    if old.schedule == new.schedule:
+        return []
+    return [f"after round {round} local.lr is {_written(new)}, where it was {_written(old)}"]
+
+
+def _written(local: Local) -> str:
+    """Return the step sizes by rounds as the settings have them."""
+    return f"{{ {', '.join(f'{begin} = {lr}' for begin, lr in local.schedule)} }}"
 
 
 def peek_state(folder: Path) -> SavedState | None:

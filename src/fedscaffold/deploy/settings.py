@@ -9,7 +9,7 @@
     [local]
     epochs = 1                   # or steps
     batch_size = 32
-    lr = 0.1
+    lr = 0.1                     # or by rounds: { 1 = 0.1, 50 = 0.01 }
     [cohort]
     size = 1.0
     [deploy]
@@ -59,6 +59,7 @@ DEPLOYABLE = {
     "private",
 }
 FORMAT = 1
+KEYS_AT_FIRST = 8  # keys of [local] in version 0.1.0
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 REASONS = {
     "everyone": "it needs every client in every round, and sites may be absent",
@@ -107,6 +108,26 @@ class Local(NamedTuple):
     momentum: float = 0.9
     buffers: str = "average"
     """Buffers such as BatchNorm's running means: "average" over the clients, or "local" to each."""
+    drop_last: bool = False
+    """Whether an epoch's last batch is left out where it is incomplete."""
+    clip_norm: float | None = None
+    """Largest norm of the direction of a local step, which is scaled down to it."""
+    schedule: tuple[tuple[int, float], ...] = ()
+    """(round, lr) where local.lr is a table: the step size from that round on."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the steps are plain SGD of one size, so that the move gives the mean direction."""
+        return self.optimizer == "sgd" and self.clip_norm is None
+
+    def at(self, round: int) -> Local:
+        """Return the settings of a round, counted from 1, with its step size.
+
+        >>> Local(lr=0.1, schedule=((1, 0.1), (3, 0.02))).at(5).lr
+        0.02
+        """
+        lrs = [lr for begin, lr in self.schedule if begin <= round]
+        return self._replace(lr=lrs[-1]) if lrs else self
 
     def rows(self, records: int) -> int | None:
         """Return the number of records in a batch; None where the settings give no batch size.
@@ -163,9 +184,19 @@ class Settings(NamedTuple):
     @property
     def digest(self) -> str:
         """Digest of the settings that affect a client's computation, which all must share."""
-        return digest_of(
-            [self.seed, self.precision, self.algorithm, list(self.local), self.deploy.state]
-        )
+        return self._digest(self.local)
+
+    @property
+    def digest_but_lr(self) -> str:
+        """Digest of the same without the step size."""
+        return self._digest(self.local._replace(lr=0.0, schedule=()))
+
+    def _digest(self, local: Local) -> str:
+        # keys that 0.1.0 did not have count where they are set, so that its states are read
+        old, new = list(local)[:KEYS_AT_FIRST], dict(list(local._asdict().items())[KEYS_AT_FIRST:])
+        set_ = {k: v for k, v in new.items() if v != Local._field_defaults[k]}
+        words = [self.seed, self.precision, self.algorithm, old, self.deploy.state]
+        return digest_of([*words, set_] if set_ else words)
 
 
 def load(path: Path | str) -> Settings:
@@ -222,7 +253,7 @@ def _why_not_deployed(algorithm: Algorithm) -> str | None:
 def _build_settings(table: dict[str, Any]) -> Settings:
     """Build the settings from the tables of a file; raise `InputError` on the first mistake."""
     _check_keys(table, tuple(name for name in Settings._fields if name != "app"), "")
-    local = _table(table, "local", Local._fields)
+    local = _table(table, "local", tuple(n for n in Local._fields if n != "schedule"))
     deploy = _table(table, "deploy", Deploy._fields)
     cohort = _table(table, "cohort", ("size",))
     algorithm = {"name": "scaffold", **_table(table, "algorithm", None)}
@@ -240,8 +271,10 @@ def _build_settings(table: dict[str, Any]) -> Settings:
     if refused := _why_not_deployed(method):
         raise InputError(f"{method.name} cannot be deployed: {refused}; simulate it instead")
     for condition, why in method.needs:
-        if condition in PLAIN and settings.local.optimizer != "sgd":
-            raise InputError(f"{method.name} needs local.optimizer = 'sgd': it {why}")
+        if condition in PLAIN and not settings.local.plain:
+            needed = "no local.clip_norm" if settings.local.optimizer == "sgd" else "'sgd'"
+            what = f"local.optimizer = {needed}" if needed == "'sgd'" else needed
+            raise InputError(f"{method.name} needs {what}: it {why}")
     if settings.deploy.clip is not None and settings.deploy.state == "client":
         raise InputError(
             'deploy.clip needs deploy.state = "server": a client that was clipped must know it'
@@ -257,6 +290,8 @@ def _read(table: dict[str, Any], key: str) -> Any:
 
 def _local(table: dict[str, Any]) -> Local:
     """Read the table `[local]`."""
+    schedule = _schedule(table["lr"]) if isinstance(table.get("lr"), dict) else ()
+    table = table | {"lr": schedule[0][1]} if schedule else table
     shared = ("steps", "epochs", "batch_size", "lr", "draw", "momentum")
     given = {name: _read(table, f"local.{name}") for name in shared}
     if given["steps"] is not None and given["epochs"] is not None:
@@ -272,13 +307,42 @@ def _local(table: dict[str, Any]) -> Local:
             f"a deployment does not take local.lr = {given['lr']!r}; give a number above 0"
         )
     optimizer = table.get("optimizer", KEYS["local.optimizer"].default)
+    drop_last, clip_norm = table.get("drop_last", False), table.get("clip_norm")
+    if not isinstance(drop_last, bool):
+        raise InputError(f"local.drop_last must be true or false, got {checks.shown(drop_last)}")
+    if drop_last and given["batch_size"] is None:
+        raise InputError("local.drop_last needs local.batch_size; a DataLoader has its own")
     return Local(
         **given,
         optimizer=checks.choice("local.optimizer", optimizer, OPTIMIZERS),
         buffers=checks.choice(
             "local.buffers", table.get("buffers", "average"), ("average", "local")
         ),
+        drop_last=drop_last,
+        clip_norm=None
+        if clip_norm is None
+        else checks.number("local.clip_norm", clip_norm, above=0),
+        schedule=schedule,
     )
+
+
+def _schedule(table: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Read a table of step sizes by the round from which on they are used."""
+    rows = []
+    for begin, lr in table.items():
+        if not begin.isascii() or not begin.isdigit():
+            raise InputError(
+                "local.lr must be a number, or a table of rounds such as { 1 = 0.1, 50 = 0.01 }, "
+                f"got {begin!r} for a round"
+            )
+        rows.append((int(begin), checks.number(f"local.lr of round {begin}", lr, above=0)))
+    rows.sort()
+    if not rows or rows[0][0] != 1 or len({begin for begin, _ in rows}) < len(rows):
+        raise InputError(
+            "local.lr as a table of rounds must name each once and begin with round 1, as in "
+            f"{{ 1 = 0.1, 50 = 0.01 }}, got {checks.shown(table)}"
+        )
+    return tuple(rows)
 
 
 def _deploy(table: dict[str, Any]) -> Deploy:

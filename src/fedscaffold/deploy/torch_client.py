@@ -4,8 +4,8 @@
         return TorchLearner(model, loss, data, precision=settings.precision)
 
 `model()` creates the module. `loss(module, batch)` returns the mean loss over a batch, or None to
-skip it. `data(site)` returns the site's records: a tuple of tensors or a `Dataset`, batched by the
-settings, or a `DataLoader`, used as is.
+skip it. `data(site)` returns the site's records: tensors (a tuple, a dict, nested) or a `Dataset`,
+batched by the settings, or a `DataLoader`, used as is (`torch_data`).
 
 The local model is one flat vector y; each step adds the flat shift to the flat gradient, for all
 layers at once. After every backward pass the gradients are copied from the parameters, and after
@@ -19,19 +19,29 @@ optimiser performed count: one that a `GradScaler` skipped is left out of the me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
-from fedscaffold.algorithms.round import each, work_of
+from fedscaffold import checks
+from fedscaffold.algorithms.round import each
 from fedscaffold.checks import InputError, one_number
-from fedscaffold.deploy.arrays_client import draw_batches
 from fedscaffold.deploy.client import Site, Trained, Work, make_walk
+from fedscaffold.deploy.errors import Hint
 from fedscaffold.deploy.schema import Array, Schema, fingerprint
-from fedscaffold.deploy.settings import Local
+from fedscaffold.deploy.torch_data import Part, Records, move, open_records
 
 __all__ = ["TorchLearner"]
+
+log = logging.getLogger("fedscaffold")
+CHUNK = 256  # records of a batch where the mean over batches is taken
+COMPARED = 24  # records on which a function is compared with the mean over pairs of them
+ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's words
 
 Module: TypeAlias = Any
 Tensor: TypeAlias = Any
@@ -56,8 +66,11 @@ class TorchLearner:
         *,
         metrics: Callable[[Module, Batch], dict[str, float]] | None = None,
         test: Callable[[str], Any] | None = None,
-        optimizer: Callable[[Module], Any] | None = None,
+        optimizer: Callable[..., Any] | None = None,
         scaler: Callable[[], Any] | None = None,
+        accumulate: int = 1,
+        coupled: bool | None = None,
+        evaluation_batch: int = CHUNK,
         precision: str = "float32",
         device: str = "auto",
         seed: int = 0,
@@ -73,8 +86,15 @@ class TorchLearner:
                 mode.
             test: site -> the records to evaluate on; `data` by default.
             optimizer: module -> a torch optimiser, created anew every round; used with
-                `local.optimizer = "own"`.
+                `local.optimizer = "own"`. It may take `lr`, the step size of the round, and
+                `round`, from 1, by these names, and may return a pair of the optimiser and a
+                scheduler, whose `step()` is called after every local step.
             scaler: creates a `torch.amp.GradScaler` for mixed precision (use autocast in `loss`).
+            accumulate: number of batches of a local step, whose gradient is the mean over their
+                records.
+            coupled: whether the loss or a metric is no mean over records; then all records are
+                measured at once. By default it is compared on some records.
+            evaluation_batch: number of records that are measured at once otherwise.
             precision: float32 or float64.
             device: cpu, cuda, cuda:1 ... or auto.
             seed: seed of the initial model.
@@ -83,6 +103,9 @@ class TorchLearner:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.loss, self.data, self.test, self.metrics = loss, data, test or data, metrics
         self.optimizer, self.scaler, self.device = optimizer, scaler, torch.device(device)
+        self.accumulate = checks.whole("accumulate", accumulate)
+        self.evaluation_batch = checks.whole("evaluation_batch", evaluation_batch)
+        self.coupled = coupled
         self.dtype = torch.float64 if precision == "float64" else torch.float32
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -107,15 +130,18 @@ class TorchLearner:
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
-        records = self.data(name)
-        number = _count_records(records)
-        if number < 1:
-            raise InputError(f"{name} holds no records; every site needs at least one")
+        records = open_records(name, self.data(name))
 
         def train(work: Work) -> Trained:
             return self._train(work, records)
 
-        return Site(number, train, lambda x, buffers: self._evaluate(x, buffers, self.test(name)))
+        def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
+            apart = self.test is not self.data
+            return self._evaluate(
+                x, buffers, open_records(name, self.test(name)) if apart else records
+            )
+
+        return Site(records.number, train, evaluate)
 
     def _read_parameters(self) -> None:
         """Copy the module's parameters into y."""
@@ -156,7 +182,7 @@ class TorchLearner:
                 if name in buffers:
                     now[name].copy_(torch.from_numpy(buffers[name].copy()))
 
-    def _train(self, work: Work, records: Any) -> Trained:
+    def _train(self, work: Work, records: Records) -> Trained:
         """Run the local steps of a round."""
         if isinstance(work.start, tuple):
             raise InputError(
@@ -182,7 +208,7 @@ class TorchLearner:
             self._read_buffers(),
         )
 
-    def _descend(self, work: Work, records: Any) -> tuple[Tensor, int]:
+    def _descend(self, work: Work, records: Records) -> tuple[Tensor, int]:
         """Perform the local steps.
 
         Returns:
@@ -194,7 +220,7 @@ class TorchLearner:
             if work.shift is None
             else each(lambda part: torch.tensor(part, device=self.device), work.shift)
         )
-        optimizer = self._make_optimizer(work.local)
+        optimizer, scheduler = self._make_optimizer(work)
         scaler = None if self.scaler is None else self.scaler()
         total, d, steps = torch.zeros_like(self.y), self.g, 0
 
@@ -205,23 +231,26 @@ class TorchLearner:
                 total.add_(d)
 
         optimizer.register_step_post_hook(performed)
-        for batch in _batches(records, work):
-            scales = None if batch is None else scaler
-            if batch is None:
-                self.g.copy_(self._full_gradient(records))
-            elif not self._gradient(batch, scales):
-                continue
+        for tried, parts in enumerate(records.steps(work, self.accumulate)):
+            scales = None if parts is None else scaler
+            with _telling(tried):
+                if parts is None:
+                    self.g.copy_(self._full_gradient(records))
+                elif not self._mean_gradient(parts, scales):
+                    continue
             if scales is not None:
                 given = self._set_gradients(self.g)
                 scales.unscale_(optimizer)
                 self.g.copy_(torch.cat([grad.reshape(-1) for grad in given.values()]))
             d = work.algorithm.direction(self._batch_gradient, self.y, x, shift)
-            given = self._set_gradients(d)
+            given, before = self._set_gradients(_clipped(d, work.local.clip_norm)), steps
             if scales is None:
                 optimizer.step()
             else:
                 scales.step(optimizer)
                 scales.update()
+            if scheduler is not None and steps > before:
+                scheduler.step()
             self._check_gradients_used(given)
             self._read_parameters()
         return total, steps
@@ -271,7 +300,7 @@ class TorchLearner:
         Returns:
             Whether there is one: False if the loss skips the batch.
         """
-        value = self._loss(_to_device(batch, self.device))
+        value = self._loss(move(batch, self.device, self.dtype))
         if value is None:
             return False
         for parameter in self.trained.values():
@@ -310,48 +339,116 @@ class TorchLearner:
                 "write a constraint as a function in forward, or as torch.nn.utils.parametrize"
             )
 
-    def _full_gradient(self, records: Any) -> Tensor:
-        """Return the mean gradient over all records, accumulated by batch."""
-        total, number = torch.zeros_like(self.g), 0
-        for batch in [records] if isinstance(records, tuple) else _loader(records, 256):
-            if self._gradient(batch):
-                size = _batch_rows(batch)
-                total.add_(self.g, alpha=size)
-                number += size
-        return total / max(number, 1)
+    def _mean_gradient(self, parts: Iterable[Part], scaler: Any = None) -> bool:
+        """Compute the mean gradient over the records of some batches into `self.g`.
 
-    def _make_optimizer(self, local: Local) -> Any:
-        """Create the optimiser of a round: SGD, momentum, Adam, or the app's own."""
+        Returns:
+            Whether there is one: False if the loss skips all batches.
+        """
+        total, number = torch.zeros_like(self.g), 0
+        for batch, rows in parts:
+            if self._gradient(batch, scaler):
+                total.add_(self.g, alpha=rows)
+                number += rows
+                only = rows
+        if number:
+            self.g.copy_(self.g if number == only else total / number)
+        return number > 0
+
+    def _full_gradient(self, records: Records) -> Tensor:
+        """Return the mean gradient over all records: of one batch if they are in memory."""
+        whole = None if records.held is None else [Part(records.held, records.number)]
+        if not self._mean_gradient(whole or records.parts(CHUNK)):
+            self.g.zero_()
+        return self.g.clone()
+
+    def _make_optimizer(self, work: Work) -> tuple[Any, Any]:
+        """Create the optimiser of a round (SGD, momentum, Adam, or the app's own), and a scheduler."""
+        local = work.local
         if local.optimizer == "own":
             if self.optimizer is None:
                 raise InputError(
                     'local.optimizer = "own" needs TorchLearner(..., optimizer=module -> optimiser)'
                 )
-            own = self.optimizer(self.module)
+            taken = inspect.signature(self.optimizer).parameters
+            given = {"lr": local.lr, "round": work.round}
+            own = self.optimizer(
+                self.module, **{name: value for name, value in given.items() if name in taken}
+            )
+            own, scheduler = own if isinstance(own, tuple) and len(own) == 2 else (own, None)
             _check_optimizer(own, self.trained, self.parameters)
-            return own
+            return own, scheduler
         if local.optimizer == "adam":
-            return torch.optim.Adam(self.trained.values(), lr=local.lr)
+            return torch.optim.Adam(self.trained.values(), lr=local.lr), None
         momentum = local.momentum if local.optimizer == "momentum" else 0.0
-        return torch.optim.SGD(self.trained.values(), lr=local.lr, momentum=momentum)
+        return torch.optim.SGD(self.trained.values(), lr=local.lr, momentum=momentum), None
 
-    def _evaluate(self, x: Array, buffers: dict[str, Array], records: Any) -> dict[str, float]:
+    def _evaluate(self, x: Array, buffers: dict[str, Array], records: Records) -> dict[str, float]:
         """Return the means of the loss and the metrics over the records, in eval mode."""
         self._load(x, buffers)
         self.module.eval()
-        sums: dict[str, float] = {}
-        counts: dict[str, int] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)  # fixes the order of a shuffling loader, and so the rounding
-            for batch in [records] if isinstance(records, tuple) else _loader(records, 256):
-                moved, size = _to_device(batch, self.device), _batch_rows(batch)
-                value = self._loss(moved)
-                means = {} if self.metrics is None else dict(self.metrics(self.module, moved))
-                means |= {} if value is None else {"loss": float(value)}
-                for name, mean in means.items():
-                    sums[name] = sums.get(name, 0.0) + size * float(mean)
-                    counts[name] = counts.get(name, 0) + size
+            couples = self._couples(records) if self.coupled is None else self.coupled
+            if couples and records.number > self.evaluation_batch:
+                where = (
+                    "on the batches of its DataLoader" if records.take is None else "all at once"
+                )
+                log.warning(
+                    "the loss or a metric is no mean over records (%s): %d records are measured %s",
+                    couples,
+                    records.number,
+                    where,
+                )
+            size = records.number if couples else self.evaluation_batch
+            return self._means(records.parts(size))
+
+    def _means(self, parts: Iterable[Part]) -> dict[str, float]:
+        """Return the means of the loss and the metrics over the records of some batches."""
+        sums: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for batch, rows in parts:
+            moved = move(batch, self.device, self.dtype)
+            value = self._loss(moved)
+            means = {} if self.metrics is None else dict(self.metrics(self.module, moved))
+            means |= {} if value is None else {"loss": float(value)}
+            for name, mean in means.items():
+                sums[name] = sums.get(name, 0.0) + rows * float(mean)
+                counts[name] = counts.get(name, 0) + rows
         return {name: total / counts[name] for name, total in sums.items()}
+
+    def _couples(self, records: Records) -> str:
+        """Return the first of the loss and metrics that is no mean over records; "" if all are.
+
+        Each is compared, on some records, with its mean over pairs of them; it also counts if that
+        fails.
+        """
+        if records.take is None or records.number <= max(2, self.evaluation_batch):
+            return ""
+        order = np.random.default_rng(0).permutation(records.number)[:COMPARED].tolist()
+        pairs = [order[at : at + 2] for at in range(0, len(order), 2)]
+        whole = self._means([Part(records.take(order), len(order))])
+        try:
+            apart = self._means(Part(records.take(pair), len(pair)) for pair in pairs)
+        except Exception as error:
+            return f"pairs of records fail: {type(error).__name__}"
+        close = float(torch.finfo(self.dtype).eps) ** 0.5
+        for name, value in whole.items():
+            other = apart.get(name, float("nan"))
+            if np.isfinite(value) and not abs(value - other) <= close * max(abs(value), abs(other)):
+                return name
+        return ""
+
+
+@contextlib.contextmanager
+def _telling(step: int) -> Iterator[None]:
+    """Explain torch's error where batch normalisation is given one record; steps count from 0."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith(ONE_RECORD):
+            raise Hint("one record", step=step + 1) from error
+        raise
 
 
 def _check_module(module: Module) -> None:
@@ -409,62 +506,14 @@ def _check_optimizer(optimizer: Any, trained: dict[str, Any], parameters: dict[s
         )
 
 
+def _clipped(d: Tensor, most: float | None) -> Tensor:
+    """Return a direction scaled to a norm of at most `most`."""
+    if most is None or (norm := float(torch.linalg.vector_norm(d))) <= most:
+        return d
+    return d * (most / norm)
+
+
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are bitwise equal, so that NaN equals itself."""
     bits = torch.int64 if a.dtype == torch.float64 else torch.int32
     return a.dtype == b.dtype and bool(torch.equal(a.view(bits), b.view(bits)))
-
-
-def _batches(records: Any, work: Work) -> Iterator[Batch]:
-    """Yield the batches of a round; None stands for all records of a data set or loader."""
-    algorithm, local = work.algorithm, work.local
-    if isinstance(records, tuple):
-        for rows in draw_batches(algorithm, local, len(records[0]), work.seed):
-            yield records if rows is None else tuple(t[torch.from_numpy(rows)] for t in records)
-    elif work_of(algorithm, 1, 1).batch_size is None:  # full batches: one step per epoch
-        for _ in range(work_of(algorithm, local.steps or local.epochs or 1).steps):
-            yield None
-    else:
-        if local.batch_size is not None and isinstance(records, torch.utils.data.DataLoader):
-            raise InputError(
-                "local.batch_size and a DataLoader's own batch size are both given; leave one out"
-            )
-        loader = _loader(records, local.rows(len(records)) or len(records), shuffle=True)
-        asked = local.steps if local.steps is not None else (local.epochs or 1) * len(loader)
-        left = work_of(algorithm, asked, local.batch_size).steps
-        while left > 0:
-            for batch in loader:
-                yield batch
-                left -= 1
-                if left == 0:
-                    return
-
-
-def _loader(records: Any, batch_size: int, shuffle: bool = False) -> Any:
-    """Return a loader of a data set; a loader as it is."""
-    if isinstance(records, torch.utils.data.DataLoader):
-        return records
-    return torch.utils.data.DataLoader(records, batch_size, shuffle)
-
-
-def _count_records(records: Any) -> int:
-    """Return the number of records of a tuple of tensors, a data set or a loader."""
-    if isinstance(records, tuple):
-        return len(records[0])
-    return len(records.dataset if isinstance(records, torch.utils.data.DataLoader) else records)
-
-
-def _to_device(batch: Batch, device: Any) -> Batch:
-    """Move a batch (tensors, or nested tuples, lists and dicts of them) to the device."""
-    if isinstance(batch, dict):
-        return {key: _to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_to_device(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
-
-
-def _batch_rows(batch: Batch) -> int:
-    """Return the number of records in a batch: the length of its first tensor."""
-    if isinstance(batch, dict):
-        return _batch_rows(next(iter(batch.values())))
-    return _batch_rows(batch[0]) if isinstance(batch, (list, tuple)) else len(batch)

@@ -333,6 +333,11 @@ class TracedFunction:
         except InputError:
             raise
         except Exception as error:
+            if "Expected more than 1 value per channel" in str(error):
+                raise InputError(
+                    "batch normalisation cannot be trained on a batch of one record: take a "
+                    "batch_size that leaves no last batch of one, or draw='replacement'"
+                ) from error
             raise InputError(
                 f"torch.export cannot record {self.name}(module, batch): {first_line(error)}; "
                 f"{WAY_OUT}"
