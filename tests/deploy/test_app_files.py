@@ -163,6 +163,16 @@ def test_what_is_no_part_of_the_app_is_left_out(tmp_path):
     }  # fmt: skip
 
 
+def test_an_app_beside_much_data_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST", 10_000)
+    app = write_app(tmp_path / "app")
+    (app / "scans.bin").write_bytes(bytes(20_000))
+    with pytest.raises(InputError, match=r"scans\.bin the largest.*deploy\.exclude"):
+        open_app(app)
+    (app / "federation.toml").write_text(TOML + 'exclude = ["scans.bin"]\n')
+    assert "scans.bin" not in open_app(app)[0].app
+
+
 def test_a_package_is_the_app(tmp_path):
     app = write_app(tmp_path / "app")
     assert files.pack_app(app, tmp_path / "package") == []

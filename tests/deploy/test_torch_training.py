@@ -156,9 +156,11 @@ def test_records_that_cannot_be_counted_are_refused():
         one.site("elk").evaluate(one.start, {})
 
 
-def test_a_loader_that_drops_records_is_measured_on_all():
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_drops_records_is_measured_on_all(workers):
     def loader(site):
-        return DataLoader(TensorDataset(*tensors(site)), 4, shuffle=True, drop_last=True)
+        more = {"shuffle": True, "drop_last": True, "num_workers": workers}
+        return DataLoader(TensorDataset(*tensors(site)), 4, **more)
 
     one = point(data=loader)
     assert one.site("elk").evaluate(one.start, {})["loss"] == pytest.approx(
@@ -187,6 +189,23 @@ def test_evaluation_is_in_batches_and_exact():
     expected = (a * (START - b) ** 2).sum(axis=1).mean() / 2
     assert measured["loss"] == pytest.approx(expected, rel=1e-13)
     assert measured["sign"] == pytest.approx((a[:, 0] > 0.5).mean(), rel=1e-13)
+
+
+def test_a_metric_that_small_batches_do_not_have_is_measured_at_once():
+    rows = 700
+    x, y = torch.randn(rows, 2, dtype=torch.float64), torch.arange(rows) % 50 == 0
+
+    def recall(module, batch):
+        if not batch[1].any():
+            raise ValueError("no such record")
+        return {"recall": (batch[0][batch[1]][:, 0] > 0).double().mean().item()}
+
+    def square(module, batch):
+        return ((module.w - batch[0]) ** 2).mean()
+
+    one = point(square, lambda site: (x, y), metrics=recall)
+    found = one.site("elk").evaluate(one.start, {})["recall"]
+    assert found == pytest.approx((x[y][:, 0] > 0).double().mean().item(), rel=1e-13)
 
 
 @pytest.mark.parametrize("kind", ["tensors", "dataset", "loader"])

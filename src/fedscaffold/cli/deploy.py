@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedscaffold.deploy.server import Outcome
     from fedscaffold.deploy.server_loop import Stopped
     from fedscaffold.deploy.settings import Settings
+    from fedscaffold.problems import Problem
 
 __all__ = ["deploy_app"]
 
@@ -338,27 +339,9 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
     from fedscaffold.state.files import write_private
 
     settings, learner = open_app(folder)
-    from fedscaffold import problems
-    from fedscaffold.problems import Problem
+    problem, local = _simulated_problem(settings, learner), settings.local
     from fedscaffold.simulation import simulate as run
 
-    one: Any = learner
-    local = settings.local
-    for name, value in (("optimizer", "sgd"), ("clip_norm", None), ("drop_last", False)):
-        if getattr(local, name) != value:
-            raise InputError(
-                f"--engine simulator takes no local.{name} = {getattr(local, name)!r}; use "
-                "--engine in-process"
-            )
-    problem: Problem
-    if hasattr(learner, "module"):
-        problem = problems.torch(
-            one.module, one.loss, [one.data(site) for site in settings.deploy.sites]
-        )
-    elif hasattr(learner, "params"):
-        problem = Problem(one.loss, one.params, [one.data(site) for site in settings.deploy.sites])
-    else:
-        raise InputError("the simulator runs torch and JAX apps; use --engine in-process")
     with _new_folder(out, folder, "simulator"):
         done = run(
             make(**settings.algorithm),
@@ -393,6 +376,28 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
         answer | {"folder": str(out), "model": str(model)}, [*said, f"model: {model}"], as_json
     )
     return 0
+
+
+def _simulated_problem(settings: Settings, learner: Any) -> Problem:
+    """Return the problem of a torch or JAX app; raise if the simulator has not what it asks for."""
+    for name, value in (("optimizer", "sgd"), ("clip_norm", None), ("drop_last", False)):
+        if getattr(settings.local, name) != value:
+            raise InputError(
+                f"--engine simulator takes no local.{name} = "
+                f"{getattr(settings.local, name)!r}; use --engine in-process"
+            )
+    if getattr(learner, "accumulate", 1) > 1:
+        raise InputError(
+            "--engine simulator takes no TorchLearner(accumulate=...): multiply local.batch_size"
+        )
+    if not hasattr(learner, "params") and not hasattr(learner, "module"):
+        raise InputError("the simulator runs torch and JAX apps; use --engine in-process")
+    from fedscaffold import problems
+
+    clients = [learner.data(site) for site in settings.deploy.sites]
+    if hasattr(learner, "module"):
+        return problems.torch(learner.module, learner.loss, clients)
+    return problems.Problem(learner.loss, learner.params, clients)
 
 
 def _print_round(outcome: Outcome, as_json: bool) -> None:

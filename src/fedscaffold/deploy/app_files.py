@@ -40,6 +40,7 @@ __all__ = [
 APP, TOML, BUNDLE = "app.py", "federation.toml", "bundle.json"
 ROOM = 9 << 20  # compressed bytes of a package; Flower takes 10 MiB
 MOST_TRIED = 8 * ROOM  # bytes; larger files are not compressed to see whether they fit
+MOST = 4 << 30  # bytes of an app
 PROJECT = "pyproject.toml"  # Flower's
 CACHES = {"__pycache__", "node_modules"}
 OTHERS = ("pyvenv.cfg", "deployment.json", "ca.crt")  # in environments, runs and kits
@@ -94,6 +95,13 @@ def app_files(folder: Path, exclude: Iterable[str] = ()) -> dict[str, Path]:
             test = any(fnmatch.fnmatchcase(name, pattern) for pattern in TESTS)
             if path not in (TOML, PROJECT, BUNDLE) and not test and wanted(path):
                 found[path] = Path(here) / name
+    sizes = {path: place.stat().st_size for path, place in found.items() if place.is_file()}
+    if sum(sizes.values()) > MOST:
+        largest = max(sizes, key=lambda path: sizes[path])
+        raise InputError(
+            f"{folder} holds {sum(sizes.values()) >> 30} GiB, {largest} the largest, and all of it "
+            "is part of the app: name what is not in deploy.exclude, such as data, or move it"
+        )
     return dict(sorted(found.items()))
 
 

@@ -86,7 +86,9 @@ def _builtins_of(package: str, folder: Path) -> dict[str, Any]:
         top = name.partition(".")[0]
         if level or not beside(top):
             return builtins.__import__(name, globals, locals, fromlist or (), level)
-        found = builtins.__import__(f"{package}.{name}", globals, locals, fromlist or ("*",), 0)
-        return found if fromlist else sys.modules[f"{package}.{top}"]
+        if fromlist:
+            return builtins.__import__(f"{package}.{name}", globals, locals, fromlist, 0)
+        importlib.import_module(f"{package}.{name}")
+        return sys.modules[f"{package}.{top}"]
 
     return vars(builtins) | {"__import__": import_}

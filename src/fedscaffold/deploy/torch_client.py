@@ -196,7 +196,8 @@ class TorchLearner:
             if work.at_x:
                 self._load(work.x, work.buffers)
                 self.module.train()
-                at_x = self._full_gradient(records).cpu().numpy()
+                with _telling(0):
+                    at_x = self._full_gradient(records).cpu().numpy()
             self._load(work.start, work.buffers)  # again: the full gradient updated running means
             self.module.train()
             total, steps = self._descend(work, records)
@@ -358,7 +359,7 @@ class TorchLearner:
     def _full_gradient(self, records: Records) -> Tensor:
         """Return the mean gradient over all records: of one batch if they are in memory."""
         whole = None if records.held is None else [Part(records.held, records.number)]
-        if not self._mean_gradient(whole or records.parts(CHUNK)):
+        if not self._mean_gradient(whole or records.parts(records.usual(CHUNK))):
             self.g.zero_()
         return self.g.clone()
 
@@ -400,7 +401,8 @@ class TorchLearner:
                     records.number,
                     where,
                 )
-            size = records.number if couples else self.evaluation_batch
+            most = self.evaluation_batch
+            size = records.number if couples else min(records.usual(most), most)
             return self._means(records.parts(size))
 
     def _means(self, parts: Iterable[Part]) -> dict[str, float]:
@@ -427,11 +429,11 @@ class TorchLearner:
             return ""
         order = np.random.default_rng(0).permutation(records.number)[:COMPARED].tolist()
         pairs = [order[at : at + 2] for at in range(0, len(order), 2)]
-        whole = self._means([Part(records.take(order), len(order))])
         try:
+            whole = self._means([Part(records.take(order), len(order))])
             apart = self._means(Part(records.take(pair), len(pair)) for pair in pairs)
         except Exception as error:
-            return f"pairs of records fail: {type(error).__name__}"
+            return f"some records fail by {type(error).__name__}"
         close = float(torch.finfo(self.dtype).eps) ** 0.5
         for name, value in whole.items():
             other = apart.get(name, float("nan"))

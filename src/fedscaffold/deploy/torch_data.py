@@ -115,9 +115,19 @@ class Records(NamedTuple):
         if self.take is None:
             yield from self._loaded(self.loader)
             return
-        for at in range(0, self.number, size):
-            rows = list(range(at, min(at + size, self.number)))
-            yield Part(self.take(rows), len(rows))
+        if self.loader is not None and self.loader.num_workers:
+            same = ("collate_fn", "num_workers", "worker_init_fn", "multiprocessing_context")
+            more = {name: getattr(self.loader, name) for name in same}
+            batches = iter(DataLoader(self.loader.dataset, size, **more))
+        else:
+            cuts = (range(at, min(at + size, self.number)) for at in range(0, self.number, size))
+            batches = (self.take(list(cut)) for cut in cuts)
+        for at, batch in zip(range(0, self.number, size), batches, strict=True):
+            yield Part(batch, min(size, self.number - at))
+
+    def usual(self, size: int) -> int:
+        """Return the batch size of the site's loader; `size` without one."""
+        return size if self.loader is None else self.loader.batch_size or size
 
     def _loaded(self, loader: Any) -> Iterator[Part]:
         """Yield the batches of a loader with their numbers of records."""
