@@ -151,7 +151,7 @@ def test_what_is_no_part_of_the_app_is_left_out(tmp_path):
     before = open_app(app)[0].app
     for path in (
         "data/patients.txt", "notes.csv", "deep/er.csv", ".git/config", "test_app.py",
-        "__pycache__/app.pyc", "run/deployment.json", "run/state/x", "venv/pyvenv.cfg",
+        "__pycache__/app.pyc", "run/deployment.json", "run/state/x", "runs/latest/run.json", "venv/pyvenv.cfg",
         "venv/lib/torch.py", "kits/authority/ca.crt", "kits/authority/ca.key", "pyproject.toml",
     ):  # fmt: skip
         (app / path).parent.mkdir(parents=True, exist_ok=True)

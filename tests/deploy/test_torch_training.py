@@ -14,6 +14,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.deploy import InProcess, Server, drive
 from fedscaffold.deploy.audit import read_verified
 from fedscaffold.deploy.client import Work, greeting
+from fedscaffold.deploy.schema import digest_of
 from fedscaffold.deploy.settings import Local
 
 torch = pytest.importorskip("torch")
@@ -506,6 +507,16 @@ def test_a_step_size_may_change_for_the_rounds_to_come_on_purpose(keeper, folder
     assert events(folder / "two", "settings") == []
     run(config(table), learner(), folder / "one", rounds=5)
     assert len(events(folder / "one", "settings")) == 1
+
+
+def test_states_of_settings_without_the_newer_keys_are_still_theirs():
+    """The digest of version 0.1.0: eight keys of [local], and nothing of those that came later."""
+    config = settings(local="epochs = 2\nbatch_size = 2\nlr = 0.1")
+    words = [config.seed, config.precision, config.algorithm, list(config.local)[:8], "server"]
+    assert config.digest == digest_of(words)
+    for newer in ("clip_norm = 1.0", "drop_last = true", "draw = 'shuffle'"):
+        other = settings(local=f"epochs = 2\nbatch_size = 2\nlr = 0.1\n{newer}")
+        assert other.digest != config.digest
 
 
 def test_before_the_first_round_any_step_size_will_do(folder):
