@@ -209,9 +209,11 @@ def test_a_metric_that_small_batches_do_not_have_is_measured_at_once():
     assert found == pytest.approx((x[y][:, 0] > 0).double().mean().item(), rel=1e-13)
 
 
-@pytest.mark.parametrize("kind", ["tensors", "dataset", "loader"])
-def test_what_couples_records_is_measured_at_once_and_says_so(kind, caplog):
-    rows, rng = 700, np.random.default_rng(0)
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("tensors", 700), ("dataset", 700), ("loader", 700), ("loader", 90)]
+)
+def test_what_couples_records_is_measured_at_once_and_says_so(kind, rows, caplog):
+    rng = np.random.default_rng(0)
     x, y = rng.normal(size=(rows, 2)), rng.integers(0, 2, rows)
     weights = torch.tensor([1.0, 5.0], dtype=torch.float64)
 
@@ -229,9 +231,32 @@ def test_what_couples_records_is_measured_at_once_and_says_so(kind, caplog):
         found = one.site("elk").evaluate(one.start, {})["loss"]
     expected = weighed(one.module, (torch.from_numpy(x), torch.from_numpy(y))).item()
     assert found == pytest.approx(expected, rel=1e-13)
-    assert "no mean over records (loss): 700 records are measured all at once" in caplog.text
+    assert f"no mean over records (loss): {rows} records are measured all at once" in caplog.text
     declared = point(weighed, given, coupled=False).site("elk").evaluate(one.start, {})["loss"]
     assert abs(declared - expected) > 1e-6
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_gradient_over_all_records_is_in_batches_where_that_is_exact(norm):
+    rows, seen = 600, []
+    made = torch.Generator().manual_seed(0)
+    pair = [torch.randn(rows, n, generator=made, dtype=torch.float64) for n in (4, 1)]
+
+    def watched(module, batch):
+        seen.append(len(batch[0]))
+        return squares(module, batch)
+
+    model = normed if norm else lambda: nn.Linear(4, 1)
+    one = TorchLearner(model, watched, lambda site: tuple(pair), precision="float64")
+    buffers = {name: one.buffers[name] for name, *_ in one.schema.buffers}
+    zero = np.zeros_like(one.start)
+    local = Local(steps=1, batch_size=5, lr=0.1)
+    done = one.site("elk").train(Work(one.start, zero, scaffold(option=1), local, 5, buffers))
+    fresh = TorchLearner(model, squares, lambda site: tuple(pair), precision="float64").module
+    squares(fresh.train(), pair).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in fresh.parameters()]).numpy()
+    np.testing.assert_allclose(done.walk.gradient, expected, rtol=0, atol=1e-13)
+    assert (max(seen) == rows) == norm
 
 
 # Steps

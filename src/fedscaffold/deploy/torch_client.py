@@ -46,6 +46,7 @@ ONE_RECORD = "Expected more than 1 value per channel when training"  # torch's w
 Module: TypeAlias = Any
 Tensor: TypeAlias = Any
 Batch: TypeAlias = Any
+Metrics: TypeAlias = Callable[[Module, Batch], dict[str, float]] | None
 
 
 class TorchLearner:
@@ -64,7 +65,7 @@ class TorchLearner:
         loss: Callable[[Module, Batch], Tensor | None],
         data: Callable[[str], Any],
         *,
-        metrics: Callable[[Module, Batch], dict[str, float]] | None = None,
+        metrics: Metrics = None,
         test: Callable[[str], Any] | None = None,
         optimizer: Callable[..., Any] | None = None,
         scaler: Callable[[], Any] | None = None,
@@ -357,9 +358,20 @@ class TorchLearner:
         return number > 0
 
     def _full_gradient(self, records: Records) -> Tensor:
-        """Return the mean gradient over all records: of one batch if they are in memory."""
-        whole = None if records.held is None else [Part(records.held, records.number)]
-        if not self._mean_gradient(whole or records.parts(records.usual(CHUNK))):
+        """Return the mean gradient over all records, in batches.
+
+        Tensors in memory are one batch if the loss couples records in training, as with batch
+        normalisation.
+        """
+        parts: Iterable[Part] = records.parts(records.usual(CHUNK))
+        if records.held is not None:
+            cuda = [self.device] if self.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=cuda), torch.no_grad():
+                couples = (
+                    self._couples(records, CHUNK, None) if self.coupled is None else self.coupled
+                )
+            parts = [Part(records.held, records.number)] if couples else parts
+        if not self._mean_gradient(parts):
             self.g.zero_()
         return self.g.clone()
 
@@ -390,8 +402,11 @@ class TorchLearner:
         self.module.eval()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)  # fixes the order of a shuffling loader, and so the rounding
-            couples = self._couples(records) if self.coupled is None else self.coupled
-            if couples and records.number > self.evaluation_batch:
+            most = min(records.usual(self.evaluation_batch), self.evaluation_batch)
+            couples: str | bool | None = self.coupled
+            if couples is None:
+                couples = self._couples(records, most, self.metrics)
+            if couples and records.number > most:
                 where = (
                     "on the batches of its DataLoader" if records.take is None else "all at once"
                 )
@@ -401,37 +416,36 @@ class TorchLearner:
                     records.number,
                     where,
                 )
-            most = self.evaluation_batch
-            size = records.number if couples else min(records.usual(most), most)
-            return self._means(records.parts(size))
+            size = records.number if couples else most
+            return self._means(records.parts(size), self.metrics)
 
-    def _means(self, parts: Iterable[Part]) -> dict[str, float]:
+    def _means(self, parts: Iterable[Part], metrics: Metrics) -> dict[str, float]:
         """Return the means of the loss and the metrics over the records of some batches."""
         sums: dict[str, float] = {}
         counts: dict[str, int] = {}
         for batch, rows in parts:
             moved = move(batch, self.device, self.dtype)
             value = self._loss(moved)
-            means = {} if self.metrics is None else dict(self.metrics(self.module, moved))
+            means = {} if metrics is None else dict(metrics(self.module, moved))
             means |= {} if value is None else {"loss": float(value)}
             for name, mean in means.items():
                 sums[name] = sums.get(name, 0.0) + rows * float(mean)
                 counts[name] = counts.get(name, 0) + rows
         return {name: total / counts[name] for name, total in sums.items()}
 
-    def _couples(self, records: Records) -> str:
+    def _couples(self, records: Records, most: int, metrics: Metrics) -> str:
         """Return the first of the loss and metrics that is no mean over records; "" if all are.
 
         Each is compared, on some records, with its mean over pairs of them; it also counts if that
-        fails.
+        fails. At most `most` records are not compared, as they are one batch.
         """
-        if records.take is None or records.number <= max(2, self.evaluation_batch):
+        if records.take is None or records.number <= max(2, most):
             return ""
         order = np.random.default_rng(0).permutation(records.number)[:COMPARED].tolist()
         pairs = [order[at : at + 2] for at in range(0, len(order), 2)]
         try:
-            whole = self._means([Part(records.take(order), len(order))])
-            apart = self._means(Part(records.take(pair), len(pair)) for pair in pairs)
+            whole = self._means([Part(records.take(order), len(order))], metrics)
+            apart = self._means((Part(records.take(pair), len(pair)) for pair in pairs), metrics)
         except Exception as error:
             return f"some records fail by {type(error).__name__}"
         close = float(torch.finfo(self.dtype).eps) ** 0.5
