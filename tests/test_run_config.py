@@ -41,7 +41,7 @@ def test_a_configuration_file_has_the_keys_and_defaults_of_the_table():
 
 
 def test_estimators_take_arguments_of_the_table_and_their_own():
-    own = {"algorithm", "algorithm_params", "model", "l2", "random_state"}
+    own = {"algorithm", "algorithm_params", "class_weight", "model", "l2", "random_state"}
     for estimator in (fs.FederatedClassifier, fs.FederatedRegressor):
         assert set(inspect.signature(estimator).parameters) - own <= ARGUMENTS.keys()
         with pytest.raises(

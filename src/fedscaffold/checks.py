@@ -21,6 +21,7 @@ __all__ = [
     "InputError",
     "choice",
     "fits",
+    "is_word",
     "memoised",
     "number",
     "one_number",
@@ -150,6 +151,11 @@ def share(name: str, value: Any, of: str, *, at_most: int = LARGEST) -> float | 
         f"{name} must be a share in (0, 1] such as 0.5, or a number of {of} such as 5, got "
         f"{shown(value)}"
     )
+
+
+def is_word(value: Any, word: str) -> bool:
+    """Return whether a value is this word; arrays, which compare entry by entry, are not."""
+    return isinstance(value, str) and value == word
 
 
 def written(word: str) -> int | float | str:

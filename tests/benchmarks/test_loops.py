@@ -226,4 +226,4 @@ def test_work_loads_have_the_stated_shapes():
 
 def test_an_unknown_work_load_is_refused():
     with pytest.raises(InputError, match="unknown work load"):
-        measure.everything("W9", growth=False, tell=lambda line: None)
+        measure.everything("W99", growth=False, tell=lambda line: None)

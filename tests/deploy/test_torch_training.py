@@ -157,6 +157,9 @@ def test_records_that_cannot_be_counted_are_refused():
         one.site("elk").evaluate(one.start, {})
 
 
+# a loader's workers are forked, and JAX, which sites with torch do not import, warns of that
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_that_drops_records_is_measured_on_all(workers):
     def loader(site):

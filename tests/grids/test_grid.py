@@ -345,7 +345,8 @@ def test_one_row_for_each_run():
 # Killed for real
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 import fedscaffold as fs
 from gated import ask
 fs.grid(fs.scaffold(), out=sys.argv[1], workers=2, **ask(sys.argv[2]))

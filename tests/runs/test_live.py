@@ -62,7 +62,8 @@ def quiet():
         cohorts.extend(look.cohort(number).tolist() for number in look.columns["round"].tolist())
 
     assert fs.simulate(fs.scaffold(), PROBLEM, **ask, callbacks=[note]).digest == run.digest
-    assert fs.simulate(fs.scaffold(), PROBLEM, **ask, cohorts=cohorts).digest == run.digest
+    told = ask | {"cohort": 1.0, "cohorts": cohorts}
+    assert fs.simulate(fs.scaffold(), PROBLEM, **told).digest == run.digest
     return run, cohorts
 
 

@@ -368,7 +368,6 @@ def test_with_adam_the_c_i_are_the_mean_raw_gradients():
     ask = {
         "local_steps": 4,
         "local_optimizer": optimizer,
-        "cohort": 3,
         "x0": x0,
         "precision": "float64",
     }
@@ -383,7 +382,7 @@ def test_with_adam_the_c_i_are_the_mean_raw_gradients():
             np.testing.assert_allclose(
                 run.clients.c_i[i], np.mean(seen, axis=0), rtol=0, atol=1e-12
             )
-    later = fs.simulate(fs.scaffold(), problem, rounds=30, **ask)
+    later = fs.simulate(fs.scaffold(), problem, rounds=30, cohort=3, **ask)
     assert later.residual < 1e-13 * np.abs(later.clients.c_i).max()
     assert (later.history["bytes_up"] == 2 * 3 * D * 8).all()
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.base import Walk
 from fedscaffold.algorithms.round import exchange, needs, reply_of, shift_of, start_of
-from fedscaffold.checks import InputError
+from fedscaffold.checks import InputError, is_word
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import stale
 from fedscaffold.simulation.leaves import Leaves
@@ -63,7 +63,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
         raise InputError(
             "buffers says what becomes of the state that a loss updates, and this problem has none"
         )
-    if config.stale != "keep":
+    if not is_word(config.stale, "keep"):
         _refuse_policy(config, stale.of(config.stale))
 
 

@@ -1,4 +1,4 @@
-"""Standard normal numbers for gradient noise, at a third of the cost of `jax.random.normal`.
+"""Standard normal numbers for gradient noise, cheaper than those of `jax.random.normal`.
 
 Random bits come from a counter: number i of a stream with key k is mix(mix(i g + k) ^ k'), where
 `mix` is the output function of SplitMix64 (Steele, Lea and Flood 2014), g its increment and k'
@@ -30,8 +30,8 @@ SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 def normals(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return standard normal numbers.
 
-    They are drawn with the resolution of float32, within 5.4 standard deviations, and converted to
-    `dtype`: runs in float32 and float64 with one seed see the same noise.
+    They are drawn from 2^23 values within 5.4 standard deviations: runs in float32 and float64 with
+    one seed see the same noise, up to rounding.
 
     Args:
         key: (2,) uint32: the key of the stream.
@@ -49,9 +49,10 @@ def normals(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         word = _mix(_mix(counter) ^ _mix(own + OTHER))
         halves = (word >> np.uint64(32)).astype(jnp.uint32), word.astype(jnp.uint32)
     bits = jnp.concatenate(halves)[:size] >> np.uint32(9)
+    kind = np.dtype(dtype).type
     # the middles of 2^23 equal parts of (-1, 1)
-    uniform = bits.astype(jnp.float32) * np.float32(2**-22) + np.float32(2**-23 - 1)
-    return (np.float32(2**0.5) * jax.lax.erf_inv(uniform)).reshape(shape).astype(dtype)
+    uniform = bits.astype(dtype) * kind(2**-22) + kind(2**-23 - 1)
+    return (kind(2**0.5) * jax.lax.erf_inv(uniform)).reshape(shape)
 
 
 def _mix(z: Array) -> Array:

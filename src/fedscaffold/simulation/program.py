@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import fitted, reads_gradient_at_x, work_of
-from fedscaffold.checks import InputError
+from fedscaffold.checks import InputError, is_word
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
@@ -120,7 +120,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
     if work_of(config.algorithm, 1).geometric:
         mean_steps = int(steps[0])
         steps = np.full_like(steps, most_steps(mean_steps, seeds, config.rounds))
-    uniform = isinstance(config.sampling, str) and config.sampling == "uniform"
+    uniform = is_word(config.sampling, "uniform")
     return Drawer(
         num_clients=problem.num_clients,
         size=size,
@@ -144,9 +144,10 @@ def _make_spec(
 ) -> Spec:
     """Return the static description of the program, for one device."""
     problem, algorithm, steps = config.problem, config.algorithm, drawer.steps
-    policy = stale.Policy() if config.stale == "keep" else stale.of(config.stale)
-    compressor = None
-    if config.compression not in (None, "none"):
+    policy, compressor = stale.Policy(), None
+    if not is_word(config.stale, "keep"):
+        policy = stale.of(config.stale)
+    if config.compression is not None and not is_word(config.compression, "none"):
         compressor = compression.of(config.compression)
     metrics = _resolve_metrics(config, stop, own)
     kinds = problem.inspected.kinds
