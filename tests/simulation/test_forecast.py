@@ -91,6 +91,29 @@ def test_state_counts_what_clients_keep():
     assert state(fs.fedavg(), compression="top_k:0.1") == vector
 
 
+def test_data_counts_what_is_in_memory(monkeypatch):
+    """Clients that are out of core have the records of a cohort in memory, whatever all have."""
+    made, more = problem(records=1000, clients=40), {"batch_size": 2, "cohort": 2}
+    whole = fs.Simulator(fs.scaffold(), made, **ASK, **more).size
+    away = fs.Simulator(fs.scaffold(), made, **ASK, **more, client_state="sparse").size
+    assert whole.data == 40 * 1000 * 3 * 4
+    assert away.data == 2 * 1000 * 3 * 4
+    monkeypatch.setattr(checks, "memory", lambda: whole.data // 2)
+    with pytest.raises(fs.InputError, match="fewer records"):
+        fs.simulate(fs.scaffold(), made, **ASK, **more)
+    fs.simulate(fs.scaffold(), made, **ASK, **more, client_state="sparse")
+
+
+def test_the_runs_of_a_sweep_have_a_state_each(monkeypatch):
+    made, more = problem(dim=2000, clients=200), {"cohort": 2}
+    alone = fs.Simulator(fs.scaffold(), made, **ASK, **more).size
+    monkeypatch.setattr(checks, "memory", lambda: alone.total + alone.state)
+    ask = {name: value for name, value in ASK.items() if name != "lr"} | more
+    fs.sweep(fs.scaffold(), made, lr=[0.1], seeds=2, **ask)
+    with pytest.raises(fs.InputError, match="the run would take"):
+        fs.sweep(fs.scaffold(), made, lr=[0.1], seeds=3, **ask)
+
+
 def test_the_size_is_said_before_the_first_round(capsys):
     fs.simulate(fs.scaffold(), problem(), **ASK, progress=True)
     first = capsys.readouterr().err.splitlines()[0]

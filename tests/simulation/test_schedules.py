@@ -177,7 +177,16 @@ def test_a_client_whose_step_sizes_are_all_zero_is_refused():
 
 
 def test_a_target_that_is_never_looked_at_is_refused():
+    ask = ASK | {"rounds": 4, "lr": 0.1, "evaluate_every": 5, "stop_at": ("loss", 0)}
     with pytest.raises(fs.InputError, match="stop_at is looked at every 5 rounds"):
-        fs.simulate(
-            fs.scaffold(), PROBLEM, rounds=4, lr=0.1, evaluate_every=5, stop_at=("loss", 0), **ASK
-        )
+        fs.simulate(fs.scaffold(), PROBLEM, **ask)
+    with pytest.raises(fs.InputError, match="stop_at is looked at every 5 rounds"):
+        fs.sweep(fs.scaffold(), PROBLEM, seeds=1, **{n: v for n, v in ask.items() if n != "x0"})
+
+
+@pytest.mark.parametrize("wrong", [1e-50, 1e50])
+def test_every_step_size_of_a_sweep_must_fit_the_precision(wrong):
+    ask = {"local_steps": K, "rounds": 2, "seeds": 1}
+    with pytest.raises(fs.InputError, match=r"lr must be from .* in float32"):
+        fs.sweep(fs.scaffold(), PROBLEM, lr=[0.1, wrong], **ask)
+    fs.sweep(fs.scaffold(), PROBLEM, lr=[0.1, wrong], precision="float64", **ask)

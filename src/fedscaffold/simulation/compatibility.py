@@ -57,6 +57,11 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
             f"{name} reads the sum of step sizes, which an optimizer does not have; give lr "
             "instead of local_optimizer"
         )
+    if config.stop_at is not None and config.evaluate_every > config.rounds:
+        raise InputError(
+            f"stop_at is looked at every {config.evaluate_every} rounds (evaluate_every), and the "
+            f"run has {config.rounds}: measure more often, or leave stop_at out"
+        )
     if problem.state is not None:
         _refuse_two_models(config)
     elif config.buffers != "average":

@@ -44,15 +44,18 @@ class Forecast(NamedTuple):
         )
 
 
-def forecast(config: RunConfig, spec: Spec, drawer: Drawer, touched: int, rows: int) -> Forecast:
-    """Forecast the memory of a run.
+def forecast(
+    config: RunConfig, spec: Spec, drawer: Drawer, touched: int, rows: int, runs: int
+) -> Forecast:
+    """Forecast the memory of a run, or of the runs of a sweep.
 
     Args:
         config: The run.
         spec: Static description of its program.
         drawer: Its cohorts and batches.
         touched: Bytes that a client touches in a local step.
-        rows: Number of clients whose state is in memory.
+        rows: Number of clients whose state and records are in memory.
+        runs: Number of runs, each with a state of its own.
 
     Raises:
         InputError: The machine does not have so much.
@@ -66,10 +69,14 @@ def forecast(config: RunConfig, spec: Spec, drawer: Drawer, touched: int, rows: 
         client += sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(problem.state))
     gathered = 0 if spec.everyone else drawer.slots * client
     stored = rows * client
+    # out of core, each client of the cohort has room for as many records as any has
+    share = rows / problem.num_clients
+    if config.client_state != "array":
+        share = rows * spec.max_rows / int(problem.offsets[-1])
     expected = Forecast(
         parameters=problem.dim,
-        state=stored,
-        data=_records(problem.records, itemsize) + _records(problem.test, itemsize),
+        state=runs * stored,
+        data=int(_records(problem.records, itemsize) * share) + _records(problem.test, itemsize),
         work=2 * gathered
         + (2 * stored if spec.everyone else 0)  # the new state of all, beside the old one
         + spec.block * touched
@@ -86,7 +93,7 @@ def forecast(config: RunConfig, spec: Spec, drawer: Drawer, touched: int, rows: 
 
 def _records(records: Any, itemsize: int) -> int:
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(records)]
-    return sum(leaf.size * min(leaf.itemsize, max(itemsize, 1)) for leaf in leaves)
+    return sum(leaf.size * min(leaf.itemsize, itemsize) for leaf in leaves)
 
 
 def _advice(config: RunConfig, expected: Forecast) -> str:

@@ -90,7 +90,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
     rows = config.problem.num_clients if config.client_state == "array" else drawer.slots
     if shards is not None:
         rows = shards.own.stop - shards.own.start
-    size = forecast(config, spec, drawer, touched, rows)
+    size = forecast(config, spec, drawer, touched, rows, runs=len(seeds or (config.seed,)))
     if config.client_state == "array":
         federation = _federation(config, spec, drawer)
     else:

@@ -181,11 +181,6 @@ class Simulator:
             StateError: The state or a checkpoint is damaged or violates an invariant.
         """
         config, ready, away, checkpoint = self.config, self.ready, None, None
-        if config.stop_at is not None and config.evaluate_every > config.rounds:
-            raise InputError(
-                f"stop_at is looked at every {config.evaluate_every} rounds (evaluate_every), and "
-                f"the run has {config.rounds}: measure more often, or leave stop_at out"
-            )
         with self._precision(), ExitStack() as stack:
             if config.checkpoint is not None or ready.several:
                 identity = _claim(config, ready, stack)

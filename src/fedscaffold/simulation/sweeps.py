@@ -24,6 +24,7 @@ from fedscaffold.simulation.checkpoint import Progress
 from fedscaffold.simulation.engine import Seconds, compile_rounds, run_rounds
 from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.result import Run, finish
+from fedscaffold.simulation.step_sizes import in_precision
 from fedscaffold.simulation.threads import choose_threads
 
 __all__ = ["Sweep", "sweep"]
@@ -91,6 +92,8 @@ def sweep(  # noqa: D417
     if not steps or not chosen:
         raise InputError("a sweep needs at least one lr and one seed")
     config = RunConfig(algorithm, problem, lr=steps[0], **arguments)
+    if not callable(lr):
+        in_precision(steps, config.precision)
     runs = [[replace(config, lr=one, seed=seed) for seed in chosen] for one in steps]
     grid = [run for row in runs for run in row]
     if isinstance(problem, Problem):
