@@ -63,7 +63,7 @@ ARROWS = {
         "algorithms",
     },
 }
-SHARED = {"brief", "checks", "layers", "metrics", "parsing", "run_config"}
+SHARED = {"brief", "checks", "layers", "metrics", "parsing", "run_config", "status_line"}
 
 
 def imported(path):

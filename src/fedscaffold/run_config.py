@@ -339,7 +339,7 @@ class RunConfig:
         bits=False,
     )
     progress: bool | None = _argument(
-        None, "show a progress line; default: on a terminal only", _flag, bits=False
+        None, "show a progress line; default: on a terminal and in notebooks", _flag, bits=False
     )
     callbacks: Sequence[Callback | Callable[[Look], bool | None]] = _argument(
         (),

@@ -77,7 +77,7 @@ def run_cells(
         runs = dict(enumerate(map(load, places, cells)))
         missing = [i for i in range(len(cells))[share] if runs[i] is None]
         kept = sum(run is not None for run in runs.values())
-        line = GridProgress(progress, kept, [cells[i].program for i in missing])
+        line = GridProgress(progress, kept, [cells[i] for i in missing])
         width = cores() if workers is None else checks.whole("workers", workers)
         task = _Task(cells, places, missing, line, width)
         if executor is not None:
@@ -116,7 +116,7 @@ class _Task:
     def note(self, cell: int, answer: Answer) -> None:
         """Record how a cell ended."""
         self.answers[cell] = answer
-        self.line.finished(self.cells[cell].program, answer)
+        self.line.finished(self.cells[cell], answer)
         self.line.show(self.width)
 
     def run_here_or_in_workers(self, workers: int | None) -> None:

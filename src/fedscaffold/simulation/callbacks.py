@@ -7,7 +7,6 @@ callback is called after each chunk, or every `every` rounds, at which a chunk t
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from fedscaffold.simulation.invariants import InvariantMonitor, explained_residu
 from fedscaffold.simulation.program import PreparedRun
 from fedscaffold.simulation.sampling import Streams
 from fedscaffold.simulation.spec import Draws
+from fedscaffold.status_line import StatusLine
 
 if TYPE_CHECKING:
     from fedscaffold.simulation.result import Run
@@ -121,42 +121,40 @@ class _FunctionCallback(Callback):
 
 
 class ProgressLine:
-    """Progress line on stderr with an estimate of the remaining time.
+    """Progress of a run, with an estimate of the remaining time.
 
     Args:
-        wanted: Whether to print; None prints on a terminal only.
+        wanted: Whether to show it; None shows it on a terminal and in notebooks only.
         rounds: Number of rounds of the run.
     """
 
     def __init__(self, wanted: bool | None, rounds: int) -> None:
-        self.shown = (
-            (sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted
-        )
-        self.rounds, self.began, self.before = rounds, time.perf_counter(), 0
+        self.line = StatusLine(wanted)
+        self.rounds, self.before, self.began = rounds, 0, time.perf_counter()
 
-    def announce(self, size: Forecast) -> None:
-        """Print the size of the run, before its first round."""
-        if self.shown:
-            sys.stderr.write(f"{size}\n")
+    def begin(self, done: int, size: Forecast) -> None:
+        """Show the size of a run that has been compiled, before its next round.
+
+        In a notebook it is replaced by the progress, so that a run is one line of the output.
+        """
+        self.before, self.began = done, time.perf_counter()
+        (self.line.show if self.line.notebook else self.line.keep)(str(size))
 
     def until(self, done: int) -> int:
         """Return the number of rounds to run before `after` must be called."""
         return self.rounds
 
     def after(self, now: Progress, seconds: float) -> bool:
-        """Print the progress line; never stops the run."""
-        if self.shown:
-            left = (
-                (time.perf_counter() - self.began)
-                * (self.rounds - now.done)
-                / (now.done - self.before)
-            )
-            end = "\n" if now.done == self.rounds else ""
-            sys.stderr.write(
-                f"\rround {now.done}/{self.rounds}, about {left:.0f} s left \x1b[K{end}"
-            )
-            sys.stderr.flush()
+        """Show the progress; never stops the run."""
+        each = (time.perf_counter() - self.began) / (now.done - self.before)
+        left = each * (self.rounds - now.done)
+        self.line.show(f"round {now.done}/{self.rounds}, about {left:.0f} s left")
         return False
+
+    def end(self, done: int) -> None:
+        """Show how many rounds were run, and their time."""
+        seconds = time.perf_counter() - self.began
+        self.line.keep(f"round {done}/{self.rounds}, {seconds:.1f} s")
 
 
 class Observers:
@@ -208,8 +206,7 @@ class Observers:
     def begin(self, now: Progress, seconds: float) -> None:
         """Call `begin` of all callbacks; `now` is the progress restored from the checkpoint."""
         self.seconds["compile"] += seconds
-        self.line.before = now.done
-        self.line.announce(self.ready.size)
+        self.line.begin(now.done, self.ready.size)
         rows = (
             np.concatenate(now.table) if now.table else np.zeros((0, len(self.ready.spec.metrics)))
         )
@@ -232,7 +229,8 @@ class Observers:
         return stop
 
     def end(self, run: Run) -> None:
-        """Call `end` of all callbacks."""
+        """End the progress line, and call `end` of all callbacks."""
+        self.line.end(run.rounds)
         for callback in self.callbacks:
             callback.end(run)
 

@@ -105,7 +105,10 @@ def sweep(  # noqa: D417
         engine = compile_rounds(ready, seeds_of, config.evaluate_every, lrs=lrs, group=group)
         now = Progress(engine.place(ready.start), [], 0)
         compiled, cpu = time.perf_counter(), time.process_time()
-        now = run_rounds(engine, now, config.rounds, ProgressLine(config.progress, config.rounds))
+        line = ProgressLine(config.progress, config.rounds)
+        line.begin(0, ready.size)
+        now = run_rounds(engine, now, config.rounds, line)
+        line.end(now.done)
         seconds = Seconds(
             compiled - began, time.perf_counter() - compiled, time.process_time() - cpu
         )
