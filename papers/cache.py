@@ -1,9 +1,8 @@
 """Cache of results, written one by one, so that interrupted work continues where it stopped.
 
 Results are npz files of JSON and arrays, without pickle, each with a checksum of its contents. A
-key encodes
-everything its result depends on: the claim, its settings, the text of the module that measures it
-and the package's version. Damaged or incomplete files count as absent.
+key encodes everything its result depends on: the claim, its settings, the text of the module that
+measures it and the package's version. Damaged or incomplete files count as absent.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +28,10 @@ from fedscaffold.state.files import write_whole
 if TYPE_CHECKING:
     from papers.claim import Claim
 
-__all__ = ["Data", "Memo", "Store", "digest", "home", "key_of", "read", "write"]
+__all__ = ["Data", "Memo", "Part", "Store", "digest", "home", "key_of", "read", "write"]
 
 Data: TypeAlias = dict[str, Any]  # numbers, texts, lists, dictionaries and NumPy arrays
-Memo: TypeAlias = Callable[
-    [str, Callable[[], Data]], Data
-]  # (key, make) -> the result of make, computed or cached
+Tell: TypeAlias = Callable[[int, int, float], None]  # (parts done, parts, seconds left)
 
 TEXT = "json"  # npz member with everything but the arrays
 CHECKSUM = "sha256"  # npz member with the digest of all others
@@ -87,6 +84,25 @@ def _sha256(*parts: Any) -> str:
     return total.hexdigest()
 
 
+class Part(NamedTuple):
+    """A part of a measurement, kept as soon as it is done."""
+
+    key: str
+    make: Callable[[], Data]
+    size: float = 1.0
+    """Its work in comparison with other parts."""
+
+
+class Memo(Protocol):
+    """Cache of the parts of a measurement."""
+
+    def __call__(self, key: str, make: Callable[[], Data]) -> Data:
+        """Return the result of `make`, computed or cached."""
+
+    def all(self, parts: Sequence[Part]) -> list[Data]:
+        """Return the results of all parts, and tell the progress after each."""
+
+
 class Store:
     """Memo that caches results in a folder.
 
@@ -100,7 +116,11 @@ class Store:
     """
 
     def __init__(
-        self, folder: Path, *, fresh: bool = False, tell: Callable[[str], None] = lambda line: None
+        self,
+        folder: Path,
+        *,
+        fresh: bool = False,
+        tell: Tell = lambda done, parts, left: None,
     ) -> None:
         self.folder, self.fresh, self.tell = folder, fresh, tell
         self.made: list[str] = []
@@ -115,12 +135,33 @@ class Store:
         began = time.perf_counter()
         data = make()
         self.made.append(key)
-        seconds = time.perf_counter() - began
-        self.tell(f"{key}: {seconds:.0f} s")
-        write(path, {"seconds": seconds} | data)
+        write(path, {"seconds": time.perf_counter() - began} | data)
         found = read(path)
         assert found is not None, path
         return found
+
+    def all(self, parts: Sequence[Part]) -> list[Data]:
+        """Return the results of all parts, computed or cached.
+
+        The remaining time is estimated from the parts that were computed here.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = Store(Path(folder), tell=lambda *told: print(*map(round, told)))
+        ...     found = store.all([Part(key, lambda: {"x": 1}) for key in "ab"])
+        1 2 0
+        2 2 0
+        """
+        results: list[Data] = []
+        left, worked, spent = sum(part.size for part in parts), 0.0, 0.0
+        for number, part in enumerate(parts, 1):
+            began = time.perf_counter()
+            results.append(self(part.key, part.make))
+            left -= part.size
+            if part.key in self.made:
+                worked, spent = worked + part.size, spent + time.perf_counter() - began
+                self.tell(number, len(parts), spent / worked * left)
+        return results
 
     def within(self, name: str) -> Store:
         """Return the cache of a subfolder."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from papers.cache import Data, Memo
+from papers.cache import Data, Memo, Part
 
 __all__ = [
     "SIZES",
@@ -28,6 +28,7 @@ __all__ = [
     "Memo",
     "Number",
     "Outcome",
+    "Part",
     "Settings",
     "Table",
     "verdict",
@@ -100,8 +101,6 @@ class Claim(NamedTuple):
     judge: Callable[[Data, Settings], list[Check]]
     tables: Callable[[Data], list[Table]]
     draw: Callable[[Data], list[Drawing]]
-    seconds: Mapping[str, float]
-    """About how long the two sizes take on two cores."""
     errata: Callable[[Data], list[str]] = lambda data: []
     """Where the paper is wrong, with the evidence in the data."""
     film: Callable[[Data], str] | None = None

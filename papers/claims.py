@@ -8,11 +8,11 @@ A new claim is one file with a `CLAIM` and one row in `CLAIMS`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedscaffold import checks
-from papers.cache import Store, key_of
+from papers.cache import Store, Tell, key_of
 from papers.claim import Claim, Data, Drawing, Outcome, verdict
 
 __all__ = ["ALIASES", "CLAIMS", "find", "judged", "reproduce"]
@@ -61,11 +61,11 @@ def reproduce(
     folder: Path,
     *,
     fresh: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Tell = lambda done, parts, left: None,
 ) -> tuple[Outcome, Sequence[Drawing]]:
     """Measure a claim, or find it measured in the cache `folder`, judge it and draw it.
 
-    `tell` hears of every cell.
+    `tell` is called after every part that was measured: parts done, parts, seconds left.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,6 @@
 """`python -m papers`: the papers' figures and tables, one command each, or all on one page.
 
-Exit codes are those of the library's command line: 0 done, 1 a criterion failed, 2 the user's
-    mistake.
+Exit codes are those of the library's command line: 0 done, 1 a criterion failed, 2 a user error.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from fedscaffold.cli.interrupts import exit_with_line
 from fedscaffold.cli.verbs import Json, print_answer
 from fedscaffold.parsing import plain
 from fedscaffold.state.files import write_whole
+from fedscaffold.status_line import StatusLine
 
 if TYPE_CHECKING:
     from papers.claim import Claim, Outcome
 
 __all__ = ["app", "reproduce"]
-
-NOW_AND_THEN = 10.0  # seconds
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -86,16 +84,8 @@ def _list(as_json: bool) -> int:
     from papers.claims import CLAIMS, find
 
     claims = [find(name) for name in CLAIMS]
-    lines = [
-        f"{c.name:22} {c.source:34} {c.title} (quick about {c.seconds['quick']:g} s)"
-        for c in claims
-    ]
-    answer = {
-        "claims": [
-            {"name": c.name, "source": c.source, "title": c.title, "seconds": dict(c.seconds)}
-            for c in claims
-        ]
-    }
+    lines = [f"{c.name:22} {c.source:34} {c.title}" for c in claims]
+    answer = {"claims": [{"name": c.name, "source": c.source, "title": c.title} for c in claims]}
     print_answer(answer, lines, as_json)
     return 0
 
@@ -114,53 +104,23 @@ def _run(
     from papers.cache import home
     from papers.claims import reproduce as run
 
+    line = StatusLine(not as_json)
+
+    def tell(done: int, parts: int, left: float) -> None:
+        line.show(f"  {done} of {parts} parts, about {left:.0f} s left")
+
     outcomes: list[Outcome] = []
-    for i, claim in enumerate(claims):
-        left = sum(c.seconds[size] for c in claims[i:])
-        about = claim.seconds[size]
-        progress = Progress(about, as_json)
-        progress.say(
-            f"{i + 1}/{len(claims)} {claim.name}, about {about:g} s (all: {left:.0f} s left)\n"
-        )
-        outcome, drawings = run(claim, size, home(), fresh=fresh, tell=progress.cell)
+    for i, claim in enumerate(claims, 1):
+        line.keep(f"{i}/{len(claims)} {claim.name}: {claim.title}")
+        outcome, drawings = run(claim, size, home(), fresh=fresh, tell=tell)
         with plotting.style():
             for one in drawings:
                 plotting.save(one.figure, out, one.name)
         write_whole(out / f"{claim.name}.json", json.dumps(_plain(outcome), indent=1))
         outcomes.append(outcome)
-        progress.say(f"  {outcome.verdict}{' (from the cache)' if outcome.cached else ''}\n")
+        took = "from the cache" if outcome.cached else f"{outcome.seconds:.0f} s"
+        line.keep(f"  {outcome.verdict} ({took})")
     return outcomes
-
-
-class Progress:
-    """How far a claim is: on a terminal in a line that passes.
-
-    Elsewhere, as in a log, a line now and then.
-    """
-
-    def __init__(self, about: float, silent: bool) -> None:
-        self.about, self.silent, self.began, self.said = (
-            about,
-            silent,
-            time.monotonic(),
-            time.monotonic(),
-        )
-
-    def cell(self, line: str) -> None:
-        """A part of the claim is done and kept."""
-        now = time.monotonic()
-        if sys.stderr.isatty() or now - self.said > NOW_AND_THEN:
-            self.said = now
-            self.say(f"  {line}; {now - self.began:.0f} s of about {self.about:g} s")
-
-    def say(self, line: str) -> None:
-        """Write over the line before, if that one did not end."""
-        if not self.silent:
-            text = line.rstrip("\n")
-            sys.stderr.write(
-                line.replace(text, f"\r{text}\x1b[K") if sys.stderr.isatty() else f"{text}\n"
-            )
-            sys.stderr.flush()
 
 
 def _facts(seconds: float) -> dict[str, str]:

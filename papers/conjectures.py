@@ -219,5 +219,4 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 12, "full": 600},
 )

@@ -217,6 +217,5 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 1, "full": 1},
     film=film,
 )

@@ -27,7 +27,7 @@ from fedscaffold.data.splits import holdout
 from fedscaffold.problems import Problem
 from fedscaffold.simulation import Run, sweep
 from papers.cache import digest
-from papers.claim import Data, Memo, Settings
+from papers.claim import Data, Memo, Part, Settings
 
 __all__ = ["Pictures", "adapted", "fingerprint", "measure", "median", "pictures"]
 
@@ -120,35 +120,60 @@ def measure(settings: Settings, memo: Memo) -> Data:
     Then those of `fixed`, whose step size is given and not tuned.
     """
     held = _pictures(settings)
-    cells, fixed = [], []
+    asked: list[tuple[Data, float | None]] = []
+    parts: list[Part] = []
     for similarity in settings["similarities"]:
-        both = cache(
-            partial(_problems, held, similarity, settings)
-        )  # only made where a cell is not kept yet
-        for name, epochs in settings["rows"]:
-            kept = partial(_within, memo, held.key, similarity, name, epochs)
-            for cohort in settings["cohorts"]:
-                about = {
-                    "method": name,
-                    "epochs": epochs,
-                    "similarity": similarity,
-                    "cohort": cohort,
-                }
-                cells.append(about | _cell(both, name, epochs, cohort, settings, kept))
-        for name, epochs, lr in settings.get("fixed", ()):
-            kept = partial(_within, memo, held.key, similarity, f"{name}-{lr}", epochs)
-            about = {"method": name, "epochs": epochs, "similarity": similarity}
-            fixed.append(
-                about | _cell(both, name, epochs, settings["cohorts"][0], settings, kept, lr)
+        # only made where a cell is not kept yet
+        both = cache(partial(_problems, held, similarity, settings))
+        tuned = [(*row, cohort, None) for row in settings["rows"] for cohort in settings["cohorts"]]
+        given = [(*row[:2], settings["cohorts"][0], row[2]) for row in settings.get("fixed", ())]
+        for name, epochs, cohort, lr in [*tuned, *given]:
+            about = {"method": name, "epochs": epochs, "similarity": similarity, "cohort": cohort}
+            asked.append((about, lr))
+            kept = partial(_within, memo, held.key, similarity, name, epochs, lr)
+            make = partial(_cell, both, name, epochs, cohort, settings, kept, lr)
+            size = cohort * epochs * _rounds(name, epochs, lr is None, settings)
+            parts.append(
+                Part(_key(held.key, similarity, name, epochs, lr, str(cohort)), make, size)
             )
+    made = [(about | cell, lr) for (about, lr), cell in zip(asked, memo.all(parts), strict=True)]
+    cells = [cell for cell, lr in made if lr is None]
+    fixed = [cell for cell, lr in made if lr is not None]
     facts = {"dataset": held.train.name, "target": settings["target"], "rounds": settings["rounds"]}
     return {"cells": cells, "fixed": fixed, "about": [held.about], **facts}
 
 
 def _within(
-    memo: Memo, data_key: str, similarity: int, name: str, epochs: int, part: str, make: Any
+    memo: Memo,
+    data_key: str,
+    similarity: int,
+    name: str,
+    epochs: int,
+    lr: float | None,
+    part: str,
+    make: Any,
 ) -> Data:
-    return memo(f"{data_key[:8]}-{similarity}-{name}-{epochs}-{part}", make)
+    return memo(_key(data_key, similarity, name, epochs, lr, part), make)
+
+
+def _key(
+    data_key: str, similarity: int, name: str, epochs: int, lr: float | None, part: str
+) -> str:
+    method = name if lr is None else f"{name}-{lr}"
+    return f"{data_key[:8]}-{similarity}-{method}-{epochs}-{part}"
+
+
+def _rounds(name: str, epochs: int, tuned: bool, settings: Settings) -> int:
+    """The most rounds of a cell, over step sizes and seeds."""
+    grid = settings["sgd_grid"] if name == "sgd" else settings["grid"]
+    tuning = len(grid) * _tuning_rounds(epochs, settings) if tuned else 0
+    return tuning + len(settings["seeds"]) * int(settings["rounds"])
+
+
+def _tuning_rounds(epochs: int, settings: Settings) -> int:
+    return int(
+        np.clip(settings["tune_work"] / epochs, settings["tune_least"], settings["tune_most"])
+    )
 
 
 def _problems(held: Pictures, similarity: int, settings: Settings) -> tuple[Problem, Problem]:
@@ -222,13 +247,9 @@ def _swept(
 def tune(problem: Problem, name: str, epochs: int, cohort: Any, settings: Settings) -> Data:
     """The step size of a cell, by held-out records only."""
     grid = list(settings["sgd_grid"] if name == "sgd" else settings["grid"])
-    rounds = int(
-        np.clip(settings["tune_work"] / epochs, settings["tune_least"], settings["tune_most"])
-    )
-    for part in (
-        (8, 3, 1) if settings["target"] is not None else (1,)
-    ):  # the first to arrive is the best: no need to go on
-        budget = max(1, rounds // part)
+    # with a target, the first to arrive is the best: no need to go on
+    for part in (8, 3, 1) if settings["target"] is not None else (1,):
+        budget = max(1, _tuning_rounds(epochs, settings) // part)
         found = _swept(
             problem, name, epochs, cohort, settings, lr=grid, seeds=[TUNING_SEED], rounds=budget
         )

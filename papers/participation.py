@@ -220,5 +220,4 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 6, "full": 60},
 )

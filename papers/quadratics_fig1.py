@@ -240,5 +240,4 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 4, "full": 30},
 )

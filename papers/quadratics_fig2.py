@@ -111,5 +111,4 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 2, "full": 2},
 )

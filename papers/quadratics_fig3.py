@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from fedscaffold.simulation import simulate
 from fedscaffold.theory import contraction_curve, mean_squared_error, stationary
 from papers import plotting
 from papers.bounds.sample_rounds import sample_rounds
-from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.claim import Check, Claim, Data, Drawing, Memo, Part, Settings, Table
 from papers.criteria import at_most, between, holds, undecided
 
 __all__ = ["CLAIM"]
@@ -39,16 +40,12 @@ def measure(settings: Settings, memo: Memo) -> Data:
     problem = quadratic(
         settings["clients"], settings["dim"], mu=0.01, smoothness=1.0, seed=settings["seed"]
     )
-    cells = []
+    parts = []
     for lr in settings["lrs"]:
         for h in settings["steps"]:
             noisy = h in settings["noisy"][str(lr)]
-            cells.append(
-                memo(
-                    f"{lr:g}-{h}",
-                    lambda lr=lr, h=h, noisy=noisy: cell(problem, lr, h, noisy, settings),  # type: ignore[misc]
-                )
-            )
+            parts.append(Part(f"{lr:g}-{h}", partial(cell, problem, lr, h, noisy, settings)))
+    cells = memo.all(parts)
     run = simulate(
         scaffold(),
         problem,
@@ -266,7 +263,6 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 12, "full": 200},
     lambda data: [
         "000.10: the noise is N(0, 0.01 Id) in the caption and N(0, 0.1 Id) in the text, and the "
         "axis is "

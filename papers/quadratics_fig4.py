@@ -214,6 +214,5 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 8, "full": 30},
     errata,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fedscaffold.problems import Problem, quadratic
 from fedscaffold.theory import contraction_curve, stationary
 from papers import plotting
 from papers.bounds.sample_rounds import sample_rounds
-from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.claim import Check, Claim, Data, Drawing, Memo, Part, Settings, Table
 from papers.criteria import at_most, between
 
 __all__ = ["CLAIM"]
@@ -58,18 +59,15 @@ def replicated(base: Problem, copies: int) -> Problem:
 def measure(settings: Settings, memo: Memo) -> Data:
     """N MSE by simulation and exactly, replicated; exactly for independent clients."""
     base = quadratic(settings["base"], settings["dim"], mu=0.01, smoothness=1.0, seed=3)
-    cells = {
-        f"{lr:g}-{h}": memo(
-            f"replicated-{lr:g}-{h}",
-            lambda lr=lr, h=h: _replicated(base, lr, h, settings),  # type: ignore[misc]
-        )
-        for lr, h in settings["cells"]
+    copied = {f"{lr:g}-{h}": partial(_replicated, base, lr, h) for lr, h in settings["cells"]}
+    drawn = {f"{lr:g}-{h}": partial(_independent, lr, h) for lr, h in settings["iid_cells"]}
+    parts = [Part(f"replicated-{key}", partial(make, settings)) for key, make in copied.items()]
+    parts += [Part(f"iid-{key}", partial(make, settings)) for key, make in drawn.items()]
+    found = iter(memo.all(parts))
+    return {
+        "cells": {key: next(found) for key in copied},
+        "independent": {key: next(found) for key in drawn},
     }
-    independent = {
-        f"{lr:g}-{h}": memo(f"iid-{lr:g}-{h}", lambda lr=lr, h=h: _independent(lr, h, settings))  # type: ignore[misc]
-        for lr, h in settings["iid_cells"]
-    }
-    return {"cells": cells, "independent": independent}
 
 
 def _replicated(base: Problem, lr: float, h: int, settings: Settings) -> Data:
@@ -259,7 +257,6 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 12, "full": 120},
     lambda data: [
         "000.11: replicated clients give an exact 1/N for any correct implementation, at any H and "
         "any heterogeneity "

@@ -274,6 +274,5 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 4, "full": 4},
     errata,
 )

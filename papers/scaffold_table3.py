@@ -323,7 +323,6 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 30, "full": 4000},
     _words,
     depends=fingerprint,
     adapt=adapted,

@@ -212,7 +212,6 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 12, "full": 700},
     depends=fingerprint,
     adapt=adapted,
 )

@@ -168,7 +168,6 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 10, "full": 9000},
     depends=fingerprint,
     adapt=adapted,
 )

@@ -14,7 +14,7 @@ from fedscaffold.algorithms import fedavg, scaffold
 from fedscaffold.problems import Problem, linear, logistic, two_datasets
 from fedscaffold.simulation import sweep
 from papers import plotting
-from papers.claim import Check, Claim, Data, Drawing, Memo, Settings, Table
+from papers.claim import Check, Claim, Data, Drawing, Memo, Part, Settings, Table
 from papers.criteria import at_least, at_most, between, holds, undecided
 
 __all__ = ["CLAIM"]
@@ -54,7 +54,8 @@ def nested(whole: Problem, clients: int) -> Problem:
 
 def measure(settings: Settings, memo: Memo) -> Data:
     """Every cell: a sweep over seeds, |x - x*|^2 of every round and the last models."""
-    cells: list[Data] = []
+    parts: list[Part] = []
+    about: list[Data] = []
     for kind in ("linear", "logistic"):
         whole = cache(partial(_whole, kind, settings))  # made only where a cell is not kept yet
         for n in settings["clients"]:
@@ -62,12 +63,12 @@ def measure(settings: Settings, memo: Memo) -> Data:
                 (scaffold(), settings["seeds"]),
                 (fedavg(), settings["seeds_fedavg"]),
             ):
-                make = partial(
-                    cell, whole, n, one, seeds[str(n)], settings["rounds"][kind], settings
-                )
-                about = {"kind": kind, "clients": n, "algorithm": one.name}
-                cells.append(memo(f"{kind}-{n}-{one.name}", make) | about)
-    return {"cells": cells}
+                number, rounds = seeds[str(n)], settings["rounds"][kind]
+                make = partial(cell, whole, n, one, number, rounds, settings)
+                parts.append(Part(f"{kind}-{n}-{one.name}", make, size=n * number * rounds))
+                about.append({"kind": kind, "clients": n, "algorithm": one.name})
+    found = memo.all(parts)
+    return {"cells": [one | own for one, own in zip(found, about, strict=True)]}
 
 
 def _whole(kind: str, settings: Settings) -> Problem:
@@ -303,7 +304,6 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 20, "full": 4000},
     lambda data: [
         "002.12: the experiment runs at gamma H (L + mu) of about 10 on linear regression, ten "
         "times beyond the "

@@ -297,5 +297,4 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 5, "full": 20},
 )

@@ -251,5 +251,4 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 5, "full": 20},
 )

@@ -192,7 +192,6 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
-    {"quick": 2, "full": 8},
     lambda data: [
         "The theorem is right. Its proof's constant 1/131072 is far from sharp: 2 (1 - 1/K)^2 is "
         "reached in the limit, "

@@ -214,11 +214,8 @@ def small(calls, settings=None, fail_at=None):
             calls.append(i)
             return {"value": np.full(2, i)}
 
-        return {
-            "total": float(
-                sum(memo(f"cell-{i}", lambda i=i: make(i))["value"][0] for i in range(3))
-            )
-        }
+        parts = [cache.Part(f"cell-{i}", lambda i=i: make(i)) for i in range(3)]
+        return {"total": float(sum(cell["value"][0] for cell in memo.all(parts)))}
 
     sizes = {"quick": settings or {"a": 1}, "full": {"a": 2}}
     return Claim(
@@ -231,7 +228,6 @@ def small(calls, settings=None, fail_at=None):
         lambda data, settings: [at_least("total", 3.0, data["total"], 3.0)],
         lambda data: [Table("t", ["a"], [[1]])],
         lambda data: [],
-        {"quick": 1, "full": 1},
     )
 
 
@@ -257,6 +253,23 @@ def test_a_broken_off_run_goes_on_where_it_was(tmp_path):
     outcome, _ = reproduce(small(calls), "quick", tmp_path)
     assert calls == [0, 1, 2]
     assert outcome.verdict == "reproduced"
+
+
+def test_the_time_left_follows_what_was_measured_in_this_run(tmp_path, monkeypatch):
+    clock, told = [0.0], []
+    monkeypatch.setattr(cache.time, "perf_counter", lambda: clock[0])
+
+    def part(key, size, seconds):
+        def make():
+            clock[0] += seconds
+            return {}
+
+        return cache.Part(key, make, size)
+
+    cache.Store(tmp_path)("kept", dict)
+    store = cache.Store(tmp_path, tell=lambda *args: told.append(args))
+    store.all([part("kept", 5, 0), part("a", 1, 10), part("b", 2, 50), part("c", 1, 7)])
+    assert told == [(2, 4, 10 / 1 * 3), (3, 4, 60 / 3 * 1), (4, 4, 0.0)]
 
 
 def test_a_damaged_result_is_made_again_and_no_pickle_is_read(tmp_path):
@@ -370,7 +383,7 @@ def test_tables_read_the_users_emnist(tmp_path, monkeypatch, without_data):
         0.5,
     )
     assert quick.settings("full") == quick.sizes["full"]
-    data = emnist.measure(settings, lambda key, make: make())
+    data = emnist.measure(settings, cache.Store(tmp_path / "kept"))
     assert data["dataset"] == "emnist"
     assert data["cells"][0]["lr"] in (0.1, 0.3)
     assert len(data["cells"][0]["runs"]) == 1
