@@ -423,7 +423,13 @@ def _sum_block(spec: Spec, p: Array, replies: Reply, old: ClientState, held: Cli
 
 
 def _map_clients(spec: Spec, client: Callable[[Any], Any], clients: Any) -> Any:
-    """Map over the clients of a block: vmap, or a loop if batch sizes select branches."""
+    """Map over the clients of a block: vmap, or a loop if batch sizes select branches.
+
+    A single client is not mapped: with an axis of one, XLA chooses slower layouts for products.
+    """
+    if spec.block == 1:
+        reply = client(jax.tree.map(lambda a: a[0], clients))
+        return jax.tree.map(lambda a: a[None], reply)
     return jax.lax.map(client, clients) if spec.one_by_one else jax.vmap(client)(clients)
 
 
