@@ -20,8 +20,9 @@ ARROWS = {
     "algorithms": set(),
     "data": set(),
     "state": set(),
+    "privacy": {"state", "algorithms"},
     "problems": {"algorithms", "data"},
-    "simulation": {"state", "problems", "data", "algorithms"},
+    "simulation": {"state", "privacy", "problems", "data", "algorithms"},
     "conformance": {"algorithms"},
     "estimators": {"simulation", "problems", "algorithms"},
     "theory": {"simulation", "problems", "data", "algorithms"},
@@ -39,6 +40,7 @@ ARROWS = {
         "state",
     },
     "experiments": {
+        "privacy",
         "grids",
         "runs",
         "theory",

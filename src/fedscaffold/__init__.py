@@ -41,7 +41,7 @@ from fedscaffold.metrics import metric
 from fedscaffold.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from fedscaffold import data, problems, theory
+    from fedscaffold import data, privacy, problems, theory
     from fedscaffold.estimators import FederatedClassifier, FederatedRegressor
     from fedscaffold.grids import Grid, GridRun
     from fedscaffold.grids.grid import grid
@@ -94,6 +94,7 @@ __all__ = [
     "metric",
     "mime",
     "plan",
+    "privacy",
     "problems",
     "richardson",
     "scafcom",
@@ -129,7 +130,7 @@ _LATER |= dict.fromkeys(("Grid", "GridRun", "grid"), "grids")
 
 
 _ROOMS = {"conformance", "data", "deploy", "estimators", "grids"}
-_ROOMS |= {"problems", "runs", "simulation", "theory"}
+_ROOMS |= {"privacy", "problems", "runs", "simulation", "theory"}
 
 
 def __dir__() -> list[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from fedscaffold.algorithms import Algorithm
     from fedscaffold.metrics import Metric
+    from fedscaffold.privacy import Records
     from fedscaffold.problems.problem import Problem
     from fedscaffold.simulation.callbacks import Callback, Look
     from fedscaffold.simulation.compression import Compressor
@@ -139,6 +140,14 @@ def _callbacks(name: str, value: Any) -> tuple[Any, ...]:
         if getattr(one, "every", None) is not None:
             checks.whole(f"every of the callback {type(one).__name__}", one.every)
     return tuple(value)
+
+
+def _privacy(name: str, value: Any) -> Any:
+    from fedscaffold.privacy import Records
+
+    if not isinstance(value, Records):
+        raise InputError(f"{name} must be fs.privacy.records(...), got {checks.shown(value)}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +333,12 @@ class RunConfig:
         '(over the clients heard, with their weights) or "local" (each client keeps its own)',
         _choice("average", "local"),
     )
+    privacy: Records | None = _argument(
+        None,
+        "differential privacy of the records: `fs.privacy.records(...)`; batches are then Poisson "
+        "samples of expected size `batch_size`",
+        _privacy,
+    )
     checkpoint: Path | str | None = _argument(
         None,
         "folder for checkpoints. Repeating the call resumes an interrupted run, with the same "
@@ -410,6 +425,29 @@ FILE_ARGUMENTS: dict[str, Argument] = {
         default=0.9,
         sentence="momentum of the server's optimiser",
         check=partial(checks.number, at_least=0),
+    ),
+    "privacy.clip": Argument(
+        default=None,
+        sentence="privacy of records: largest norm of a record's gradient",
+        check=partial(checks.number, above=0),
+    ),
+    "privacy.noise": Argument(
+        default=None,
+        sentence="its noise multiplier",
+        check=partial(checks.number, above=0),
+    ),
+    "privacy.delta": Argument(
+        default=None,
+        sentence="the delta of its epsilon",
+        check=partial(checks.number, above=0),
+    ),
+    "privacy.sampling": Argument(
+        default="poisson", sentence="how its batches are drawn", check=checks.text
+    ),
+    "privacy.stop_at_epsilon": Argument(
+        default=None,
+        sentence="end the run before a client's epsilon exceeds this",
+        check=partial(checks.number, above=0),
     ),
     "output.dir": Argument(default="runs/latest", sentence="the run's folder", check=checks.text),
 }

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.parsing import NotToml, format_of, toml
+from fedscaffold.privacy import Records, records
 from fedscaffold.run_config import ARGUMENTS, KEYS, Argument
 
 __all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Section", "Server"]
@@ -71,6 +72,7 @@ if TYPE_CHECKING:  # created at run time from the table of arguments
     Cohort: TypeAlias = Any
     Server: TypeAlias = Any
     Output: TypeAlias = Any
+    Privacy: TypeAlias = Any
     Config: TypeAlias = Any
 else:
     ProblemConfig = create_model("ProblemConfig", __base__=Section, **_fields("problem"))
@@ -78,6 +80,7 @@ else:
     Cohort = create_model("Cohort", __base__=Section, **_fields("cohort"))
     Server = create_model("Server", __base__=Section, **_fields("server"))
     Output = create_model("Output", __base__=Section, **_fields("output"))
+    Privacy = create_model("Privacy", __base__=Section, **_fields("privacy"))
     Config = create_model(
         "Config",
         __base__=Section,
@@ -88,6 +91,7 @@ else:
         cohort=(Cohort, Cohort()),
         server=(Server, Server()),
         output=(Output, Output()),
+        privacy=(Privacy, Privacy()),
     )
 
 
@@ -225,6 +229,7 @@ def run_arguments(config: Config, *, without: Iterable[str] = ()) -> dict[str, A
         "availability": _load_availability(config.cohort.availability),
         "local_optimizer": _local_optimizer(config.local),
         "server_optimizer": _server_optimizer(config.server),
+        "privacy": _privacy(config.privacy),
     }
     if given["local_optimizer"] is not None or config.local.lr == "tuned":
         given["lr"] = None
@@ -261,6 +266,17 @@ def _server_optimizer(section: Server) -> Any:
         return optax.adagrad(lr, initial_accumulator_value=ADAPTIVITY**2, eps=ADAPTIVITY)
     adaptive = optax.adam if section.optimizer == "adam" else optax.yogi
     return adaptive(lr, b1=momentum, b2=0.99, eps=ADAPTIVITY)
+
+
+def _privacy(section: Privacy) -> Records | None:
+    """Return the privacy of records; None if the table is empty."""
+    needed = ("clip", "noise", "delta")
+    missing = [key for key in needed if getattr(section, key) is None]
+    if len(missing) == len(needed) and section.stop_at_epsilon is None:
+        return None
+    if missing:
+        raise InputError(f"privacy.{missing[0]} must be given: [privacy] takes clip, noise, delta")
+    return records(**section.model_dump())
 
 
 def _load_availability(path: str | None) -> NDArray[Any] | None:

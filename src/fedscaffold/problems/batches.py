@@ -38,6 +38,7 @@ __all__ = [
     "gradient",
     "measured",
     "no_loss",
+    "record_gradients",
     "record_values",
     "value",
     "work_bytes",
@@ -205,6 +206,28 @@ def gradient(
         return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each)
 
     return as_products(on_batch)(params, batch, weights)
+
+
+def record_gradients(
+    functions: Functions, params: Tree, batch: Tree, places: Array, key: Array | None = None
+) -> Tree:
+    """Return the gradient on each record, as batches of one: one row per record in each leaf.
+
+    Args:
+        functions: The problem's functions, without a state.
+        params: The model.
+        batch: Records.
+        places: Their places in the batch, each of which has randomness of its own.
+        key: A random key for a function that takes one.
+    """
+
+    def one(params: Tree, record: Tree, place: Array) -> Tree:
+        own = None if key is None else jax.random.fold_in(key, place)
+        return _slope(functions, own, None, train=True)(
+            params, jax.tree.map(lambda a: a[None], record)
+        )
+
+    return as_products(jax.vmap(one, in_axes=(None, 0, 0)))(params, batch, places)
 
 
 def _slope(

@@ -26,6 +26,7 @@ from fedscaffold.simulation.invariants import InvariantMonitor, explained_residu
 from fedscaffold.simulation.program import PreparedRun
 from fedscaffold.simulation.sampling import Streams
 from fedscaffold.simulation.spec import Draws
+from fedscaffold.simulation.spending import epsilon_column
 from fedscaffold.status_line import StatusLine
 
 if TYPE_CHECKING:
@@ -264,7 +265,8 @@ class Observers:
         )  # no rows after an early end
         columns: dict[str, NDArray[Any]] = {"round": np.arange(start + 1, stop + 1)}
         columns |= {name: rows[: stop - start, j] for j, name in enumerate(self.ready.spec.metrics)}
-        return columns | count_bytes(self.config, self.ready, start, stop, self.heard_at)
+        columns |= count_bytes(self.config, self.ready, start, stop, self.heard_at)
+        return columns | epsilon_column(self.ready.budget, start, stop)
 
     def _look(self, now: Progress, told: Sequence[dict[str, NDArray[Any]]]) -> Look:
         columns = {name: np.concatenate([one[name] for one in told]) for name in told[0]}

@@ -13,6 +13,7 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.base import Walk
 from fedscaffold.algorithms.round import exchange, needs, reply_of, shift_of, start_of
 from fedscaffold.checks import InputError, is_word
+from fedscaffold.privacy.methods import refuse_algorithm
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import stale
 from fedscaffold.simulation.leaves import Leaves
@@ -70,6 +71,39 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
         )
     if not is_word(config.stale, "keep"):
         _refuse_policy(config, stale.of(config.stale))
+    if config.privacy is not None:
+        _refuse_privacy(config)
+
+
+def _refuse_privacy(config: RunConfig) -> None:
+    """Raise an InputError for what the private gradient does not cover."""
+    problem = config.problem
+    refuse_algorithm(config.algorithm)
+    if config.local_epochs is not None or config.draw != "auto":
+        given = "local_epochs" if config.local_epochs is not None else "draw"
+        raise InputError(
+            f"{given} passes over records in batches that are no Poisson samples, and their "
+            "epsilon is another: with privacy give local_steps and batch_size"
+        )
+    if problem.state is not None:
+        raise InputError(
+            "the loss updates a state from whole batches, such as running statistics, which nothing "
+            "clips or noises: with privacy take group or layer normalisation"
+        )
+    kinds, functions = problem.inspected.kinds, problem.functions
+    # what a loss draws with a key depends on the batch's shape: its mean is seen without one
+    by_records = functions.random and functions.gradient is None and kinds.loss == "mean"
+    if kinds.gradient != "mean" and not by_records:
+        raise InputError(
+            "the loss of a batch is not the mean of its records' losses (batch normalisation, "
+            "contrastive and ranking losses, `weights`): a record's gradient cannot be clipped; "
+            "with privacy take a loss that is a mean over records"
+        )
+    if not is_word(config.stale, "keep") and stale.of(config.stale).refresh_after is not None:
+        raise InputError(
+            "stale='refresh' takes gradients over all records at x, which nothing clips or noises: "
+            "with privacy take keep, decay or drop"
+        )
 
 
 def _refuse_two_models(config: RunConfig) -> None:

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 from fedscaffold.algorithms import Walk, travelled
 from fedscaffold.algorithms.round import each, reply_of, shift_of, start_of
+from fedscaffold.privacy.gradients import private_gradient
 from fedscaffold.problems.batches import gradient as slope_on_batch
+from fedscaffold.problems.batches import record_gradients
 from fedscaffold.simulation.leaves import Leaves, flat
 from fedscaffold.simulation.normals import normals
 from fedscaffold.simulation.spec import Array, Federation, Spec, State
@@ -25,7 +27,8 @@ __all__ = ["ClientState", "Reply", "Work", "gradient", "gradient_at_x", "train"]
 Batch = tuple[Any, Array, tuple[int, ...]]
 """Records; their weights, or None without padding; the possible sizes, if each needs a branch of
 its own."""
-STEPS, AT_X = 2, 3  # streams of a client's key: local steps, gradient at x (1: compression)
+# streams of a client's key: local steps, gradient at x, noise of privacy (1: compression)
+STEPS, AT_X, PRIVACY = 2, 3, 4
 UNROLL = 4  # local steps per loop iteration: about 10 % faster on small models, quick to compile
 
 
@@ -137,8 +140,11 @@ def _run_local_steps(
         def slope(z: Leaves) -> Leaves:
             nonlocal new
             key = None if stream is None else jax.random.fold_in(stream, k)
-            g, seen = gradient(spec, z.parts, *batch, key=key, buffers=buffers)
-            new = new if z is at_x else seen  # a gradient at x leaves no trace
+            if spec.privacy is not None:
+                g = _private_gradient(spec, federation, z.parts, work, k, batch, key)
+            else:
+                g, seen = gradient(spec, z.parts, *batch, key=key, buffers=buffers)
+                new = new if z is at_x else seen  # a gradient at x leaves no trace
             return Leaves(g) if noise is None else Leaves(g) + cut(noise[k])
 
         return spec.algorithm.direction(slope, y, at_x, along), new
@@ -255,6 +261,32 @@ def gradient(
     )
     slope, buffers = found if spec.functions.stateful else (found, None)
     return jax.tree.leaves(slope), buffers
+
+
+def _private_gradient(
+    spec: Spec,
+    federation: Federation,
+    y: list[Any],
+    work: Work,
+    k: Array,
+    batch: Batch,
+    key: Array | None,
+) -> list[Any]:
+    """Return the private gradient of local step k as a list of leaves.
+
+    Its noise has a stream of its own for each client, round and step.
+    """
+    assert spec.privacy is not None
+    params = spec.layout.tree(y)
+    stream = jax.random.fold_in(jax.random.fold_in(_typed_key(work.key), PRIVACY), k)
+    noise = spec.layout.leaves(jax.random.normal(stream, (spec.layout.size,), y[0].dtype))
+
+    def gradients(records: Any, places: Array) -> list[Any]:
+        return jax.tree.leaves(record_gradients(spec.functions, params, records, places, key))
+
+    records, weights, _ = batch
+    count = federation.counts[work.client]
+    return list(private_gradient(spec.privacy, gradients, records, weights, count, noise))
 
 
 def _typed_key(key: Array) -> Array:

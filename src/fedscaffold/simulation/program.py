@@ -16,6 +16,8 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import fitted, reads_gradient_at_x, work_of
 from fedscaffold.checks import InputError, is_word
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
+from fedscaffold.privacy.accounting import capacity
+from fedscaffold.privacy.budget import Budget
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.problems.records import is_float, narrowed
@@ -30,6 +32,7 @@ from fedscaffold.simulation.own_metrics import OnHost, OwnMetrics, own_metrics
 from fedscaffold.simulation.sampling import Drawer, most_steps
 from fedscaffold.simulation.sharding import Shards, make_shards
 from fedscaffold.simulation.spec import Federation, Spec, State
+from fedscaffold.simulation.spending import budget_of
 
 __all__ = ["PreparedRun", "prepare"]
 
@@ -48,6 +51,9 @@ class PreparedRun(NamedTuple):
     """Number of runs of a sweep that fit the cache at once."""
     size: Forecast
     """Parameters and memory."""
+    budget: Budget | None = None
+    """The epsilon of a private run with this seed."""
+    seed: int = 0
     shards: Shards | None = None
     """Placement of clients on several devices; `federation` and `start` are then host arrays."""
     host: OnHost | None = None
@@ -104,6 +110,8 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         start=_initial_state(config, spec, rows),
         fitting=max(1, resolve.CACHE // (block * touched)),
         size=size,
+        budget=budget_of(config, drawer),
+        seed=config.seed,
         shards=shards,
         host=own.on_host(config, spec, target) if own.measures else None,
     )
@@ -113,6 +121,11 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
     """Resolve who takes part and what they do, and refuse what does not go together."""
     problem = config.problem
     steps, batch, shuffle = resolve.local_work(config)
+    rates = None
+    if config.privacy is not None and batch is not None:
+        rates = resolve.poisson_rates(config)
+        rooms = [capacity(n, q)[0] for n, q in zip(problem.counts.tolist(), rates, strict=True)]
+        batch = np.array(rooms, np.int64)
     size = resolve.cohort_size(config)
     lr = resolve.step_sizes(config, steps)
     refuse(config, steps, size, scheduled=lr(1).ndim > 0)
@@ -136,6 +149,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
         available=None if config.availability is None else resolve.availability(config),
         mean_steps=mean_steps,
         sampling=None if uniform else resolve.sampling(config, size),
+        rates=rates,
     )
 
 
@@ -183,6 +197,7 @@ def _make_spec(
         batch_sizes=drawer.sizes if branches and drawer.ragged else (),
         client_sizes=client_sizes,
         own=own.measures,
+        privacy=resolve.mechanism(config),
         local_buffers=problem.state is not None and config.buffers == "local",
     )
 

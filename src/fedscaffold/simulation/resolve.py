@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
+from fedscaffold.privacy.gradients import Mechanism, records_at_once
 from fedscaffold.problems.batches import work_bytes
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import MOST, RunConfig
@@ -31,6 +32,8 @@ __all__ = [
     "cohort_size",
     "footprint",
     "local_work",
+    "mechanism",
+    "poisson_rates",
     "sampling",
     "step_sizes",
 ]
@@ -139,6 +142,29 @@ def _batch_sizes(config: RunConfig) -> tuple[NDArray[np.int64] | None, bool]:
     else:
         batch = np.maximum(np.ceil(size * count - 1e-9), 1).astype(np.int64)
     return (np.minimum(batch, count) if shuffle else batch), shuffle
+
+
+def poisson_rates(config: RunConfig) -> NDArray[np.float64]:
+    """Return the (N,) probabilities with which private batches draw a record."""
+    size, count = config.batch_size, config.problem.counts
+    if size is None or work_of(config.algorithm, 1, size).batch_size is None:
+        return np.ones(len(count))
+    if isinstance(size, int):
+        return np.minimum(size / count, 1.0)
+    return np.full(len(count), float(size))
+
+
+def mechanism(config: RunConfig) -> Mechanism | None:
+    """Return how the gradients of a private run are clipped and noised."""
+    asked = config.privacy
+    if asked is None:
+        return None
+    rates = poisson_rates(config)
+    problem, itemsize = config.problem, np.dtype(config.precision).itemsize
+    mean = float((rates * problem.counts).max())
+    size = None if (rates == 1).all() else config.batch_size
+    at_once = records_at_once(mean, problem.dim, itemsize)
+    return Mechanism(clip=asked.clip, noise=asked.noise, batch=size, at_once=at_once)
 
 
 def cohort_size(config: RunConfig) -> int:
@@ -250,7 +276,9 @@ def footprint(config: RunConfig, drawer: Drawer) -> int:
     checks.fits(f"{steps} local steps on {rows} records drawn for each", drawn)
     patches = _patches(problem, rows, config.precision)
     checks.fits(f"the convolutions of a local step on {rows} records", patches)
-    return int(model + rows * row + drawn + patches)
+    private = mechanism(config)
+    single = 0 if private is None else private.at_once * problem.dim * itemsize
+    return int(model + rows * row + drawn + patches + single)
 
 
 def _patches(problem: Problem, rows: int, precision: str) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedscaffold.algorithms.round import personal_model
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
+from fedscaffold.privacy.budget import Spent
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import weights_of
 from fedscaffold.run_config import RunConfig
@@ -29,6 +30,7 @@ from fedscaffold.simulation.invariants import (
 from fedscaffold.simulation.out_of_core import OutOfCoreClients
 from fedscaffold.simulation.program import PreparedRun
 from fedscaffold.simulation.spec import State
+from fedscaffold.simulation.spending import budget_of, epsilon_column
 from fedscaffold.simulation.staleness import ages, decay_memory
 
 __all__ = ["Clients", "Run", "find_fault", "finish"]
@@ -132,12 +134,12 @@ class Run(NamedTuple):
     clients: Clients
     history: dict[str, NDArray[Any]]
     """Columns with one entry per round: `round`, the metrics asked for, `residual`, `bytes_up`,
-    `bytes_down`."""
+    `bytes_down`, and `epsilon` of a private run: the largest of any client."""
     rounds: int
     """Number of rounds run."""
     outcome: str
-    """How the run ended: "finished" (all rounds), "target", "diverged", or "stopped" by a callback.
-    """
+    """How the run ended: "finished" (all rounds), "target", "diverged", or "stopped" by a callback, or
+    "budget" (no further round within `stop_at_epsilon`)."""
     reached_at: int | None
     """Round in which `stop_at` was reached, or None."""
     diverged_at: int | None
@@ -164,6 +166,8 @@ class Run(NamedTuple):
     state: Any = None
     """The state that the loss updates, such as running statistics, averaged over clients; None if
     there is none."""
+    privacy: Spent | None = None
+    """What a private run has spent, by client; None without `privacy`."""
 
 
 def finish(
@@ -179,6 +183,10 @@ def finish(
     history: dict[str, NDArray[Any]] = {"round": np.arange(1, done + 1)}
     history |= {name: table[:done, j] for j, name in enumerate(ready.spec.metrics)}
     history |= count_bytes(config, ready, 0, done)
+    budget = ready.budget
+    if budget is not None and config.seed != ready.seed:  # a run of a sweep
+        budget = budget_of(config, ready.drawer)
+    history |= epsilon_column(budget, 0, done)
     ended = bool(state.done)
     stop = ready.spec.stop
     reached = (
@@ -222,6 +230,7 @@ def finish(
         measured=describe(config.problem, ready.spec),
         num_clients=clients,
         state=state.buffers,
+        privacy=None if budget is None else budget.spent(done),
     )
 
 

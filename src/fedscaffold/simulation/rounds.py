@@ -237,7 +237,8 @@ def select_cohort(spec: Spec, federation: Federation, state: State, draw: Draws)
     with enable_float64():
         p = jnp.where(spec.everyone | (draw.cohort < clients), weights[client], 0)
     keys = returns = None
-    if federation.noise is not None or spec.compressor is not None or spec.functions.random:
+    draws = spec.compressor is not None or spec.functions.random or spec.privacy is not None
+    if federation.noise is not None or draws:
         who = client
         if federation.who is not None:
             who = federation.who if spec.everyone else federation.who[client]

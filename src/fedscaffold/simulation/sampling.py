@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedscaffold.checks import InputError
 from fedscaffold.simulation.participation import (
     Availability,
     Sampling,
@@ -60,6 +61,8 @@ class Drawer(NamedTuple):
     """Cached `shape`, which takes O(N) to compute."""
     sampling: Sampling | None = None
     """The user's function, or (N,) weights; None for uniform sampling."""
+    rates: NDArray[np.float64] | None = None
+    """(N,) probabilities of Poisson batches, whose capacities `batch` holds; None for others."""
 
     @property
     def shape(self) -> tuple[int, int, bool]:
@@ -81,6 +84,8 @@ class Drawer(NamedTuple):
         """Whether batch sizes differ."""
         if self.batch is None:
             return False
+        if self.rates is not None:
+            return True
         short = self.shuffle and bool((self.counts % self.batch != 0).any())
         return short or bool((self.batch != self.batch[0]).any())
 
@@ -161,6 +166,7 @@ class Drawer(NamedTuple):
             cohort[:, : self.size] = np.arange(self.size)
             return Draws(cohort, None, None, steps, lr, key)
         fill = self._sample_epochs if self.shuffle else self._sample_with_replacement
+        fill = fill if self.rates is None else self._sample_poisson
         for r in range(number):
             chosen = self.cohort(streams, start + r)
             cohort[r, : len(chosen)] = chosen
@@ -216,6 +222,30 @@ class Drawer(NamedTuple):
             if weights is not None:
                 real = batches >= 0
                 weights[slot, :steps, :batch] = real / real.sum(axis=1, keepdims=True)
+
+    def _sample_poisson(
+        self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
+    ) -> None:
+        """Draw each record with the client's probability, independently in each step.
+
+        The distances between the records drawn are geometric.
+        """
+        assert self.batch is not None
+        assert self.rates is not None
+        assert weights is not None
+        for slot, client in enumerate(chosen):
+            count, room = int(self.counts[client]), int(self.batch[client])
+            steps = min(int(self.steps[client]), rows.shape[1])
+            gaps = streams.generator.geometric(self.rates[client], (steps, room + 1))
+            places = np.cumsum(np.minimum(gaps, count + 1), axis=1) - 1
+            there = places < count
+            if there[:, room].any():
+                raise InputError(
+                    f"a Poisson batch of client {client} has more than {room} records, which has a "
+                    "probability below 1e-60 and is accounted for: the run ends here"
+                )
+            rows[slot, :steps, :room] = np.where(there, places, 0)[:, :room] + self.first[client]
+            weights[slot, :steps, :room] = there[:, :room]
 
 
 def draw_local_steps(streams: Streams, round: int, mean: int) -> int:

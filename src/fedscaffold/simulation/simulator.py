@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from fedscaffold.simulation.out_of_core import OutOfCoreClients, open_clients, r
 from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.result import Run, find_fault, finish
 from fedscaffold.simulation.spec import State
+from fedscaffold.simulation.spending import epsilon_column
 from fedscaffold.simulation.threads import choose_threads
 from fedscaffold.state.files import owned
 
@@ -102,7 +104,8 @@ class Simulator:
 
         Returns:
             The new state, and the metrics of these rounds as columns, as in `run.history`. A run
-            that diverges or reaches its target ends at that round; later calls return no rows.
+            that diverges, reaches its target or has spent its privacy budget ends at that round;
+            later calls return no rows.
 
         Raises:
             InputError: The state is not one of this simulator, or `cohorts` does not cover the
@@ -112,6 +115,8 @@ class Simulator:
         done = int(state.round)
         stop = done + checks.whole("rounds", rounds)
         self._refuse_rounds(done, stop)
+        if self.ready.budget is not None:
+            stop = min(stop, max(done, self.ready.budget.limit(stop)))
         tables, at = [np.zeros((0, len(self.ready.spec.metrics)), self.config.precision)], done
         heard_at = None if state.heard_at is None else np.array(state.heard_at, np.int64)
         with self._precision():
@@ -125,7 +130,8 @@ class Simulator:
         table = np.concatenate(tables)[: stop - done]
         columns: dict[str, NDArray[Any]] = {"round": np.arange(done + 1, stop + 1)}
         columns |= {name: table[:, j] for j, name in enumerate(self.ready.spec.metrics)}
-        return state, columns | count_bytes(self.config, self.ready, done, stop, heard_at)
+        columns |= count_bytes(self.config, self.ready, done, stop, heard_at)
+        return state, columns | epsilon_column(self.ready.budget, done, stop)
 
     def _check_state(self, state: State) -> State:
         """Return a state with the types of this simulator's.
@@ -180,7 +186,7 @@ class Simulator:
             Interrupted: A signal ended the run; a checkpoint was written first.
             StateError: The state or a checkpoint is damaged or violates an invariant.
         """
-        config, ready, away, checkpoint = self.config, self.ready, None, None
+        config, ready, away, checkpoint = self._within_budget(), self.ready, None, None
         with self._precision(), ExitStack() as stack:
             if config.checkpoint is not None or ready.several:
                 identity = _claim(config, ready, stack)
@@ -200,20 +206,34 @@ class Simulator:
                     shards=ready.shards,
                 )
             observers = Observers(config, ready, monitor, checkpoint)
-            now, seconds = self._run(observers, checkpoint, away)
+            now, seconds = self._run(config, observers, checkpoint, away)
             run = finish(config, ready, now.state, np.concatenate(now.table), seconds, away)
+            if run.outcome == "finished" and config.rounds < self.config.rounds:
+                run = run._replace(outcome="budget")
             run = run if monitor.found is None else run._replace(fault=monitor.found)
             observers.end(run)
             return run
 
+    def _within_budget(self) -> RunConfig:
+        """Return the config with as many rounds as a private run may take."""
+        budget = self.ready.budget
+        if budget is None or budget.privacy.stop_at_epsilon is None:
+            return self.config
+        budget.refuse()
+        return replace(self.config, rounds=budget.limit(self.config.rounds))
+
     def _run(
-        self, observers: Observers, checkpoint: Checkpoint | None, away: OutOfCoreClients | None
+        self,
+        config: RunConfig,
+        observers: Observers,
+        checkpoint: Checkpoint | None,
+        away: OutOfCoreClients | None,
     ) -> tuple[Progress, Seconds]:
         """Compile and run the remaining rounds.
 
         The returned progress holds the state on the host.
         """
-        config, ready = self.config, self.ready
+        ready = self.ready
         began = time.perf_counter()
         now = Progress(ready.start, [], 0) if checkpoint is None else checkpoint.begin(ready.start)
         if now.done >= config.rounds or bool(now.state.done):  # the checkpoint is of a finished run

@@ -10,6 +10,7 @@ import numpy as np
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import Exchange, exchange
 from fedscaffold.metrics import Stop
+from fedscaffold.privacy.gradients import Mechanism
 from fedscaffold.problems.batches import Functions, Kinds
 from fedscaffold.problems.layout import Layout
 from fedscaffold.simulation.stale import Policy
@@ -74,6 +75,8 @@ class Spec(NamedTuple):
     client_sizes: tuple[int, ...] = ()
     own: tuple[Measure, ...] = ()
     """The user's metrics."""
+    privacy: Mechanism | None = None
+    """How gradients are made private."""
     local_buffers: bool = False
     """Each client keeps the state that the loss updates; otherwise it is averaged like the model.
     """

@@ -24,6 +24,7 @@ from fedscaffold.simulation.checkpoint import Progress
 from fedscaffold.simulation.engine import Seconds, compile_rounds, run_rounds
 from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.result import Run, finish
+from fedscaffold.simulation.spending import budget_of
 from fedscaffold.simulation.step_sizes import in_precision
 from fedscaffold.simulation.threads import choose_threads
 
@@ -102,6 +103,7 @@ def sweep(  # noqa: D417
         began = time.perf_counter()
         ready, group = _choose_group(prepare(config, [run.seed for run in grid]), len(grid))
         seeds_of, lrs = [run.seed for run in grid], [run.lr for run in grid]
+        _refuse_budget(grid, ready)
         engine = compile_rounds(ready, seeds_of, config.evaluate_every, lrs=lrs, group=group)
         now = Progress(engine.place(ready.start), [], 0)
         compiled, cpu = time.perf_counter(), time.process_time()
@@ -121,6 +123,17 @@ def sweep(  # noqa: D417
 
     found = [[finished(run) for run in row] for row in runs]
     return Sweep(tuple(steps), tuple(run.seed for run in runs[0]), found, seconds)
+
+
+def _refuse_budget(grid: Sequence[RunConfig], ready: PreparedRun) -> None:
+    """Raise an InputError unless the privacy budget allows all rounds of all runs."""
+    for run in {run.seed: run for run in grid}.values():
+        budget = budget_of(run, ready.drawer)
+        if budget is not None and (most := budget.limit(run.rounds)) < run.rounds:
+            raise InputError(
+                f"a sweep runs all {run.rounds} rounds, and stop_at_epsilon allows {max(most, 0)} "
+                "of them: give fewer rounds, or run simulate for each lr and seed"
+            )
 
 
 def _step_sizes(lr: Any) -> list[Any]:

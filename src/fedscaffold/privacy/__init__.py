@@ -1,0 +1,10 @@
+"""Differential privacy: what is asked for, what it costs, and what has been spent.
+
+`records` says that single records are protected; a run takes it as `privacy=`. `epsilon` is the
+accountant: the cost of a number of steps. See docs/privacy.md.
+"""
+
+from fedscaffold.privacy.accounting import epsilon
+from fedscaffold.privacy.records import Records, records
+
+__all__ = ["Records", "epsilon", "records"]

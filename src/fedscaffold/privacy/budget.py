@@ -1,0 +1,162 @@
+"""The budget of a run: the epsilon of each client by rounds, and how many rounds it allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedscaffold.checks import InputError
+from fedscaffold.privacy.accounting import Charge, compose, describe_accountant
+from fedscaffold.privacy.records import Records
+
+__all__ = ["Budget", "Spent"]
+
+Ints: TypeAlias = NDArray[np.int64]
+Charges: TypeAlias = tuple[Charge, ...]
+FINE = 128  # steps are rounded up by less than 1 / FINE
+
+
+class Spent(NamedTuple):
+    """What a run has spent."""
+
+    def __repr__(self) -> str:
+        return f"Spent(epsilon {self.epsilon:.4g}, delta {self.delta:g})"
+
+    epsilon: float
+    """The largest epsilon of any client."""
+    delta: float
+    steps: Ints
+    """(N,) steps that each client took."""
+    rates: NDArray[np.float64]
+    """(N,) sampling rates."""
+    by_client: Callable[[], NDArray[np.float64]]
+    """() -> the (N,) epsilons of all clients; takes the accountant a moment for each rate."""
+    accountant: str
+    """Accountants and version."""
+
+
+class Budget:
+    """The steps that each client has taken, and their epsilon.
+
+    A round is charged to the clients that attend it: each step that they take is a mechanism with
+    the client's own sampling rate. Nothing is subtracted for the sampling of clients, as the server
+    sees who takes part.
+
+    Args:
+        privacy: The settings.
+        rates: (N,) sampling rates q_i.
+        overflows: (N,) bounds on the probability that a batch exceeds its capacity.
+        attended: (round, counted from 0) -> the clients of the round, and the steps of each.
+        before: What the data of each client had been charged with before the first round; None for
+            nothing.
+    """
+
+    def __init__(
+        self,
+        privacy: Records,
+        rates: NDArray[np.float64],
+        overflows: NDArray[np.float64],
+        attended: Callable[[int], tuple[Ints, Ints]],
+        before: list[Charges] | None = None,
+    ) -> None:
+        self.privacy, self.rates, self.overflows = privacy, rates, overflows
+        self.attended = attended
+        self.before: list[Charges] = [()] * len(rates) if before is None else before
+        self.accountant = describe_accountant()  # without one nothing is trained
+        self._taken = np.zeros(len(rates), np.int64)
+        self._column = [self.largest(self._taken)]
+        self.epsilons(0, 1)  # nor if it has no number for the first round
+
+    def steps(self, rounds: int) -> Ints:
+        """Return the (N,) steps taken in the first rounds."""
+        taken = np.zeros(len(self.rates), np.int64)
+        for round in range(rounds):
+            clients, steps = self.attended(round)
+            taken[clients] += steps
+        return taken
+
+    def epsilons(self, start: int, stop: int) -> NDArray[np.float64]:
+        """Return the largest epsilon of any client after each of rounds start + 1 .. stop."""
+        while len(self._column) <= stop:
+            clients, steps = self.attended(len(self._column) - 1)
+            self._taken[clients] += steps
+            now = self.largest(self._taken, clients)
+            self._column.append(max(self._column[-1], now))
+        return np.array(self._column[start + 1 : stop + 1])
+
+    def largest(self, taken: Ints, among: Iterable[Any] | None = None) -> float:
+        """Return the largest epsilon of some clients.
+
+        Epsilon grows with the rate and with the number of steps, so that of clients that were
+        charged alike before only those count that none surpasses in both.
+        """
+        who = np.arange(len(taken)) if among is None else np.asarray(among, np.int64)
+        most: dict[Charges, int] = {}
+        found = 0.0
+        for client in who[np.lexsort((-taken[who], -self.rates[who]))].tolist():
+            before, steps = self.before[client], int(taken[client])
+            if steps > most.get(before, -1):
+                most[before] = steps
+                found = max(found, self._epsilon(client, steps))
+        return found
+
+    def by_client(self, rounds: int) -> NDArray[np.float64]:
+        """Return the (N,) epsilon of each client after some rounds."""
+        return np.array([self._epsilon(i, n) for i, n in enumerate(self.steps(rounds).tolist())])
+
+    def spent(self, rounds: int) -> Spent:
+        """Return what the first rounds cost."""
+        return Spent(
+            epsilon=float(self.epsilons(-1, rounds)[-1]),
+            delta=self.privacy.delta,
+            steps=self.steps(rounds),
+            rates=self.rates,
+            by_client=lambda: self.by_client(rounds),
+            accountant=self.accountant,
+        )
+
+    def limit(self, rounds: int) -> int:
+        """Return how many of `rounds` rounds keep every client within `stop_at_epsilon`.
+
+        -1 if some client exceeds it before the first.
+        """
+        most = self.privacy.stop_at_epsilon
+        if most is None:
+            return rounds
+        low, high = -1, rounds + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            within = self.largest(self.steps(middle)) <= most
+            low, high = (middle, high) if within else (low, middle)
+        return low
+
+    def refuse(self) -> None:
+        """Raise an InputError if the budget does not allow the first round."""
+        if self.limit(1) == 1:
+            return
+        had, first = self.largest(self.steps(0)), self.largest(self.steps(1))
+        spent = f", of which {had:.4g} is spent" if had else ""
+        raise InputError(
+            f"stop_at_epsilon is {self.privacy.stop_at_epsilon:g}{spent}; after a round epsilon "
+            f"would be {first:.4g}: take more noise, smaller batches or fewer local steps"
+        )
+
+    def _epsilon(self, client: int, steps: int) -> float:
+        own = Charge(self.privacy.noise, float(self.rates[client]), _rounded_up(steps))
+        charges = (*self.before[client], own)
+        return compose(charges, self.privacy.delta, float(self.overflows[client]))
+
+
+def _rounded_up(steps: int) -> int:
+    """Return a number of steps with eight significant bits, at least `steps`.
+
+    Each number asks the accountant once, so that a long run asks a few hundred times.
+
+    >>> _rounded_up(255), _rounded_up(1001)
+    (255, 1004)
+    """
+    unit = 1 << max(0, steps.bit_length() - FINE.bit_length())
+    return -(-steps // unit) * unit
