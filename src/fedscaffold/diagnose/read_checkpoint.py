@@ -257,6 +257,7 @@ def _displacements(spec: Spec, federation: Federation, state: State, draw: Draws
     most = loop_length(spec, draw, work)
 
     def moved(held: ClientState, work: Any) -> Any:
-        return jnp.linalg.norm(train(spec, federation, state, draw.lr, held, work, most).move)
+        _, _, move = train(spec, federation, state, draw.lr, held, work, most)
+        return jnp.linalg.norm(move)
 
     return jax.vmap(moved)(ClientState(state.memory, None, None), work)

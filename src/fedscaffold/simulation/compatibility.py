@@ -16,7 +16,7 @@ from fedscaffold.checks import InputError, is_word
 from fedscaffold.privacy.methods import refuse_algorithm
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import stale
-from fedscaffold.simulation.leaves import Leaves
+from fedscaffold.simulation.local import Leaves
 
 __all__ = ["refuse"]
 

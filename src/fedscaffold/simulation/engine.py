@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from fedscaffold.simulation.checkpoint import Progress
 from fedscaffold.simulation.distributed import allreduce_min
-from fedscaffold.simulation.double_precision import enable_float64
 from fedscaffold.simulation.out_of_core import OutOfCoreClients
 from fedscaffold.simulation.own_metrics import OnHost
 from fedscaffold.simulation.program import PreparedRun
@@ -81,7 +80,7 @@ class Engine(NamedTuple):
             return self.ready.shards.state(state)
         if self.runs is not None:
             state = _repeated(state, self.runs)
-        with enable_float64():
+        with jax.enable_x64(True):
             placed: State = jax.device_put(jax.tree.map(np.asarray, state), may_alias=False)
         return placed
 
@@ -169,7 +168,7 @@ def compile_rounds(
     if group is not None:
         draw = partial(_draws_of_sweep, ready.drawer, seeds, lrs, room)
     if ready.shards is None:
-        with enable_float64():
+        with jax.enable_x64(True):
             federation = jax.device_put(ready.federation)
     else:
         federation = ready.shards.federation(ready.federation)
@@ -256,5 +255,5 @@ def _compile(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
 
     function = partial(all_rounds, spec) if group is None else swept
     function = function if spec.mesh is None else on_all_devices(spec, function, arguments)
-    with enable_float64():
+    with jax.enable_x64(True):
         return jax.jit(function, donate_argnums=1).lower(*arguments).compile()

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from fedscaffold.problems.batches import Kind, value
 from fedscaffold.problems.problem import Problem
 from fedscaffold.problems.rewriting import patch_bytes
-from fedscaffold.simulation.double_precision import enable_float64, in_float64
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES, sum_over
 from fedscaffold.simulation.local import gradient
 from fedscaffold.simulation.own_metrics import evaluate_compiled, mean_buffers
@@ -45,7 +44,14 @@ def evaluate(
         measured = jax.lax.cond(
             due, lambda: _evaluate_row(spec, federation, state), lambda: unknown
         )
-    cheap = {"drift": drift, "residual": _residual(spec, state)}
+    # the distance of the server's fields from the running means they must equal
+    residual = jnp.zeros((), state.x.dtype)
+    if spec.algorithm.means:
+        with jax.enable_x64(True):
+            pairs = zip(spec.algorithm.means, state.mean, strict=True)
+            off = [getattr(state.server, field) - mean for (field, _), mean in pairs]
+        residual = jnp.linalg.norm(jnp.concatenate([a.astype(state.x.dtype) for a in off]))
+    cheap = {"drift": drift, "residual": residual}
     row = jnp.stack([cheap.get(name, measured[j]) for j, name in enumerate(names)])
     # user-defined metrics may be NaN
     ours = jnp.stack([row[j] for j, name in enumerate(names) if name not in spec.own_columns])
@@ -53,15 +59,6 @@ def evaluate(
     if spec.stop is None:
         return row, broken
     return row, broken | spec.stop.met(row[names.index(spec.stop.metric)], federation.target)
-
-
-def _residual(spec: Spec, state: State) -> Array:
-    """Return the distance of the server's fields from the running means they must equal."""
-    off = [
-        in_float64(jnp.subtract)(getattr(state.server, field), mean).astype(state.x.dtype)
-        for (field, _), mean in zip(spec.algorithm.means, state.mean, strict=True)
-    ]
-    return jnp.linalg.norm(jnp.concatenate(off)) if off else jnp.zeros((), state.x.dtype)
 
 
 def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
@@ -124,7 +121,7 @@ def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
         rows = getattr(state.memory, spec.algorithm.means[0][1])
         held = rows
         if spec.policy.rate is not None:
-            with enable_float64():
+            with jax.enable_x64(True):
                 held = decay_memory(spec, state, rows).astype(state.x.dtype)
     return jnp.sqrt(
         sum_over_devices(
@@ -146,9 +143,7 @@ def _sum_over_records(records: Any, weights: Array, measure: Callable[[Any, Arra
     stretch = max(1, min(total, EVALUATION_BYTES // max(1, row_bytes + patch_bytes(measure, *one))))
 
     def part(start: Array | int, fresh: Array | int) -> Any:
-        def cut(a: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(a, start, stretch)
-
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=stretch)
         again = jnp.arange(stretch) < fresh
         return measure(jax.tree.map(cut, records), jnp.where(again, 0, cut(weights)))
 

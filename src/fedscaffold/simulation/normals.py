@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedscaffold.simulation.double_precision import enable_float64
 from fedscaffold.simulation.spec import Array
 
 __all__ = ["normals"]
@@ -42,7 +41,7 @@ def normals(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     (2, 3)
     """
     size = prod(shape)
-    with enable_float64():
+    with jax.enable_x64(True):
         high, low = jnp.asarray(key).astype(jnp.uint64)
         own = (high << np.uint64(32)) | low
         counter = jax.lax.iota(jnp.uint64, -(-size // 2)) * GOLDEN + own

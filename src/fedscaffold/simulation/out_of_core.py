@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.run_config import RunConfig
-from fedscaffold.simulation.double_precision import enable_float64
 from fedscaffold.simulation.evaluation import default_metrics
 from fedscaffold.simulation.evaluation_batches import test_batches
 from fedscaffold.simulation.resolve import cohort_size
@@ -166,7 +165,7 @@ class OutOfCoreClients(NamedTuple):
             self.store.ask(self.cohort(round + 1))
         federation, slots = self.federation(who)
         draws = self.draws(self.drawer.draw(self.seed, round, 1, 1), slots)
-        with enable_float64():
+        with jax.enable_x64(True):
             state, row = program(
                 federation, state, draws, np.int32(1), np.int32(every), np.int32(round)
             )

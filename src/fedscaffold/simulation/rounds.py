@@ -5,6 +5,13 @@ applies the server step. With several devices, each runs its own clients; the su
 devices and every device takes the same server step. Rounds run in one while loop whose length is an
 argument, so one program serves any number of rounds; the loop ends early at a target or at the
 first non-finite value.
+
+c, the mean of the c_i and the sums over clients are float64 in every run that has client memory. In
+float32, c would drift from the mean of the c_i by rounding alone, until a lost c_i could not be
+told from it. The c_i are stored in the run's precision, and their rounding errors are added to c.
+JAX creates no float64 arrays unless x64 is enabled, but a program traced with x64 enabled may
+contain them. Compensated float32 sums would be an alternative, but compilers may optimise the
+compensation away.
 """
 
 from __future__ import annotations
@@ -18,14 +25,8 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from fedscaffold.algorithms.round import absorb, shift_of
-from fedscaffold.simulation.double_precision import (
-    enable_float64,
-    in_float64,
-    prevent_recomputation,
-    to_float64,
-)
 from fedscaffold.simulation.evaluation import evaluate
-from fedscaffold.simulation.local import ClientState, Reply, Work, gradient_at_x, train
+from fedscaffold.simulation.local import ClientState, Work, gradient_at_x, train
 from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Draws, Federation, Spec, State
 from fedscaffold.simulation.staleness import apply_policy, decay_memory, needs_refresh
@@ -46,7 +47,7 @@ class Sums(NamedTuple):
     move: Array
     """x - y, if drift is measured."""
     spread: Array
-    """|x - y|^2."""
+    """|x - y|^2, if drift is measured."""
     renewed: Any = None
     """Changes of the memories by the `refresh` policy, before the local steps."""
     rounded: Any = None
@@ -148,7 +149,7 @@ def _unless_done(last: State, new: State) -> State:
     Tables of clients are kept by `_run_cohort`.
     """
     tables: dict[str, Any] = dict.fromkeys(ClientState._fields)
-    with enable_float64():
+    with jax.enable_x64(True):
         frozen: State = jax.tree.map(
             lambda a, b: jnp.where(last.done, a, b), last._replace(**tables), new._replace(**tables)
         )
@@ -163,18 +164,35 @@ def _server_step(
     It is computed in float64 for algorithms with client memory. A round in which nobody is heard
     leaves the server as it was in `old`, before the algorithm's `prepare`.
     """
-    update = partial(_update, spec)
-    before = state.server, state.mean, state.scale
-    found = (in_float64(update) if spec.keeps else update)(*before, state.told, lr, sums)
-    with enable_float64():
-        server, mean, scale = jax.tree.map(lambda a, b: a.astype(b.dtype), found[:3], before)
+    algorithm, before = spec.algorithm, (state.server, state.mean, state.scale)
+    given = (*before, state.told, lr, sums)
+    with jax.enable_x64(spec.keeps or state.x.dtype == jnp.float64):
+        if spec.keeps:
+            given = jax.tree.map(lambda a: a.astype(jnp.float64), given)
+        server, means, scale, told, lr, sums = given
+        safe = jnp.where(sums.heard > 0, sums.heard, 1)
+        mean = jax.tree.map(lambda total: total / safe, sums.message)
+        if spec.rebuilt is not None and not spec.unequal:
+            move = (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))
+            mean = mean._replace(**{spec.rebuilt: move})
+        server = algorithm.update(server, told, mean, sums.heard)
+        for changes in (sums.renewed, sums.rounded):
+            server = server if changes is None else absorb(algorithm, server, changes)
+        drift = jnp.zeros((), sums.heard.dtype)
+        if sums.move is not None:
+            move = sums.move / safe
+            drift = jnp.sqrt(jnp.maximum(sums.spread / safe - move @ move, 0))
+        means = tuple(mean + change for mean, change in zip(means, sums.change, strict=True))
+        after = server, means, jnp.maximum(scale, jnp.sqrt(sums.size / safe))
+    with jax.enable_x64(True):
+        server, means, scale = jax.tree.map(lambda a, b: a.astype(b.dtype), after, before)
     optimizer, buffers = state.optimizer, state.buffers
     if spec.server_optimizer is not None:  # its gradient is the negative of the algorithm's step
         updates, optimizer = spec.server_optimizer.update(
             state.x - server.x, state.optimizer, state.x
         )
         server = server._replace(x=state.x + updates)
-    with enable_float64():
+    with jax.enable_x64(True):
         server, optimizer = jax.tree.map(
             lambda a, b: jnp.where(sums.heard > 0, a, b),
             (server, optimizer),
@@ -183,35 +201,9 @@ def _server_step(
     if buffers is not None:
         buffers = _average_buffers(buffers, sums)
     new = state._replace(
-        server=server, mean=mean, scale=scale, optimizer=optimizer, buffers=buffers
+        server=server, mean=means, scale=scale, optimizer=optimizer, buffers=buffers
     )
-    return new, found[3]
-
-
-def _update(
-    spec: Spec,
-    server: Any,
-    means: tuple[Array, ...],
-    scale: Array,
-    told: Any,
-    lr: Array,
-    sums: Sums,
-) -> tuple[Any, tuple[Array, ...], Array, Array]:
-    """Return the new server record, means of memories and scale, and the drift of the cohort."""
-    safe = jnp.where(sums.heard > 0, sums.heard, 1)
-    mean = jax.tree.map(lambda total: total / safe, sums.message)
-    if spec.rebuilt is not None and not spec.unequal:
-        move = (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))
-        mean = mean._replace(**{spec.rebuilt: move})
-    server = spec.algorithm.update(server, told, mean, sums.heard)
-    for changes in (sums.renewed, sums.rounded):
-        server = server if changes is None else absorb(spec.algorithm, server, changes)
-    drift = jnp.zeros((), sums.heard.dtype)
-    if sums.move is not None:
-        move = sums.move / safe
-        drift = jnp.sqrt(jnp.maximum(sums.spread / safe - move @ move, 0))
-    means = tuple(mean + change for mean, change in zip(means, sums.change, strict=True))
-    return server, means, jnp.maximum(scale, jnp.sqrt(sums.size / safe)), drift
+    return new, drift
 
 
 def _average_buffers(old: Any, sums: Sums) -> Any:
@@ -225,7 +217,7 @@ def _average_buffers(old: Any, sums: Sums) -> Any:
         new = new if jnp.issubdtype(before.dtype, jnp.floating) else jnp.round(new)
         return jnp.where(sums.heard > 0, new.astype(before.dtype), before)
 
-    with enable_float64():
+    with jax.enable_x64(True):
         return jax.tree.map(mean, old, sums.buffers)
 
 
@@ -234,7 +226,7 @@ def select_cohort(spec: Spec, federation: Federation, state: State, draw: Draws)
     clients = len(federation.first)
     client = jnp.arange(clients) if spec.everyone else jnp.minimum(draw.cohort, clients - 1)
     weights = federation.weights if federation.shares is None else federation.shares
-    with enable_float64():
+    with jax.enable_x64(True):
         p = jnp.where(spec.everyone | (draw.cohort < clients), weights[client], 0)
     keys = returns = None
     draws = spec.compressor is not None or spec.functions.random or spec.privacy is not None
@@ -290,11 +282,12 @@ def _run_cohort(
     if spec.mesh is not None:
         return _run_cohort_of_device(spec, federation, state, draw, work, run)
     tables = ClientState(*(getattr(state, name) for name in ClientState._fields))
-    old = _read_clients(spec, state, tables, work.client)
+    stored = old = _read_clients(spec, tables, work.client)
+    if spec.policy.rate is not None:
+        old = old._replace(memory=decay_memory(spec, state, old.memory, work.client, ahead=1))
     sums, new = jax.lax.scan(run, _zero_sums(spec, state), _split_into_blocks(spec, (work, old)))
     rows = jax.tree.map(lambda a: a.reshape(len(work.p), *a.shape[2:]), new)
     if _runs_to_the_end(spec):
-        stored = jax.tree.map(partial(_rows, spec, work.client), tables)
         rows = jax.tree.map(lambda a, b: jnp.where(state.done, a, b), stored, rows)
     if spec.everyone:
         return rows, sums
@@ -312,7 +305,10 @@ def _run_cohort_of_device(
 
     def turn(carry: tuple[ClientState, Sums], part: tuple[Work, Array]) -> Any:
         (tables, sums), (work, slots) = carry, part
-        sums, rows = run(sums, (work, _read_clients(spec, state, tables, work.client)))
+        old = _read_clients(spec, tables, work.client)
+        if spec.policy.rate is not None:
+            old = old._replace(memory=decay_memory(spec, state, old.memory, work.client, ahead=1))
+        sums, rows = run(sums, (work, old))
         return jax.tree.map(partial(write_rows, spec, slots), tables, rows), sums
 
     tables = ClientState(*(getattr(state, name) for name in ClientState._fields))
@@ -335,12 +331,14 @@ def _fold_blocks_of_device(
     return jax.lax.fori_loop(0, -(-members // spec.block), one, begin)
 
 
-def _read_clients(spec: Spec, state: State, tables: ClientState, client: Array) -> ClientState:
-    """Return the rows of some clients at the start of the round."""
-    old: ClientState = jax.tree.map(partial(_rows, spec, client), tables)
-    if spec.policy.rate is None:
-        return old
-    return old._replace(memory=decay_memory(spec, state, old.memory, client, ahead=1))
+def _read_clients(spec: Spec, tables: ClientState, client: Array) -> ClientState:
+    """Return the rows of some clients as they are stored."""
+    if spec.everyone:
+        return tables
+    rows: ClientState = jax.tree.map(
+        lambda table: table.at[client].get(mode="promise_in_bounds"), tables
+    )
+    return rows
 
 
 def _run_block(
@@ -354,73 +352,71 @@ def _run_block(
 ) -> tuple[Sums, ClientState]:
     """Run a block of clients; return the updated sums and the clients' new state.
 
-    `never` is always false at run time, but unknown to the compiler (see `prevent_recomputation`).
+    The result of a conditional is computed once. Without it the compiler may recompute a message
+    for each of its uses and round it differently, so that a client would store another direction
+    than the one the server sums. `never` is false at run time, but unknown to the compiler.
     """
     work, old = part
-    most = loop_length(spec, draw, work)
+    most, p = loop_length(spec, draw, work), work.p
 
-    def client(own: tuple[ClientState, Work]) -> Reply:
+    def client(own: tuple[ClientState, Work]) -> tuple[Any, ClientState, Array]:
         return train(spec, federation, state, draw.lr, *own, most)
 
-    replies = prevent_recomputation(never, _map_clients(spec, client, (old, work)))
-    with enable_float64():
+    message, held, move = jax.lax.cond(
+        never,
+        lambda same: jax.tree.map(jnp.zeros_like, same),
+        lambda same: same,
+        _map_clients(spec, client, (old, work)),
+    )
+    with jax.enable_x64(True):
         if spec.rebuilt is not None and spec.unequal:
-            d = getattr(replies.message, str(spec.exchange.d))
-            move = (work.steps * draw.lr)[:, None] * d
-            replies = replies._replace(message=replies.message._replace(**{spec.rebuilt: move}))
-        held, renewed, rounded = _update_memory(spec, state, replies, old)
-        new = _sum_block(spec, work.p, replies, old, held)._replace(
-            renewed=_weighted_sums(work.p, renewed),
-            rounded=_weighted_sums(work.p, rounded),
-            buffers=None if spec.local_buffers else _weighted_sums(work.p, replies.buffers),
+            d = getattr(message, str(spec.exchange.d))
+            message = message._replace(**{spec.rebuilt: (work.steps * draw.lr)[:, None] * d})
+        renewed = rounded = buffers = None
+        if not spec.local_buffers:
+            buffers, held = _weighted_sum(p, held.own_buffers), held._replace(own_buffers=None)
+        if spec.keeps:
+            held, renewed, rounded = _update_memory(spec, state, message, old, held)
+        fields = [of for _, of in spec.algorithm.means]
+        new, was = ([getattr(a.memory, of) for of in fields] for a in (held, old))
+        added = Sums(
+            heard=p.sum(),
+            message=_weighted_sum(p, message),
+            change=tuple(
+                _weighted_sum(p, a.astype(p.dtype) - b.astype(p.dtype))
+                for a, b in zip(new, was, strict=True)
+            ),
+            size=sum((_weighted_square_sum(p, a) for a in new), jnp.zeros((), p.dtype)),
+            move=_weighted_sum(p, move),
+            spread=None if move is None else _weighted_square_sum(p, move),
+            renewed=_weighted_sum(p, renewed),
+            rounded=_weighted_sum(p, rounded),
+            buffers=buffers,
         )
-        return jax.tree.map(jnp.add, sums, new), held
+        return jax.tree.map(jnp.add, sums, added), held
 
 
 def _update_memory(
-    spec: Spec, state: State, replies: Reply, old: ClientState
+    spec: Spec, state: State, message: Any, old: ClientState, held: ClientState
 ) -> tuple[ClientState, Any, Any]:
     """Return the clients' new state, and the changes of their memories by renewal and by rounding.
 
     The new memory is computed in float64 and then rounded to the run's precision, so that the
     rounding error can be added to the server's mean.
     """
-    kept = ClientState(
-        None, replies.own, replies.errors, replies.buffers if spec.local_buffers else None
-    )
-    if spec.algorithm.remember is None:
-        return kept, None, None
     dtype, remember = state.x.dtype, spec.algorithm.remember
-    before, told, message = (
-        jax.tree.map(to_float64, a) for a in (old.memory, state.told, replies.message)
+    before, told, message, begun = jax.tree.map(
+        lambda a: a.astype(jnp.float64), (old.memory, state.told, message, held.memory)
     )
-    begun = before if replies.memory is None else jax.tree.map(to_float64, replies.memory)
-    exact = jax.vmap(lambda own, sent: remember(own, shift_of(spec.algorithm, told, own), sent))(
-        begun, message
+    renewed = None if begun is None else jax.tree.map(jnp.subtract, begun, before)
+    exact = jax.vmap(lambda own, sent: remember(own, shift_of(spec.algorithm, told, own), sent))(  # type: ignore[misc]
+        before if begun is None else begun, message
     )
     new = jax.tree.map(lambda a: a.astype(dtype), exact)
-    renewed = None if replies.memory is None else jax.tree.map(jnp.subtract, begun, before)
     rounded = None
     if dtype != jnp.float64:
-        rounded = jax.tree.map(lambda stored, a: to_float64(stored) - a, new, exact)
-    return kept._replace(memory=new), renewed, rounded
-
-
-def _sum_block(spec: Spec, p: Array, replies: Reply, old: ClientState, held: ClientState) -> Sums:
-    """Return the sums over a block, in the precision of p."""
-    fields = [of for _, of in spec.algorithm.means]
-    new, was = ([getattr(a.memory, of).astype(p.dtype) for of in fields] for a in (held, old))
-    return Sums(
-        heard=p.sum(),
-        message=_weighted_sums(p, replies.message),
-        change=tuple(_weighted_sum(p, a - b) for a, b in zip(new, was, strict=True)),
-        size=sum(
-            (_weighted_square_sum(p, getattr(held.memory, of)) for of in fields),
-            jnp.zeros((), p.dtype),
-        ),
-        move=_weighted_sum(p, replies.move),
-        spread=_weighted_square_sum(p, replies.move),
-    )
+        rounded = jax.tree.map(lambda stored, a: stored.astype(jnp.float64) - a, new, exact)
+    return held._replace(memory=new), renewed, rounded
 
 
 def _map_clients(spec: Spec, client: Callable[[Any], Any], clients: Any) -> Any:
@@ -440,10 +436,6 @@ def loop_length(spec: Spec, draw: Draws, work: Work) -> Array | int:
         return draw.steps
     # under vmap, a bound that differs between runs would turn every iteration into a select
     return jnp.max(work.steps) if spec.unequal and not spec.side_by_side else spec.max_steps
-
-
-def _rows(spec: Spec, client: Array, table: Array) -> Array:
-    return table if spec.everyone else table.at[client].get(mode="promise_in_bounds")
 
 
 def write_rows(spec: Spec, cohort: Array, table: Array, new: Array) -> Array:
@@ -471,7 +463,7 @@ def _heard_at(spec: Spec, state: State, cohort: Array) -> Array:
 
 def _zero_sums(spec: Spec, state: State) -> Sums:
     """Return sums of zero."""
-    with enable_float64():
+    with jax.enable_x64(True):
         kind = jnp.float64 if spec.keeps else state.x.dtype
         zero = jnp.zeros((), kind)
         empty = jnp.zeros(state.x.shape, kind)
@@ -488,28 +480,26 @@ def _zero_sums(spec: Spec, state: State) -> Sums:
         change=(empty,) * len(spec.algorithm.means),
         size=zero,
         move=empty if "drift" in spec.metrics else None,
-        spread=zero,
+        spread=zero if "drift" in spec.metrics else None,
         renewed=memory if spec.policy.refresh_after is not None else None,
         rounded=memory if spec.keeps and state.x.dtype != jnp.float64 else None,
         buffers=buffers,
     )
 
 
-def _weighted_sums(p: Array, record: Any) -> Any:
-    """Return the weighted sum of each field of a record."""
-    return jax.tree.map(lambda rows: _weighted_sum(p, rows), record)
+def _weighted_sum(p: Array, record: Any) -> Any:
+    """Return sum p_i row_i for each array of a record.
 
+    Rows of weight 0 are ignored even if they are not finite.
+    """
 
-def _weighted_sum(p: Array, rows: Array) -> Array:
-    """Return sum p_i row_i; rows of weight 0 are ignored even if they are not finite."""
-    if rows is None:
-        return None
-    some = (p > 0).reshape(-1, *[1] * (rows.ndim - 1))
-    return jnp.tensordot(p, jnp.where(some, rows, 0).astype(p.dtype), 1)
+    def total(rows: Array) -> Array:
+        some = (p > 0).reshape(-1, *[1] * (rows.ndim - 1))
+        return jnp.tensordot(p, jnp.where(some, rows, 0).astype(p.dtype), 1)
+
+    return jax.tree.map(total, record)
 
 
 def _weighted_square_sum(p: Array, rows: Array) -> Array:
-    """Return sum p_i |row_i|^2; 0 if `rows` is None."""
-    if rows is None:
-        return jnp.zeros((), p.dtype)
+    """Return sum p_i |row_i|^2."""
     return _weighted_sum(p, jnp.sum(rows * rows, axis=1, keepdims=True))[0]

@@ -20,7 +20,6 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import resolve
-from fedscaffold.simulation.double_precision import enable_float64
 from fedscaffold.simulation.evaluation_batches import Batches
 from fedscaffold.simulation.spec import Draws, Federation, Spec, State
 
@@ -36,7 +35,7 @@ def sum_over_devices(spec: Spec, sums: Any) -> Any:
     """Reduce sums over devices, with one psum of one concatenated vector."""
     if spec.mesh is None:
         return sums
-    with enable_float64():
+    with jax.enable_x64(True):
         vector, apart = ravel_pytree(sums)
         return apart(jax.lax.psum(vector, AXIS))
 
@@ -256,7 +255,7 @@ class Shards(NamedTuple):
                 tuple(shape), NamedSharding(self.mesh, place), placed
             )
 
-        with enable_float64():
+        with jax.enable_x64(True):
             return jax.tree.map(leaf, tree)
 
     def total(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -265,7 +264,7 @@ class Shards(NamedTuple):
             return vector
         pieces = np.zeros((len(self.devices), len(vector)))
         pieces[0] = vector
-        with enable_float64():
+        with jax.enable_x64(True):
             summed = jax.jit(
                 lambda a: a.sum(axis=0), out_shardings=NamedSharding(self.mesh, PartitionSpec())
             )

@@ -92,11 +92,6 @@ class Spec(NamedTuple):
         return bool(self.batch_sizes or self.client_sizes)
 
     @property
-    def idle_steps(self) -> bool:
-        """Whether a client may wait, in the loop over steps, for others of its block."""
-        return self.unequal and (self.block > 1 or self.side_by_side)
-
-    @property
     def constant_step(self) -> bool:
         """Whether (x - y) / (K lr) is the mean direction."""
         return self.optimizer is None and not self.scheduled

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedscaffold.algorithms.round import absorb
-from fedscaffold.simulation.double_precision import enable_float64, to_float64
 from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Federation, Spec, State
 
@@ -35,7 +34,7 @@ def apply_policy(spec: Spec, federation: Federation, state: State, slots: int) -
     Decay multiplies only c and the mean; rows are multiplied when they are read.
     """
     if spec.policy.rate is not None:
-        with enable_float64():
+        with jax.enable_x64(True):
             scaled = {
                 field: spec.policy.rate * getattr(state.server, field)
                 for field, _ in spec.algorithm.means
@@ -59,9 +58,9 @@ def apply_policy(spec: Spec, federation: Federation, state: State, slots: int) -
         return jax.tree.map(zero, memory)
 
     zeroed = jax.lax.fori_loop(0, jnp.sum(there), forget, state.memory)
-    with enable_float64():
+    with jax.enable_x64(True):
         p = jnp.where(there, federation.shares.at[gone].get(mode="fill", fill_value=0), 0)
-        share = sum_over_devices(spec, jax.tree.map(lambda a: -(p @ to_float64(a)), rows))
+        share = sum_over_devices(spec, jax.tree.map(lambda a: -(p @ a.astype(jnp.float64)), rows))
         server = absorb(spec.algorithm, state.server, share)
         pairs = zip(state.mean, spec.algorithm.means, strict=True)
         mean = tuple(mean + getattr(share, of) for mean, (_, of) in pairs)
@@ -74,7 +73,7 @@ def decay_memory(
     """Return decayed memory rows in float64, after the state's round or `ahead` rounds later."""
     if spec.policy.rate is None:
         return memory
-    with enable_float64():
+    with jax.enable_x64(True):
         factor = decay_factor(spec, state, client, ahead)[:, None]
         return jax.tree.map(lambda rows: rows * factor, memory)
 
