@@ -151,4 +151,7 @@ def __getattr__(name: str) -> _Any:
         raise ImportError(
             f"fs.{name} needs {missing}: pip install 'fedscaffold[{extra}]'"
         ) from error
-    return getattr(module, name) if name in _LATER else module
+    if name not in _LATER:
+        return module
+    globals()[name] = found = getattr(module, name)
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -114,6 +114,15 @@ def _names(name: str, value: Any) -> list[str]:
             f"{name} must be a list of names such as ['loss'], got {checks.shown(value)}"
         )
     return [checks.text(name, one) for one in value]
+
+
+def _metrics(name: str, value: Any) -> Any:
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise InputError(
+            f"{name} must be a list of names such as ['loss'], or of functions, got "
+            f"{checks.shown(value)}"
+        )
+    return value
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -265,6 +274,7 @@ class RunConfig:
         None,
         "metrics to record every `evaluate_every` rounds: names (see `fedscaffold.metrics`), "
         "functions of (params, data), or results of `fs.metric`",
+        _metrics,
         key="metrics",
         written=_names,
     )

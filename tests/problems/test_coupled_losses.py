@@ -239,7 +239,7 @@ def test_unequal_clients_are_trained_and_measured_as_written(loss):
     made = problem(loss)
     run = ran(made, steps=3, rounds=2, lr=0.05, metrics=["loss", "grad_norm"])
     np.testing.assert_allclose(run.vector, expected(made, steps=3, rounds=2, lr=0.05), rtol=1e-11)
-    assert made.inspected.kinds.loss == "coupled"
+    assert made.kinds.loss == "coupled"
     wanted = means(made, loss, run, records(1))
     assert (run.history["loss"][-1], run.history["grad_norm"][-1]) == pytest.approx(
         wanted, rel=1e-12
@@ -322,7 +322,7 @@ def attention(params, batch):
     "loss", [convolution, recurrence, chosen_class, attention], ids=lambda f: f.__name__
 )
 def test_networks_that_see_records_one_by_one_keep_the_fast_path(loss):
-    assert problem(loss).inspected.kinds.loss == "mean"
+    assert problem(loss).kinds.loss == "mean"
 
 
 @pytest.mark.slow
@@ -429,7 +429,7 @@ def weighted_cox(params, batch, weights):
 @pytest.mark.parametrize("more", [{"batch_size": 8}])
 def test_a_loss_that_takes_weights_sees_padding(more):
     mine, exact = problem(weighted_cox, accuracy=auc), problem(cox, accuracy=auc)
-    assert mine.inspected.kinds.loss == "weighted"
+    assert mine.kinds.loss == "weighted"
     a, b = ran(mine, steps=5, **more), ran(exact, steps=5, **more)
     np.testing.assert_allclose(a.vector, b.vector, rtol=1e-11)
     for name in ("loss", "accuracy"):
@@ -441,17 +441,17 @@ def test_a_loss_that_takes_weights_sees_padding(more):
     [lambda weights, batch: plain(weights, batch), lambda p, b, other=3: plain(p, b)],
 )
 def test_weights_are_bound_by_name_behind_the_batch(weights_first):
-    assert problem(weights_first).inspected.kinds.loss == "mean"
+    assert problem(weights_first).kinds.loss == "mean"
 
 
 def test_plain_losses_are_recognised():
-    assert problem(plain).inspected.kinds == ("mean", "mean", "mean")
+    assert problem(plain).kinds == ("mean", "mean", "mean")
     starts_at_zero = fs.Problem(batch_normalised, {"w": np.zeros(3)}, records(1))
-    assert starts_at_zero.inspected.kinds.loss == "coupled"
+    assert starts_at_zero.kinds.loss == "coupled"
     in_single = problem(
         lambda p, b: jnp.mean(jnp.square(b[0].astype(jnp.float32) @ p["w"].astype(jnp.float32)))
     )
-    assert in_single.inspected.kinds.loss == "mean"
+    assert in_single.kinds.loss == "mean"
 
 
 def test_the_last_layer_may_begin_at_zero():
@@ -461,7 +461,7 @@ def test_the_last_layer_may_begin_at_zero():
         return jnp.mean(jnp.square(h @ params["last"] - batch[1]))
 
     made = fs.Problem(loss, {"first": np.ones(3), "last": np.zeros(3)}, records(1))
-    assert made.inspected.kinds.loss == "coupled"
+    assert made.kinds.loss == "coupled"
 
 
 def test_a_ratio_that_single_records_do_not_have():
@@ -474,7 +474,7 @@ def test_a_ratio_that_single_records_do_not_have():
     for client in clients:
         client[2][:] = 1
     clients[2][2][5] = 0
-    assert fs.Problem(loss, START, clients).inspected.kinds.loss == "coupled"
+    assert fs.Problem(loss, START, clients).kinds.loss == "coupled"
 
 
 @pytest.mark.slow
@@ -483,8 +483,8 @@ def test_the_users_word_is_taken():
     np.testing.assert_allclose(
         ran(never, steps=3).vector, ran(problem(plain), steps=3).vector, rtol=1e-12
     )
-    assert never.inspected.kinds.loss == "coupled"
-    assert problem(cox, coupled=False).inspected.kinds.loss == "mean"
+    assert never.kinds.loss == "coupled"
+    assert problem(cox, coupled=False).kinds.loss == "mean"
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ MISTAKES = {
         "loss must take (params, batch), and may take weights, key, state and train by name, got (params, x, y); unpack the batch inside it: x, y = batch",
     ),
     "a loss that needs its key": (
-        lambda: fs.Problem(keyed, np.zeros(2), CLIENTS).inspected,
+        lambda: fs.Problem(keyed, np.zeros(2), CLIENTS).kinds,
         "loss must run with key=None, as it is measured without randomness: draw random numbers only where key is not None; "
         "it said ValueError: no key",
     ),

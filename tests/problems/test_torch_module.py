@@ -272,7 +272,7 @@ def test_gradients_are_those_of_torch(name):
     if name in SINGLE:
         agrees_with_torch(problem, module, loss, clients[1], "float32", 1e-6)
     if name in KINDS:  # whether the loss is a mean over records
-        assert problem.inspected.kinds.loss == problem.inspected.kinds.gradient == KINDS[name]
+        assert problem.kinds.loss == problem.kinds.gradient == KINDS[name]
 
 
 @pytest.mark.soak

@@ -189,7 +189,7 @@ def test_kinds_are_found_with_the_key_held_fixed():
         return weights @ (x @ params["w"] + params["b"] - y) ** 2
 
     def kinds(loss, **more):
-        return fs.Problem(loss, X0, RAGGED, **more).inspected.kinds
+        return fs.Problem(loss, X0, RAGGED, **more).kinds
 
     assert kinds(dropout)[::2] == ("mean", "coupled")
     assert kinds(dropout, coupled=False)[::2] == ("mean", "coupled")

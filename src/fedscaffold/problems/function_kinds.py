@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from fedscaffold.problems.mixing import mixes_records
 if TYPE_CHECKING:
     from fedscaffold.problems.problem import Problem
 
-__all__ = ["Inspection", "inspect_functions"]
+__all__ = ["inspect_functions"]
 
 Tree: TypeAlias = Any
 Array: TypeAlias = Any
@@ -48,34 +48,35 @@ STATISTIC_TYPES = {"BatchStat"}  # Flax NNX
 PAIR = ("mean", "var")  # the names of Flax's batch statistics
 
 
-class Inspection(NamedTuple):
-    """Result of inspecting a problem's functions."""
-
-    kinds: Kinds
-    statistics: tuple[str, ...] = ()
-    """Names of arrays among the parameters that are batch statistics."""
-
-
-def inspect_functions(problem: Problem) -> Inspection:
-    """Find the kind of each function, and the batch statistics among the parameters.
+def inspect_functions(problem: Problem) -> Kinds:
+    """Find the kind of each function, and refuse batch statistics among the parameters.
 
     Args:
         problem: The problem; its functions are evaluated on some of its records.
 
     Returns:
-        The inspection; kinds given by the user are not checked.
+        The kinds; those given by the user are not checked.
+
+    Raises:
+        InputError: An array of the parameters holds batch statistics.
     """
-    named = _named_statistics(problem.params)
-    if named:
-        return Inspection(Kinds(), named)
-    with (
-        warnings.catch_warnings()
-    ):  # of double precision where a model has single precision written into it
-        warnings.simplefilter("ignore")
-        return _inspect_unnamed(problem)
+    kinds, statistics = Kinds(), _named_statistics(problem.params)
+    if not statistics:
+        with warnings.catch_warnings():  # of double precision in a model that is written in single
+            warnings.simplefilter("ignore")
+            kinds, statistics = _inspect_unnamed(problem)
+    for layer in statistics[:1]:
+        raise InputError(
+            f"{layer} looks like batch statistics: they have no gradient, and control variates "
+            "would drive them "
+            "off; give them as Problem(..., state=...), apart from params (group or layer "
+            "normalisation needs none)"
+        )
+    return kinds
 
 
-def _inspect_unnamed(problem: Problem) -> Inspection:
+def _inspect_unnamed(problem: Problem) -> tuple[Kinds, list[str]]:
+    """Return the kinds, and the names of arrays that are statistics by what the functions do."""
     functions = problem.functions
     stated: Kind | None = (
         None if problem.coupled is None else "coupled" if problem.coupled else "mean"
@@ -128,7 +129,7 @@ def _inspect_unnamed(problem: Problem) -> Inspection:
     kinds = Kinds(loss, accuracy, slope)
     untrained = np.flatnonzero(slopes == 0).tolist()
     used = partial(_is_measured, problem, kinds.accuracy, (train if test is None else test)[0])
-    return Inspection(kinds, tuple(problem.layout.names[j] for j in untrained if used(j)))
+    return kinds, [problem.layout.names[j] for j in untrained if used(j)]
 
 
 def _refuse_without_key(
@@ -165,15 +166,12 @@ def _models(params: Tree) -> list[Tree]:
     """Return random parameters around the initial model, near and far."""
     rng = np.random.default_rng(1)
 
-    def moved(spread: float) -> Callable[[Any], NDArray[Any]]:
-        def leaf(array: Any) -> NDArray[Any]:
-            start = np.asarray(array, np.float64)
-            width = spread * (np.sqrt(np.mean(start**2)) + 0.1) if start.size else 0.0
-            return np.asarray(start + width * rng.normal(size=start.shape))
+    def moved(spread: float, array: Any) -> NDArray[Any]:
+        start = np.asarray(array, np.float64)
+        width = spread * (np.sqrt(np.mean(start**2)) + 0.1) if start.size else 0.0
+        return np.asarray(start + width * rng.normal(size=start.shape))
 
-        return leaf
-
-    return [jax.tree.map(moved(spread), params) for spread in SPREADS]
+    return [jax.tree.map(partial(moved, spread), params) for spread in SPREADS]
 
 
 def _couples(
@@ -192,7 +190,8 @@ def _couples(
                 try:
                     mismatch, slope = _compare(name, function, model, batch)
                 except Exception:  # it cannot be called with a single record
-                    return True, np.asarray(jax.jit(partial(_slopes, name, function))(model, batch))
+                    slope = jax.jit(partial(_on_batch, name, function))(model, batch)[2]
+                    return True, np.asarray(slope)
                 mismatches.append(float(mismatch))
                 slopes.append(np.asarray(slope))
     known = [mismatch for mismatch in mismatches if not np.isnan(mismatch)]
@@ -230,8 +229,7 @@ def _compare(
         The relative difference, of values or for a loss of gradients if that is larger; and the
         largest slope of each array.
     """
-    whole, slope = _on_batch(name, function, params, batch)
-    largest = _slopes(name, function, params, batch)
+    whole, slope, largest = _on_batch(name, function, params, batch)
     each = record_values(function, params, batch)
     mean = jax.tree.map(lambda a: a.mean(axis=0), each)
     size = _norm(jax.tree.map(lambda a: jnp.abs(a).mean(axis=0), each))
@@ -244,21 +242,18 @@ def _compare(
 
 def _on_batch(
     name: str, function: Callable[..., Any], params: Tree, batch: Tree
-) -> tuple[Tree, Tree]:
-    """Return a function's value on a batch without padding, and the gradient of a loss."""
+) -> tuple[Tree, Tree, Array]:
+    """Return a function's value on a batch without padding, and the gradient of a loss.
+
+    The third result is the largest slope of each array, 1 for functions other than a loss.
+    """
     whole = function(params, batch)
     if name != "loss":
-        return whole, None
+        return whole, None, jnp.ones(len(jax.tree.leaves(params)))
     one_number("loss(params, batch)", jnp.shape(whole))
-    return whole, jax.grad(function)(params, batch)
-
-
-def _slopes(name: str, function: Callable[..., Any], params: Tree, batch: Tree) -> Array:
-    """Return the largest slope of a loss on a batch per array; ones for other functions."""
-    _, slope = _on_batch(name, function, params, batch)
-    if slope is None:
-        return jnp.ones(len(jax.tree.leaves(params)))
-    return jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in jax.tree.leaves(slope)])
+    slope = jax.grad(function)(params, batch)
+    largest = [jnp.max(jnp.abs(leaf), initial=0.0) for leaf in jax.tree.leaves(slope)]
+    return whole, slope, jnp.stack(largest)
 
 
 def _relative(a: Tree, b: Tree, size: Array) -> Array:
@@ -275,7 +270,7 @@ def _norm(tree: Tree) -> Array:
     )
 
 
-def _named_statistics(params: Tree) -> tuple[str, ...]:
+def _named_statistics(params: Tree) -> list[str]:
     """Return the arrays whose name or type is that of batch statistics."""
 
     def typed(node: Any) -> bool:
@@ -286,7 +281,7 @@ def _named_statistics(params: Tree) -> tuple[str, ...]:
         name = jax.tree_util.keystr(path)
         if typed(node) or any(word in name for word in STATISTICS):
             found.append(name)
-    return tuple(found)
+    return found
 
 
 def _is_measured(problem: Problem, kind: Kind, batch: Tree, place: int) -> bool:

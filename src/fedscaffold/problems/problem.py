@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from fedscaffold import checks
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError, taken_by_name
-from fedscaffold.problems.batches import NO_LOSS, Functions, no_loss
-from fedscaffold.problems.function_kinds import Inspection, inspect_functions
+from fedscaffold.problems.batches import NO_LOSS, Functions, Kinds, no_loss
+from fedscaffold.problems.function_kinds import inspect_functions
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.records import (
     counted,
@@ -181,8 +181,12 @@ class Problem:
         return f"Problem({self.name}, {self.num_clients} clients, {self.offsets[-1]} records, d = {self.dim})"
 
     @cached_property
-    def inspected(self) -> Inspection:
-        """Inspection of the problem's functions, computed on first use."""
+    def kinds(self) -> Kinds:
+        """Kinds of the problem's functions, found by inspecting them on first use.
+
+        Raises:
+            InputError: An array of the parameters holds batch statistics.
+        """
         return inspect_functions(self)
 
     def with_clients(self, clients: Sequence[Tree]) -> Problem:
@@ -202,7 +206,7 @@ class Problem:
         made = Problem(
             loss, self.params, clients, gradient=gradient, evaluation_batch=size, state=state
         )
-        made.inspected = self.inspected
+        made.kinds = self.kinds
         return made
 
     @property

@@ -11,26 +11,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedscaffold.metrics import explained
 from fedscaffold.problems.layout import Layout
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress
-from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.distributed import allreduce_max
 from fedscaffold.simulation.forecast import Forecast
-from fedscaffold.simulation.invariants import InvariantMonitor, explained_residual
+from fedscaffold.simulation.invariants import InvariantMonitor
 from fedscaffold.simulation.program import PreparedRun
+from fedscaffold.simulation.result import Run, history_of
 from fedscaffold.simulation.sampling import Streams
 from fedscaffold.simulation.spec import Draws
-from fedscaffold.simulation.spending import epsilon_column
 from fedscaffold.status_line import StatusLine
-
-if TYPE_CHECKING:
-    from fedscaffold.simulation.result import Run
 
 __all__ = ["Callback", "Look", "Observers", "ProgressLine"]
 
@@ -174,9 +171,9 @@ class Observers:
         self.config, self.ready, self.checkpoint = config, ready, checkpoint
         self.monitor = monitor if ready.spec.keeps else None
         self.callbacks: list[Callback] = [_as_callback(one) for one in config.callbacks]
-        self.line = ProgressLine(config.progress, config.rounds)
+        line = ProgressLine(config.progress, config.rounds)
+        self.line = line if line.line.shown else None
         self.pending: list[list[dict[str, NDArray[Any]]]] = [[] for _ in self.callbacks]
-        self.streams = Streams(config.seed)
         self.heard_at = np.zeros(ready.drawer.num_clients, np.int64)
         self.reported = 0
         self.drawn: tuple[int, Any] = 0, ()
@@ -207,11 +204,11 @@ class Observers:
     def begin(self, now: Progress, seconds: float) -> None:
         """Call `begin` of all callbacks; `now` is the progress restored from the checkpoint."""
         self.seconds["compile"] += seconds
-        self.line.begin(now.done, self.ready.size)
-        rows = (
-            np.concatenate(now.table) if now.table else np.zeros((0, len(self.ready.spec.metrics)))
-        )
+        if self.line is not None:
+            self.line.begin(now.done, self.ready.size)
         if self.callbacks:
+            rows = np.zeros((0, len(self.ready.spec.metrics)))
+            rows = np.concatenate(now.table) if now.table else rows
             columns = self._columns(now, rows)
             for callback in self.callbacks:
                 callback.begin(self._look(now, [columns]))
@@ -219,10 +216,11 @@ class Observers:
     def after(self, now: Progress, seconds: float) -> bool:
         """Process a chunk of rounds and return whether a callback stops the run."""
         self.seconds["rounds"] += seconds
-        stop = self._call_callbacks(now)
+        stop = bool(self.callbacks) and self._call_callbacks(now)
         if self.ready.several:
             stop = bool(allreduce_max(int(stop))[0])
-        self.line.after(now, seconds)
+        if self.line is not None:
+            self.line.after(now, seconds)
         if self.checkpoint is not None:
             self.checkpoint.after(now, stop)
         elif self.monitor is not None and self.monitor.due():
@@ -231,13 +229,12 @@ class Observers:
 
     def end(self, run: Run) -> None:
         """End the progress line, and call `end` of all callbacks."""
-        self.line.end(run.rounds)
+        if self.line is not None:
+            self.line.end(run.rounds)
         for callback in self.callbacks:
             callback.end(run)
 
     def _call_callbacks(self, now: Progress) -> bool:
-        if not self.callbacks:
-            return False
         columns = self._columns(now, now.table[-1])
         over = bool(now.state.done) or now.done >= self.config.rounds
         stop = False
@@ -263,10 +260,7 @@ class Observers:
         self.reported = stop = (
             int(now.state.round) if over else now.done
         )  # no rows after an early end
-        columns: dict[str, NDArray[Any]] = {"round": np.arange(start + 1, stop + 1)}
-        columns |= {name: rows[: stop - start, j] for j, name in enumerate(self.ready.spec.metrics)}
-        columns |= count_bytes(self.config, self.ready, start, stop, self.heard_at)
-        return columns | epsilon_column(self.ready.budget, start, stop)
+        return history_of(self.config, self.ready, rows, start, stop, self.heard_at)
 
     def _look(self, now: Progress, told: Sequence[dict[str, NDArray[Any]]]) -> Look:
         columns = {name: np.concatenate([one[name] for one in told]) for name in told[0]}
@@ -280,7 +274,9 @@ class Observers:
             start=self.reported - len(columns["round"]),
             columns=columns,
             cohort=self._cohort,
-            explained=explained_residual(now.state, self.config.problem.num_clients),
+            explained=explained(
+                int(now.state.round), self.config.problem.num_clients, float(now.state.scale)
+            ),
             seconds=seconds,
             outcome=self._outcome(now, columns),
             state=now.state,
@@ -300,7 +296,7 @@ class Observers:
                 if row[-1] < self.ready.drawer.num_clients
                 else row[row < self.ready.drawer.num_clients]
             )
-        return self.ready.drawer.cohort(self.streams, round - 1)
+        return self.ready.drawer.cohort(Streams(self.config.seed), round - 1)
 
     def _outcome(self, now: Progress, columns: dict[str, NDArray[Any]]) -> str | None:
         """Return how the run ended, or None while it is going on."""

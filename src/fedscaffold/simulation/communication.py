@@ -36,7 +36,8 @@ def count_bytes(
     heard = np.full(stop - start, drawer.size, np.int64)
     renewed = np.zeros(stop - start, np.int64)
     after = spec.policy.refresh_after
-    if drawer.varying or after is not None:
+    varying = drawer.schedule is not None or drawer.available is not None
+    if varying or callable(drawer.sampling) or after is not None:
         streams = Streams(config.seed)
         cohorts = [drawer.cohort(streams, r) for r in range(start, stop)]
         heard = np.array([len(cohort) for cohort in cohorts], np.int64)

@@ -26,13 +26,6 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
     algorithm, problem = config.algorithm, config.problem
     name = algorithm.name
     _refuse_functions(algorithm)
-    for layer in problem.inspected.statistics[:1]:
-        raise InputError(
-            f"{layer} looks like batch statistics: they have no gradient, and control variates "
-            "would drive them "
-            "off; give them as Problem(..., state=...), apart from params (group or layer "
-            "normalisation needs none)"
-        )
     absent = size < problem.num_clients or config.availability is not None
     absent |= config.cohorts is not None and any(
         len(cohort) < problem.num_clients for cohort in config.cohorts
@@ -90,7 +83,7 @@ def _refuse_privacy(config: RunConfig) -> None:
             "the loss updates a state from whole batches, such as running statistics, which nothing "
             "clips or noises: with privacy take group or layer normalisation"
         )
-    kinds, functions = problem.inspected.kinds, problem.functions
+    kinds, functions = problem.kinds, problem.functions
     # what a loss draws with a key depends on the batch's shape: its mean is seen without one
     by_records = functions.random and functions.gradient is None and kinds.loss == "mean"
     if kinds.gradient != "mean" and not by_records:
@@ -145,22 +138,36 @@ def _refuse_policy(config: RunConfig, policy: stale.Policy) -> None:
 
 @cache
 def _refuse_functions(algorithm: Algorithm) -> None:
-    """Raise an InputError for functions that are not as `fedscaffold.algorithms.base` says."""
+    """Raise an InputError for functions that are not as `fedscaffold.algorithms.base` says.
+
+    One round is run on short vectors: records must keep their fields.
+    """
     algorithm = algorithm if algorithm.fit is None else algorithm.fit(None)
     if (algorithm.memory is None) != (algorithm.remember is None):
         raise InputError(f"{algorithm.name} must have both memory and remember, or neither")
-    vector = Leaves([np.ones(1)])
+    layers, x = Leaves([np.ones(1)]), jnp.ones(2)
+    makers = {"init": algorithm.init, "memory": algorithm.memory, "own": algorithm.own}
     try:
         exchange(algorithm)
-        server = algorithm.init(vector)
-        memory = None if algorithm.memory is None else algorithm.memory(vector)
+        server, memory, own = (None if make is None else make(layers) for make in makers.values())
         for field, of in algorithm.means:
             getattr(server, field), getattr(memory, of)
-        own = None if algorithm.own is None else algorithm.own(vector)
-        start = vector if algorithm.start is None else algorithm.start(vector, own)
-        shift = vector if algorithm.shift is None else algorithm.shift(server, memory)
-        algorithm.direction(lambda z: z, start, vector, shift)
-        _refuse_records(algorithm)
+        start = layers if algorithm.start is None else algorithm.start(layers, own)
+        shift = layers if algorithm.shift is None else algorithm.shift(server, memory)
+        algorithm.direction(lambda z: z, start, layers, shift)
+        server, memory, own = (None if make is None else make(x) for make in makers.values())
+        for function, record in zip(makers, (server, memory, own), strict=True):
+            _refuse_fields(algorithm, function, record, record)
+        shift, end = shift_of(algorithm, server, memory), start_of(algorithm, x, own)
+        ends = dict.fromkeys(("y", "move", "d"), lambda: end)
+        walk = Walk(x=lambda: x, travel=lambda: 1.0, gradient=lambda: x, own=lambda: own, **ends)
+        message, kept = reply_of(algorithm, walk, shift, own)
+        _refuse_fields(algorithm, "message", message, message)
+        _refuse_fields(algorithm, "keep", own, kept)
+        _refuse_fields(algorithm, "update", server, algorithm.update(server, server, message, 1.0))
+        if algorithm.remember is not None:
+            new = algorithm.remember(memory, shift, message)
+            _refuse_fields(algorithm, "remember", memory, new)
     except (AttributeError, TypeError) as error:
         does = (
             "use + - * / on vectors, and NamedTuples for records, "
@@ -169,24 +176,6 @@ def _refuse_functions(algorithm: Algorithm) -> None:
         raise InputError(
             f"a function of {algorithm.name} cannot be run: {error}; {does}"
         ) from error
-
-
-def _refuse_records(algorithm: Algorithm) -> None:
-    """Run one round on short vectors, and refuse records that do not keep their fields."""
-    x = jnp.ones(2)
-    makers = {"init": algorithm.init, "memory": algorithm.memory, "own": algorithm.own}
-    server, memory, own = (None if make is None else make(x) for make in makers.values())
-    for function, record in zip(makers, (server, memory, own), strict=True):
-        _refuse_fields(algorithm, function, record, record)
-    shift, end = shift_of(algorithm, server, memory), start_of(algorithm, x, own)
-    ends = dict.fromkeys(("y", "move", "d"), lambda: end)
-    walk = Walk(x=lambda: x, travel=lambda: 1.0, gradient=lambda: x, own=lambda: own, **ends)
-    message, kept = reply_of(algorithm, walk, shift, own)
-    _refuse_fields(algorithm, "message", message, message)
-    _refuse_fields(algorithm, "keep", own, kept)
-    _refuse_fields(algorithm, "update", server, algorithm.update(server, server, message, 1.0))
-    if algorithm.remember is not None:
-        _refuse_fields(algorithm, "remember", memory, algorithm.remember(memory, shift, message))
 
 
 def _refuse_fields(algorithm: Algorithm, function: str, before: Any, after: Any) -> None:

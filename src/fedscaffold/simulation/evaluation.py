@@ -53,8 +53,9 @@ def evaluate(
         residual = jnp.linalg.norm(jnp.concatenate([a.astype(state.x.dtype) for a in off]))
     cheap = {"drift": drift, "residual": residual}
     row = jnp.stack([cheap.get(name, measured[j]) for j, name in enumerate(names)])
-    # user-defined metrics may be NaN
-    ours = jnp.stack([row[j] for j, name in enumerate(names) if name not in spec.own_columns])
+    ours = row
+    if spec.own:  # user-defined metrics may be NaN
+        ours = jnp.stack([row[j] for j, name in enumerate(names) if name not in spec.own_columns])
     broken = ~jnp.isfinite(state.x).all() | (due & ~jnp.isfinite(ours).all())
     if spec.stop is None:
         return row, broken

@@ -23,7 +23,6 @@ __all__ = [
     "EVALUATION_BYTES",
     "Batches",
     "client_batches",
-    "describe",
     "split_into_batches",
     "sum_over",
     "test_batches",
@@ -182,25 +181,3 @@ def _weighted_sum(share: Array, values: Array) -> Array:
     """
     real = (share > 0).reshape(-1, *[1] * (values.ndim - 1))
     return jnp.tensordot(share, jnp.where(real, values, 0).astype(share.dtype), 1)
-
-
-def describe(problem: Problem, spec: Spec) -> dict[str, str]:
-    """Describe, for each metric on records, the data it is measured on."""
-    kinds, size = spec.kinds, problem.evaluation_batch
-    of = {
-        "loss": kinds.loss,
-        "gap": kinds.loss,
-        "accuracy": kinds.accuracy,
-        "grad_norm": kinds.gradient,
-    }
-
-    def words(metric: str) -> str:
-        tested = metric == "accuracy" and problem.test is not None
-        if of[metric] == "mean":
-            return "the test data, record by record" if tested else "all records, one by one"
-        if size is None:
-            return "all test data at once" if tested else "all records of each client at once"
-        return f"the {'test data' if tested else 'records of each client'} in batches of {size}"
-
-    own = {column: measure.said for measure in spec.own for column in measure.columns}
-    return {metric: words(metric) for metric in spec.metrics if metric in of} | own

@@ -25,7 +25,7 @@ from fedscaffold.checks import shown
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import ARGUMENTS, RunConfig
 from fedscaffold.simulation.program import PreparedRun
-from fedscaffold.simulation.step_sizes import schedule_of
+from fedscaffold.simulation.resolve import schedule_of
 
 __all__ = ["differences", "facts", "flat", "problem_facts"]
 
@@ -224,7 +224,7 @@ def problem_facts(problem: Problem) -> dict[str, Any]:
 
     return {
         "functions": to_json(problem.functions),
-        "kinds": to_json(problem.inspected.kinds),
+        "kinds": to_json(problem.kinds),
         "evaluation_batch": problem.evaluation_batch,
         "layout": problem.layout.digest,
         "num_clients": problem.num_clients,

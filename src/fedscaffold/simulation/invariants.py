@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
+import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from fedscaffold.metrics import complaint, explained
+from fedscaffold.problems.problem import weights_of
+from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.distributed import allreduce_max
-from fedscaffold.simulation.spec import Spec, State
+from fedscaffold.simulation.out_of_core import OutOfCoreClients
+from fedscaffold.simulation.program import PreparedRun
+from fedscaffold.simulation.spec import State
 from fedscaffold.simulation.staleness import decay_factor
 
-__all__ = ["InvariantMonitor", "describe_fault", "exact_mean", "explained_residual", "residual_of"]
+__all__ = ["InvariantMonitor", "check_means", "find_fault"]
 
 SECONDS = 20.0  # least time between two checks
 SHARE = 100.0  # checks take at most 1 / SHARE of the time
@@ -60,45 +63,52 @@ class InvariantMonitor:
         return wrong
 
 
-def exact_mean(spec: Spec, state: State, p: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Return sum p_i c_i over all clients in float64, for each pair of the algorithm's `means`."""
-    p = p if spec.policy.rate is None else p * decay_factor(spec, state)
-    # einsum without BLAS, whose threads would keep spinning into the next run
-    return tuple(
-        np.einsum("n,nd->d", p, getattr(state.memory, of), dtype=np.float64)
-        for _, of in spec.algorithm.means
-    )
+def check_means(
+    config: RunConfig, ready: PreparedRun, state: State, away: OutOfCoreClients | None = None
+) -> tuple[float, float, str | None]:
+    """Compare c, and the running mean, with the exact mean of the stored c_i.
 
+    Args:
+        config: The run.
+        ready: The prepared run.
+        state: A state on the host.
+        away: Out-of-core clients, if any.
 
-def residual_of(spec: Spec, state: State, mean: tuple[NDArray[Any], ...]) -> float:
-    """Return |c - sum p_i c_i| for exact means; 0 for algorithms without client memory."""
-    kept = [np.asarray(getattr(state.server, field)) for field, _ in spec.algorithm.means]
-    return _distance(kept, mean)
-
-
-def _distance(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> float:
-    """Return the Euclidean distance between two lists of vectors."""
-    with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverged
-        return math.hypot(
-            *(float(np.linalg.norm(np.asarray(a) - b)) for a, b in zip(some, others, strict=True))
-        )
-
-
-def explained_residual(state: State, clients: int) -> float:
-    """Return the largest residual that rounding explains in a state."""
-    return explained(int(state.round), clients, float(state.scale))
-
-
-def describe_fault(
-    spec: Spec, state: State, mean: tuple[NDArray[Any], ...], clients: int
-) -> str | None:
-    """Return a description of a violated invariant.
-
-    None if rounding explains the residual or the run diverged.
-
-    Both c and the running means must agree with the exact means `mean`.
+    Returns:
+        The residual |c - sum p_i c_i|, 0 for algorithms without client memory; the largest that
+        rounding explains; and what is wrong, None if rounding explains it or the run diverged.
     """
-    if not mean or not all(np.isfinite(a).all() for a in (state.x, *mean)):
-        return None
-    largest = max(residual_of(spec, state, mean), _distance(state.mean, mean))
-    return complaint(int(state.round), largest, explained_residual(state, clients))
+    spec, shards, round = ready.spec, ready.shards, int(state.round)
+    if away is not None:
+        exact = away.mean(round)
+    else:
+        p = weights_of(config.problem, config.weights)
+        p = p if shards is None else p[shards.own]
+        p = p if spec.policy.rate is None else p * decay_factor(spec, state)
+        # einsum without BLAS, whose threads would keep spinning into the next run
+        exact = tuple(
+            np.einsum("n,nd->d", p, getattr(state.memory, of), dtype=np.float64)
+            for _, of in spec.algorithm.means
+        )
+        exact = exact if shards is None else tuple(map(shards.total, exact))
+    kept = [getattr(state.server, field) for field, _ in spec.algorithm.means]
+    with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverged
+        residual, running = (
+            math.hypot(*(float(np.linalg.norm(a - b)) for a, b in zip(some, exact, strict=True)))
+            for some in (kept, state.mean)
+        )
+    limit = explained(round, config.problem.num_clients, float(state.scale))
+    if not exact or not all(np.isfinite(a).all() for a in (state.x, *exact)):
+        return residual, limit, None
+    return residual, limit, complaint(round, max(residual, running), limit)
+
+
+def find_fault(
+    config: RunConfig, ready: PreparedRun, away: OutOfCoreClients | None, state: State
+) -> str | None:
+    """Return what is wrong with a state on the devices, or None."""
+    if ready.shards is not None and isinstance(state.x, jax.Array):
+        here = ready.shards.collect(state)
+    else:
+        here = jax.tree.map(np.asarray, state)
+    return check_means(config, ready, here, away)[2]

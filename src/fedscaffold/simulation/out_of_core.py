@@ -308,7 +308,7 @@ def open_clients(config: RunConfig, ready: Any) -> OutOfCoreClients:
     heard_at = np.zeros(problem.num_clients, np.int32) if spec.ages else None
     store = open_store(config, spec)
     p = weights_of(problem, config.weights)
-    drawer = ready.drawer._replace(known=ready.drawer.shape)
+    drawer = ready.drawer
     return OutOfCoreClients(
         problem, drawer, spec, config.seed, store, heard_at, p, drawer.steps, ready.federation
     )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.algorithms.round import fitted, reads_gradient_at_x, work_of
+from fedscaffold.algorithms.round import exchange, fitted, reads_gradient_at_x, work_of
 from fedscaffold.checks import InputError, is_word
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
 from fedscaffold.privacy.accounting import capacity
@@ -79,15 +78,17 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         raise InputError(f"algorithm must be one such as fs.scaffold(), got {config.algorithm!r}")
     if not isinstance(config.problem, Problem):
         raise InputError(f"problem must be a Problem, got {type(config.problem).__name__}")
-    config = replace(config, algorithm=fitted(config.algorithm, config.problem.layout))
+    if config.algorithm.fit is not None:
+        config = replace(config, algorithm=fitted(config.algorithm, config.problem.layout))
     drawer = _make_drawer(config, seeds or (config.seed,))
     touched = resolve.footprint(config, drawer)
     block = resolve.block(config, drawer.size, touched)
-    drawer = drawer._replace(slots=-(-drawer.size // block) * block)
-    own = _own_metrics(config)
-    stop, target = None, math.nan
+    drawer = replace(drawer, slots=-(-drawer.size // block) * block)
+    own, stop, target = None, None, math.nan
+    if not all(isinstance(one, str) for one in config.metrics or ()):
+        own = own_metrics(config)
     if config.stop_at is not None:
-        stop, target = stop_of(config.stop_at, own.rises)
+        stop, target = stop_of(config.stop_at, {} if own is None else own.rises)
     spec = _make_spec(config, drawer, block, own, stop)
     shards = None
     if config.devices not in (None, 1):
@@ -104,16 +105,17 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
     return PreparedRun(
         spec=spec,
         federation=federation._replace(
-            measured=own.data, target=np.array(target, config.precision)
+            measured=() if own is None else own.data,
+            target=np.array(target, config.precision),
         ),
         drawer=drawer,
         start=_initial_state(config, spec, rows),
         fitting=max(1, resolve.CACHE // (block * touched)),
         size=size,
-        budget=budget_of(config, drawer),
+        budget=None if config.privacy is None else budget_of(config, drawer),
         seed=config.seed,
         shards=shards,
-        host=own.on_host(config, spec, target) if own.measures else None,
+        host=None if own is None else own.on_host(config, spec, target),
     )
 
 
@@ -130,7 +132,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
     lr = resolve.step_sizes(config, steps)
     refuse(config, steps, size, scheduled=lr(1).ndim > 0)
     mean_steps = None
-    if work_of(config.algorithm, 1).geometric:
+    if config.algorithm.work is not None and work_of(config.algorithm, 1).geometric:
         mean_steps = int(steps[0])
         steps = np.full_like(steps, most_steps(mean_steps, seeds, config.rounds))
     uniform = is_word(config.sampling, "uniform")
@@ -154,17 +156,17 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
 
 
 def _make_spec(
-    config: RunConfig, drawer: Drawer, block: int, own: OwnMetrics, stop: Stop | None
+    config: RunConfig, drawer: Drawer, block: int, own: OwnMetrics | None, stop: Stop | None
 ) -> Spec:
     """Return the static description of the program, for one device."""
     problem, algorithm, steps = config.problem, config.algorithm, drawer.steps
-    policy, compressor = stale.Policy(), None
+    policy, compressor = stale.KEEP, None
     if not is_word(config.stale, "keep"):
         policy = stale.of(config.stale)
     if config.compression is not None and not is_word(config.compression, "none"):
         compressor = compression.of(config.compression)
     metrics = _resolve_metrics(config, stop, own)
-    kinds = problem.inspected.kinds
+    kinds = problem.kinds
     ragged = bool((problem.counts != problem.counts[0]).any())
     branches = kinds.gradient == "coupled"
     refreshes = policy.refresh_after is not None
@@ -173,16 +175,23 @@ def _make_spec(
     client_sizes: tuple[int, ...] = ()
     if branches and ragged and whole:
         client_sizes = tuple(np.unique(problem.counts).tolist())
+    known, scheduled = exchange(algorithm), drawer.lr(1).ndim > 0
+    plain = config.local_optimizer is None and not scheduled
+    sent, referred = known.sent(plain), dict(algorithm.references)
     return Spec(
         algorithm,
+        known,
         problem.functions,
         problem.layout,
         metrics,
         block,
+        sent=sent,
+        rebuilt=known.rebuilt(plain),
+        errors=() if compressor is None else tuple(name for name in sent if name not in referred),
         max_steps=int(steps.max()),
         max_rows=int(problem.counts.max()),
         optimizer=config.local_optimizer,
-        scheduled=drawer.lr(1).ndim > 0,
+        scheduled=scheduled,
         unequal=bool((steps != steps[0]).any()),
         full_batch=drawer.batch is None,
         ragged_clients=ragged,
@@ -194,28 +203,17 @@ def _make_spec(
         compressor=compressor,
         ages=policy.name != "keep" or "age" in metrics,
         kinds=kinds,
-        batch_sizes=drawer.sizes if branches and drawer.ragged else (),
+        batch_sizes=drawer.sizes if branches and drawer.shape[2] else (),
         client_sizes=client_sizes,
-        own=own.measures,
-        privacy=resolve.mechanism(config),
+        own=() if own is None else own.measures,
+        privacy=None if config.privacy is None else resolve.mechanism(config),
         local_buffers=problem.state is not None and config.buffers == "local",
     )
 
 
-def _own_metrics(config: RunConfig) -> OwnMetrics:
-    """Return the user-defined metrics, if there are any."""
-    wanted = config.metrics
-    if wanted is not None and (isinstance(wanted, str) or not isinstance(wanted, Collection)):
-        raise InputError(
-            "metrics must be a list of names such as ['loss'], or of functions, got "
-            f"{checks.shown(wanted)}"
-        )
-    if all(isinstance(one, str) for one in wanted or ()):
-        return OwnMetrics()
-    return own_metrics(config)
-
-
-def _resolve_metrics(config: RunConfig, stop: Stop | None, own: OwnMetrics) -> tuple[str, ...]:
+def _resolve_metrics(
+    config: RunConfig, stop: Stop | None, own: OwnMetrics | None
+) -> tuple[str, ...]:
     """Return the names of the metric columns, in a fixed order."""
     problem, wanted = config.problem, config.metrics
     names = [name for name in wanted or () if isinstance(name, str)]
@@ -231,7 +229,7 @@ def _resolve_metrics(config: RunConfig, stop: Stop | None, own: OwnMetrics) -> t
                 f"{problem.name} has no accuracy; give Problem(..., accuracy=function) or choose "
                 "another metric"
             )
-    columns = own.columns if own.measures else ()
+    columns = () if own is None else own.columns
     return (*(name for name in METRICS if name in asked), *columns, "residual")
 
 
@@ -279,55 +277,8 @@ def _federation(config: RunConfig, spec: Spec, drawer: Drawer) -> Federation:
 
 
 def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
-    problem, dtype = config.problem, config.precision
-    vector = _flat_model(problem, problem.params if config.x0 is None else config.x0, dtype)
-    algorithm = config.algorithm
-    means = {field for field, _ in algorithm.means}
-    begun = algorithm.init(vector)
-    memory: Any = None if algorithm.memory is None else algorithm.memory(vector)
-    server = type(begun)(
-        *(
-            np.asarray(value, np.float64 if field in means else dtype)
-            for field, value in zip(begun._fields, begun, strict=True)
-        )
-    )
-
-    buffers = jax.tree.map(
-        lambda a: a.astype(dtype if is_float(a) else jax.dtypes.canonicalize_dtype(a.dtype)),
-        problem.state,
-    )
-
-    def table(record: Any) -> Any:  # a view: the rows are written where the run needs them
-        return jax.tree.map(lambda a: _repeated(np.asarray(a, dtype), rows), record)
-
-    optimizer, own = spec.server_optimizer, algorithm.own
-    return State(
-        server=server,
-        memory=None if memory is None else table(memory),
-        mean=tuple(
-            np.broadcast_to(np.asarray(getattr(memory, of), np.float64), problem.dim)
-            for _, of in algorithm.means
-        ),
-        scale=np.zeros((), dtype),
-        round=np.int32(0),
-        done=np.bool_(False),
-        optimizer=None if optimizer is None else jax.tree.map(np.asarray, optimizer.init(vector)),
-        heard_at=np.zeros(rows, np.int32) if spec.ages else None,
-        errors={name: table(np.zeros(problem.dim)) for name in spec.errors} or None,
-        own=None if own is None else table(own(vector)),
-        buffers=None if spec.local_buffers else buffers,
-        own_buffers=jax.tree.map(lambda a: _repeated(a, rows), buffers)
-        if spec.local_buffers
-        else None,
-    )
-
-
-def _repeated(row: NDArray[Any], rows: int) -> NDArray[Any]:
-    return np.broadcast_to(row, (rows, *row.shape))
-
-
-def _flat_model(problem: Problem, x: Any, dtype: str) -> NDArray[Any]:
-    """Return the initial model flat, from a flat vector or a pytree like the problem's params."""
+    problem, dtype, x = config.problem, config.precision, config.x0
+    x = problem.params if x is None else x
     flat = isinstance(x, (np.ndarray, jax.Array)) and x.shape == (problem.dim,)
     if not flat and Layout.of(x) != problem.layout:
         raise InputError(
@@ -337,4 +288,40 @@ def _flat_model(problem: Problem, x: Any, dtype: str) -> NDArray[Any]:
     vector = np.asarray(x, dtype) if flat else problem.layout.flatten(x, dtype)
     if not np.isfinite(vector).all():
         raise InputError("x0 must be finite, got NaN or infinite values")
-    return vector
+    algorithm, optimizer = config.algorithm, spec.server_optimizer
+    means = {field for field, _ in algorithm.means}
+    begun = algorithm.init(vector)
+    memory: Any = None if algorithm.memory is None else algorithm.memory(vector)
+    server = type(begun)(
+        *(
+            np.asarray(value, np.float64 if field in means else dtype)
+            for field, value in zip(begun._fields, begun, strict=True)
+        )
+    )
+    buffers = jax.tree.map(
+        lambda a: a.astype(dtype if is_float(a) else jax.dtypes.canonicalize_dtype(a.dtype)),
+        problem.state,
+    )
+
+    def table(record: Any, dtype: Any) -> Any:  # a view: rows are written where a run needs them
+        return jax.tree.map(
+            lambda a: np.broadcast_to(np.asarray(a, dtype), (rows, *np.shape(a))), record
+        )
+
+    return State(
+        server=server,
+        memory=table(memory, dtype),
+        mean=tuple(
+            np.broadcast_to(np.asarray(getattr(memory, of), np.float64), problem.dim)
+            for _, of in algorithm.means
+        ),
+        scale=np.zeros((), dtype),
+        round=np.int32(0),
+        done=np.bool_(False),
+        optimizer=None if optimizer is None else jax.tree.map(np.asarray, optimizer.init(vector)),
+        heard_at=np.zeros(rows, np.int32) if spec.ages else None,
+        errors={name: table(np.zeros(problem.dim), dtype) for name in spec.errors} or None,
+        own=None if algorithm.own is None else table(algorithm.own(vector), dtype),
+        buffers=None if spec.local_buffers else buffers,
+        own_buffers=table(buffers, None) if spec.local_buffers else None,
+    )

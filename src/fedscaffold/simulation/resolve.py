@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,20 +25,25 @@ from fedscaffold.simulation.participation import (
     check_sampling,
 )
 from fedscaffold.simulation.sampling import Drawer
-from fedscaffold.simulation.step_sizes import in_precision, schedule_of
 
 __all__ = [
+    "Schedule",
     "availability",
     "block",
     "cohort_size",
     "footprint",
+    "in_precision",
     "local_work",
     "mechanism",
     "poisson_rates",
     "sampling",
+    "schedule_of",
     "step_sizes",
 ]
 
+WANTED = (
+    "lr must be a number above 0, or a function of `round`, of `step`, or of both by these names"
+)
 # bytes that a block of clients may touch at every step: about a core's second-level cache
 CACHE = 1 << 20
 # in a block: sums over clients are sums of block sums, which keeps their rounding errors small
@@ -53,20 +59,35 @@ def local_work(
         The (N,) numbers of steps that the algorithm takes; the (N,) batch sizes, None for full
         batches; and whether records are shuffled, or else sampled with replacement.
     """
-    batch, shuffle = _batch_sizes(config)
-    asked = None
+    algorithm, count, size = config.algorithm, config.problem.counts, config.batch_size
+    shuffle = config.draw == "shuffle"
+    if config.local_epochs is not None:
+        shuffle |= config.draw == "auto"
+        if config.draw == "replacement":
+            raise InputError(
+                "an epoch goes through all records once: give local_steps with draw='replacement'"
+            )
+    batch = None
+    if size is not None and algorithm.work is not None:
+        size = work_of(algorithm, 1, size).batch_size
+    if isinstance(size, int):
+        batch = np.full_like(count, size)
+    elif size is not None and size != 1:
+        batch = np.maximum(np.ceil(size * count - 1e-9), 1).astype(np.int64)
+    if batch is not None and shuffle:
+        batch = np.minimum(batch, count)
+    taken = None
     if config.local_steps is not None or config.local_epochs is not None:
-        asked = _requested_steps(config, batch)
-    try:
-        taken = work_of(config.algorithm, asked).steps
-    except TypeError:
-        if asked is not None:
-            raise
-        taken = None  # its work is a function of what is asked for
+        taken = _requested_steps(config, batch)
+    if algorithm.work is not None:
+        try:
+            taken = work_of(algorithm, taken).steps
+        except TypeError:  # its work is a function of what is asked for
+            if taken is not None:
+                raise
     if taken is None:
         raise InputError("give either local_steps or local_epochs, one of the two")
-    steps = np.broadcast_to(np.asarray(taken, np.int64), config.problem.counts.shape)
-    return steps, batch, shuffle
+    return np.broadcast_to(np.asarray(taken, np.int64), count.shape), batch, shuffle
 
 
 def _requested_steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -124,26 +145,6 @@ def _is_row(values: Any) -> bool:
     return isinstance(values, Sequence) and not isinstance(values, (str, bytes))
 
 
-def _batch_sizes(config: RunConfig) -> tuple[NDArray[np.int64] | None, bool]:
-    shuffle = config.draw == "shuffle"
-    if config.local_epochs is not None:
-        shuffle |= config.draw == "auto"
-        if config.draw == "replacement":
-            raise InputError(
-                "an epoch goes through all records once: give local_steps with draw='replacement'"
-            )
-    size, count = config.batch_size, config.problem.counts
-    if size is None or work_of(config.algorithm, 1, size).batch_size is None:
-        return None, shuffle
-    if isinstance(size, int):
-        batch = np.full_like(count, size)
-    elif size == 1:
-        return None, shuffle
-    else:
-        batch = np.maximum(np.ceil(size * count - 1e-9), 1).astype(np.int64)
-    return (np.minimum(batch, count) if shuffle else batch), shuffle
-
-
 def poisson_rates(config: RunConfig) -> NDArray[np.float64]:
     """Return the (N,) probabilities with which private batches draw a record."""
     size, count = config.batch_size, config.problem.counts
@@ -154,11 +155,10 @@ def poisson_rates(config: RunConfig) -> NDArray[np.float64]:
     return np.full(len(count), float(size))
 
 
-def mechanism(config: RunConfig) -> Mechanism | None:
+def mechanism(config: RunConfig) -> Mechanism:
     """Return how the gradients of a private run are clipped and noised."""
     asked = config.privacy
-    if asked is None:
-        return None
+    assert asked is not None
     rates = poisson_rates(config)
     problem, itemsize = config.problem, np.dtype(config.precision).itemsize
     mean = float((rates * problem.counts).max())
@@ -176,8 +176,9 @@ def cohort_size(config: RunConfig) -> int:
                 "give either cohort or cohorts: a schedule of cohorts says already how many come"
             )
         return _schedule_size(config.cohorts, config.rounds, n)
-    size = checks.share("cohort", config.cohort, "clients", at_most=n)
-    return size if isinstance(size, int) else max(1, round(size * n))
+    if isinstance(config.cohort, int):
+        return checks.whole("cohort", config.cohort, at_most=n)
+    return max(1, round(config.cohort * n))
 
 
 def _schedule_size(cohorts: Sequence[Sequence[int]], rounds: int, n: int) -> int:
@@ -276,8 +277,9 @@ def footprint(config: RunConfig, drawer: Drawer) -> int:
     checks.fits(f"{steps} local steps on {rows} records drawn for each", drawn)
     patches = _patches(problem, rows, config.precision)
     checks.fits(f"the convolutions of a local step on {rows} records", patches)
-    private = mechanism(config)
-    single = 0 if private is None else private.at_once * problem.dim * itemsize
+    single = 0
+    if config.privacy is not None:
+        single = mechanism(config).at_once * problem.dim * itemsize
     return int(model + rows * row + drawn + patches + single)
 
 
@@ -294,7 +296,7 @@ def _patches(problem: Problem, rows: int, precision: str) -> int:
     with jax.enable_x64(dtype.itemsize > 4):
         state = jax.tree.map(lambda a: shaped(a, *a.shape), problem.state)
         shapes, tree = jax.tree.flatten((params, batch, state))
-        return work_bytes(problem.functions, problem.inspected.kinds, tree, tuple(shapes))
+        return work_bytes(problem.functions, problem.kinds, tree, tuple(shapes))
 
 
 def step_sizes(config: RunConfig, steps: NDArray[np.int64]) -> Callable[[int], NDArray[Any]]:
@@ -317,3 +319,95 @@ def step_sizes(config: RunConfig, steps: NDArray[np.int64]) -> Callable[[int], N
     else:
         constant = in_precision(config.lr, config.precision)
     return lambda round: constant
+
+
+class Schedule(NamedTuple):
+    """A step size schedule. Rounds count from 1, as in a run's history; local steps from 0."""
+
+    function: Callable[..., Any]
+    by_round: bool
+    by_step: bool
+    named: bool = True
+    """Whether arguments are passed by the names `round` and `step`; a single argument of another
+    name is the step."""
+
+    def values(self, round: int, steps: int, least: int, dtype: str) -> NDArray[Any]:
+        """Return the step sizes of a round: shape (), or (steps,) if they vary over local steps.
+
+        Args:
+            round: The round, counted from 1.
+            steps: Largest number of local steps of any client.
+            least: Smallest number: at least one of so many step sizes must be above 0, as the mean
+                direction is the move divided by their sum.
+            dtype: Precision of the run.
+
+        >>> schedule_of(lambda round: 1 / round).values(4, 3, 3, "float64")
+        array(0.25)
+        >>> schedule_of(lambda round, step: 1 / (round + step)).values(1, 2, 2, "float64")
+        array([1. , 0.5])
+        """
+        if not self.by_step:
+            return in_precision(self._at(round, None), dtype)
+        checks.fits(f"a schedule of {steps} step sizes", 32 * steps)
+        values = in_precision([self._at(round, k) for k in range(steps)], dtype)
+        if not values[:least].any():
+            where = f" of round {round}" if self.by_round else ""
+            whose = "" if least == steps else f" of the client that takes {least}"
+            raise InputError(
+                f"lr must be above 0 at some of the {least} local steps{where}{whose}, "
+                "got zeros only"
+            )
+        return values
+
+    def _at(self, round: int, step: int | None) -> float:
+        if not self.named:
+            return checks.number(f"lr({step})", self.function(step), at_least=0)
+        given = {"round": round} if self.by_round else {}
+        if step is None:  # the mean direction is the move divided by this step size
+            return checks.number(f"lr(round={round})", self.function(**given), above=0)
+        given |= {"step": step}
+        said = ", ".join(f"{name}={value}" for name, value in given.items())
+        return checks.number(f"lr({said})", self.function(**given), at_least=0)
+
+
+def in_precision(lr: Any, dtype: str) -> NDArray[Any]:
+    """Return step sizes in the run's precision.
+
+    Raise an InputError if one overflows it, or vanishes in it.
+
+    >>> in_precision(1e-50, "float32")
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: lr must be from 1.2e-38 to 3.4e+38 in float32, got 1e-50
+    """
+    wanted, limits = np.array(lr, np.float64), np.finfo(dtype)
+    wrong = wanted[(wanted > limits.max) | ((wanted != 0) & (wanted < limits.tiny))]
+    if wrong.size:
+        raise InputError(
+            f"lr must be from {limits.tiny:.2g} to {limits.max:.2g} in {dtype}, got {wrong[0]:g}"
+        )
+    return wanted.astype(dtype)
+
+
+def schedule_of(lr: Callable[..., Any]) -> Schedule:
+    """Return the schedule of a function, according to the names of its arguments.
+
+    >>> schedule_of(lambda k: 0.1).by_step, schedule_of(lambda round: 0.1).by_step
+    (True, False)
+    >>> schedule_of(lambda epoch, k: 0.1)
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: lr must be a number above 0, or a function of `round`, of `step`,
+    or of both by these names, got one of (epoch, k)
+    """
+    try:
+        parameters = inspect.signature(lr).parameters.values()
+    except (TypeError, ValueError):  # built-in callables have none
+        return Schedule(lr, False, True, named=False)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named &= {"round", "step"}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+    if named and set(required) <= named:
+        return Schedule(lr, "round" in named, "step" in named)
+    if not named and len(required) <= 1 and parameters:
+        return Schedule(lr, False, True, named=False)
+    raise InputError(f"{WANTED}, got one of {inspect.signature(lr)}")

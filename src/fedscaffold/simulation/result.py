@@ -15,25 +15,19 @@ from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.privacy.budget import Spent
 from fedscaffold.problems.layout import Layout
-from fedscaffold.problems.problem import weights_of
+from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import notebook
 from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.engine import Seconds
-from fedscaffold.simulation.evaluation_batches import describe
-from fedscaffold.simulation.invariants import (
-    describe_fault,
-    exact_mean,
-    explained_residual,
-    residual_of,
-)
+from fedscaffold.simulation.invariants import check_means
 from fedscaffold.simulation.out_of_core import OutOfCoreClients
 from fedscaffold.simulation.program import PreparedRun
-from fedscaffold.simulation.spec import State
-from fedscaffold.simulation.spending import budget_of, epsilon_column
+from fedscaffold.simulation.spec import Spec, State
+from fedscaffold.simulation.spending import budget_of
 from fedscaffold.simulation.staleness import ages, decay_memory
 
-__all__ = ["Clients", "Run", "find_fault", "finish"]
+__all__ = ["Clients", "Run", "finish", "history_of"]
 
 
 class Clients(NamedTuple):
@@ -170,6 +164,32 @@ class Run(NamedTuple):
     """What a private run has spent, by client; None without `privacy`."""
 
 
+def history_of(
+    config: RunConfig,
+    ready: PreparedRun,
+    table: NDArray[Any],
+    start: int,
+    stop: int,
+    heard_at: NDArray[np.int64] | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Return the columns of rounds start + 1 .. stop, as in `Run.history`.
+
+    Args:
+        config: The run.
+        ready: The prepared run.
+        table: Their metrics, one row per round; further rows are left out.
+        start: Number of rounds before.
+        stop: The last round.
+        heard_at: As in `count_bytes`.
+    """
+    columns: dict[str, NDArray[Any]] = {"round": np.arange(start + 1, stop + 1)}
+    columns |= {name: table[: stop - start, j] for j, name in enumerate(ready.spec.metrics)}
+    columns |= count_bytes(config, ready, start, stop, heard_at)
+    if ready.budget is not None:
+        columns |= {"epsilon": ready.budget.epsilons(start, stop)}
+    return columns
+
+
 def finish(
     config: RunConfig,
     ready: PreparedRun,
@@ -180,13 +200,9 @@ def finish(
 ) -> Run:
     """Build the `Run` of a final state; `table` holds its metrics by round."""
     done = int(state.round)
-    history: dict[str, NDArray[Any]] = {"round": np.arange(1, done + 1)}
-    history |= {name: table[:done, j] for j, name in enumerate(ready.spec.metrics)}
-    history |= count_bytes(config, ready, 0, done)
-    budget = ready.budget
-    if budget is not None and config.seed != ready.seed:  # a run of a sweep
-        budget = budget_of(config, ready.drawer)
-    history |= epsilon_column(budget, 0, done)
+    if ready.budget is not None and config.seed != ready.seed:  # a run of a sweep
+        ready = ready._replace(budget=budget_of(config, ready.drawer))
+    history, budget = history_of(config, ready, table, 0, done), ready.budget
     ended = bool(state.done)
     stop = ready.spec.stop
     reached = (
@@ -195,10 +211,12 @@ def finish(
         and bool(stop.met(history[stop.metric][-1], ready.federation.target))
     )
     diverged = done if ended and not reached else None
+    residual, explained, fault = check_means(config, ready, state, away)
     if away is not None:
-        state, mean = state._replace(memory=None, heard_at=away.heard_at), away.mean(done)
-    else:
-        mean = _exact_mean(config, ready, state)
+        state = state._replace(memory=None, heard_at=away.heard_at)
+    outcome = "finished" if done >= config.rounds else "stopped"
+    if ended:
+        outcome = "target" if reached else "diverged"
     clients = config.problem.num_clients
     memory = state.memory
     if ready.spec.policy.rate is not None:
@@ -217,52 +235,43 @@ def finish(
         clients=Clients(memory, age, who, state.own, models, state.own_buffers),
         history=history,
         rounds=done,
-        outcome=_outcome(done >= config.rounds, ended, reached),
+        outcome=outcome,
         reached_at=done if reached else None,
         diverged_at=diverged,
         advice=None if diverged is None else _advice(config, ready, diverged),
-        residual=residual_of(ready.spec, state, mean),
+        residual=residual,
         scale=float(state.scale),
-        explained=explained_residual(state, clients),
+        explained=explained,
         seconds=seconds,
         digest=hashlib.sha256(np.ascontiguousarray(state.x).tobytes()).hexdigest()[:16],
-        fault=describe_fault(ready.spec, state, mean, clients),
-        measured=describe(config.problem, ready.spec),
+        fault=fault,
+        measured=_describe_data(config.problem, ready.spec),
         num_clients=clients,
         state=state.buffers,
         privacy=None if budget is None else budget.spent(done),
     )
 
 
-def _outcome(complete: bool, ended: bool, reached: bool) -> str:
-    if ended:
-        return "target" if reached else "diverged"
-    return "finished" if complete else "stopped"
+def _describe_data(problem: Problem, spec: Spec) -> dict[str, str]:
+    """Describe, for each metric on records, the data it is measured on."""
+    kinds, size = spec.kinds, problem.evaluation_batch
+    of = {
+        "loss": kinds.loss,
+        "gap": kinds.loss,
+        "accuracy": kinds.accuracy,
+        "grad_norm": kinds.gradient,
+    }
 
+    def words(metric: str) -> str:
+        tested = metric == "accuracy" and problem.test is not None
+        if of[metric] == "mean":
+            return "the test data, record by record" if tested else "all records, one by one"
+        if size is None:
+            return "all test data at once" if tested else "all records of each client at once"
+        return f"the {'test data' if tested else 'records of each client'} in batches of {size}"
 
-def _exact_mean(config: RunConfig, ready: PreparedRun, state: State) -> tuple[NDArray[Any], ...]:
-    """Return the exact means of the clients' memories, summed over all processes."""
-    p, shards = weights_of(config.problem, config.weights), ready.shards
-    if shards is None:
-        return exact_mean(ready.spec, state, p)
-    return tuple(shards.total(part) for part in exact_mean(ready.spec, state, p[shards.own]))
-
-
-def find_fault(
-    config: RunConfig, ready: PreparedRun, away: OutOfCoreClients | None, state: State
-) -> str | None:
-    """Check the invariant c = sum p_i c_i on the stored c_i.
-
-    Return a message if it is violated, else None.
-    """
-    on_devices = ready.shards is not None and isinstance(state.x, jax.Array)
-    state = (
-        ready.shards.collect(state)
-        if on_devices and ready.shards
-        else jax.tree.map(np.asarray, state)
-    )
-    mean = _exact_mean(config, ready, state) if away is None else away.mean(int(state.round))
-    return describe_fault(ready.spec, state, mean, config.problem.num_clients)
+    own = {column: measure.said for measure in spec.own for column in measure.columns}
+    return {metric: words(metric) for metric in spec.metrics if metric in of} | own
 
 
 def _advice(config: RunConfig, ready: PreparedRun, at: int) -> str:

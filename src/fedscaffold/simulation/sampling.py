@@ -8,8 +8,10 @@ nanoseconds per record and no time that grows with N, unless cohorts are sampled
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +32,8 @@ COHORT, ROWS, COIN = 0, 1, 2
 WARM_UP = 18  # discarded outputs, after which the three seed words are mixed
 
 
-class Drawer(NamedTuple):
+@dataclass(frozen=True)
+class Drawer:
     """Sampler of cohorts and batches; `draw` returns the draws of any rounds."""
 
     num_clients: int
@@ -57,37 +60,25 @@ class Drawer(NamedTuple):
     (N,) mask."""
     mean_steps: int | None = None
     """Mean number of local steps if it is geometric and shared by all clients, else None."""
-    known: tuple[int, int, bool] | None = None
-    """Cached `shape`, which takes O(N) to compute."""
     sampling: Sampling | None = None
     """The user's function, or (N,) weights; None for uniform sampling."""
     rates: NDArray[np.float64] | None = None
     """(N,) probabilities of Poisson batches, whose capacities `batch` holds; None for others."""
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, bool]:
         """Largest number of local steps, largest batch size, and whether batch sizes differ."""
-        return (
-            int(self.steps.max()),
-            0 if self.batch is None else int(self.batch.max()),
-            self.ragged,
-        )
+        if self.batch is None:
+            return int(self.steps.max()), 0, False
+        short = self.shuffle and bool((self.counts % self.batch != 0).any())
+        ragged = short or self.rates is not None or bool((self.batch != self.batch[0]).any())
+        return int(self.steps.max()), int(self.batch.max()), ragged
 
     @property
     def bytes(self) -> int:
         """Bytes of the draws of one round."""
-        steps, batch, ragged = self.known or self.shape
+        steps, batch, ragged = self.shape
         return self.slots * (4 + steps * batch * (8 if ragged else 4))
-
-    @property
-    def ragged(self) -> bool:
-        """Whether batch sizes differ."""
-        if self.batch is None:
-            return False
-        if self.rates is not None:
-            return True
-        short = self.shuffle and bool((self.counts % self.batch != 0).any())
-        return short or bool((self.batch != self.batch[0]).any())
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -108,7 +99,11 @@ class Drawer(NamedTuple):
             own = Streams(streams.seed).start(round, COHORT)
             return call_sampler(self.sampling, round + 1, own, self.num_clients, self.size)
         stream = streams.start(round, COHORT)
-        reached = self._available_clients(round)
+        reached = None
+        if callable(self.available):
+            reached = np.flatnonzero(self.available(round + 1))
+        elif self.available is not None:
+            reached = np.flatnonzero(self.available[round % len(self.available)])
         if self.sampling is not None:
             among = np.arange(self.num_clients) if reached is None else reached
             return sample_by_weight(self.sampling, among, self.size, stream)
@@ -118,33 +113,20 @@ class Drawer(NamedTuple):
             )
         return np.sort(stream.choice(self.num_clients, self.size, replace=False, shuffle=False))
 
-    def _available_clients(self, round: int) -> Ints | None:
-        """Return the available clients; None if all are."""
-        if self.available is None:
-            return None
-        if callable(self.available):
-            return np.flatnonzero(self.available(round + 1))
-        return np.flatnonzero(self.available[round % len(self.available)])
-
     def heard(self, seed: int, rounds: int) -> list[Ints]:
         """Return the cohorts of the first rounds."""
         streams = Streams(seed)
         return [self.cohort(streams, r) for r in range(rounds)]
 
-    @property
+    @cached_property
     def always(self) -> bool:
         """Whether all clients take part in every round."""
         given = self.schedule, self.available, self.sampling
         return all(one is None for one in given) and self.size == self.num_clients
 
-    @property
-    def varying(self) -> bool:
-        """Whether the cohort size may vary over rounds."""
-        return self.schedule is not None or self.available is not None or callable(self.sampling)
-
     def draw(self, seed: int, start: int, number: int, room: int) -> Draws:
         """Return the draws of `number` rounds after round `start`, with room for `room` rounds."""
-        most, widest, ragged = self.known or self.shape
+        most, widest, ragged = self.shape
         shape = (room, self.slots)
         cohort = np.full(shape, self.num_clients, np.int32)
         rows = weights = None
@@ -191,13 +173,15 @@ class Drawer(NamedTuple):
         32-bit words scaled to the client's count (bias below count / 2^32).
         """
         assert self.batch is not None
-        words = streams.words(len(chosen), *rows.shape[1:])
+        shape = len(chosen), *rows.shape[1:]
+        size = prod(shape)
+        words = streams.bits.random_raw(-(-size // 2)).view(np.uint32)[:size].reshape(shape)
         scaled = (words * self.counts[chosen, None, None].astype(np.uint64)) >> np.uint64(32)
         scaled += self.first[chosen, None, None].astype(np.uint64)
         rows[: len(chosen)] = scaled
         if weights is not None:
-            size = self.batch[chosen, None, None]
-            weights[: len(chosen)] = np.where(np.arange(rows.shape[-1]) < size, 1 / size, 0)
+            batch = self.batch[chosen, None, None]
+            weights[: len(chosen)] = np.where(np.arange(rows.shape[-1]) < batch, 1 / batch, 0)
 
     def _sample_epochs(
         self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
@@ -287,8 +271,3 @@ class Streams:
         }
         self.bits.random_raw(WARM_UP, output=False)
         return self.generator
-
-    def words(self, *shape: int) -> NDArray[np.uint32]:
-        """Return random 32-bit words."""
-        size = prod(shape)
-        return self.bits.random_raw(-(-size // 2)).view(np.uint32)[:size].reshape(shape)

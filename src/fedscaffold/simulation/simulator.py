@@ -17,11 +17,11 @@ from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
+from fedscaffold.privacy.budget import Budget
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import MOST, RunConfig, refuse_arguments, takes
 from fedscaffold.simulation.callbacks import Observers
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress, catch_signals
-from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.distributed import (
     check_same_run,
     detect_lost_processes,
@@ -30,12 +30,11 @@ from fedscaffold.simulation.distributed import (
 from fedscaffold.simulation.engine import Engine, Seconds, compile_rounds, run_rounds
 from fedscaffold.simulation.fingerprint import facts
 from fedscaffold.simulation.forecast import Forecast
-from fedscaffold.simulation.invariants import InvariantMonitor
+from fedscaffold.simulation.invariants import InvariantMonitor, find_fault
 from fedscaffold.simulation.out_of_core import OutOfCoreClients, open_clients, resolve_client_state
 from fedscaffold.simulation.program import PreparedRun, prepare
-from fedscaffold.simulation.result import Run, find_fault, finish
+from fedscaffold.simulation.result import Run, finish, history_of
 from fedscaffold.simulation.spec import State
-from fedscaffold.simulation.spending import epsilon_column
 from fedscaffold.simulation.threads import choose_threads
 from fedscaffold.state.files import owned
 
@@ -88,7 +87,7 @@ class Simulator:
             self.config = resolve_client_state(config)
         if isinstance(config.problem, Problem):
             choose_threads(config.problem, config.batch_size)
-        with self._precision():
+        with jax.enable_x64(self.config.precision == "float64"):
             self.ready = prepare(self.config)
 
     def init(self) -> State:
@@ -119,19 +118,16 @@ class Simulator:
             stop = min(stop, max(done, self.ready.budget.limit(stop)))
         tables, at = [np.zeros((0, len(self.ready.spec.metrics)), self.config.precision)], done
         heard_at = None if state.heard_at is None else np.array(state.heard_at, np.int64)
-        with self._precision():
+        with jax.enable_x64(self.config.precision == "float64"):
             state = self._engine.place(state)
             while at < stop and not bool(state.done):
                 number = min(stop - at, self._engine.until(at))
-                state, rows = self._engine.advance(state, at, number)
-                tables.append(rows)
+                state, table = self._engine.advance(state, at, number)
+                tables.append(table)
                 at += number
         stop = int(state.round)
-        table = np.concatenate(tables)[: stop - done]
-        columns: dict[str, NDArray[Any]] = {"round": np.arange(done + 1, stop + 1)}
-        columns |= {name: table[:, j] for j, name in enumerate(self.ready.spec.metrics)}
-        columns |= count_bytes(self.config, self.ready, done, stop, heard_at)
-        return state, columns | epsilon_column(self.ready.budget, done, stop)
+        rows = np.concatenate(tables)
+        return state, history_of(self.config, self.ready, rows, done, stop, heard_at)
 
     def _check_state(self, state: State) -> State:
         """Return a state with the types of this simulator's.
@@ -186,8 +182,10 @@ class Simulator:
             Interrupted: A signal ended the run; a checkpoint was written first.
             StateError: The state or a checkpoint is damaged or violates an invariant.
         """
-        config, ready, away, checkpoint = self._within_budget(), self.ready, None, None
-        with self._precision(), ExitStack() as stack:
+        config, ready, away, checkpoint = self.config, self.ready, None, None
+        if ready.budget is not None:
+            config = self._within_budget(ready.budget)
+        with jax.enable_x64(self.config.precision == "float64"), ExitStack() as stack:
             if config.checkpoint is not None or ready.several:
                 identity = _claim(config, ready, stack)
             if config.client_state != "array":
@@ -214,10 +212,9 @@ class Simulator:
             observers.end(run)
             return run
 
-    def _within_budget(self) -> RunConfig:
+    def _within_budget(self, budget: Budget) -> RunConfig:
         """Return the config with as many rounds as a private run may take."""
-        budget = self.ready.budget
-        if budget is None or budget.privacy.stop_at_epsilon is None:
+        if budget.privacy.stop_at_epsilon is None:
             return self.config
         budget.refuse()
         return replace(self.config, rounds=budget.limit(self.config.rounds))
@@ -260,7 +257,7 @@ class Simulator:
             raise InputError(
                 f"{what} is for run(): step() keeps its clients in memory, on one device"
             )
-        with self._precision():
+        with jax.enable_x64(self.config.precision == "float64"):
             return compile_rounds(self.ready, [config.seed], config.evaluate_every)
 
     def _refuse_rounds(self, done: int, stop: int) -> None:
@@ -274,9 +271,6 @@ class Simulator:
                 f"the simulator was made for {most_rounds} rounds and {done} are done: "
                 f"at most {most_rounds - done} more, got {stop - done}; make it with rounds={stop}"
             )
-
-    def _precision(self) -> Any:
-        return jax.enable_x64(self.config.precision == "float64")
 
 
 @takes(RunConfig)

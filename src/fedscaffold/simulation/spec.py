@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.algorithms.round import Exchange, exchange
+from fedscaffold.algorithms.round import Exchange
 from fedscaffold.metrics import Stop
 from fedscaffold.privacy.gradients import Mechanism
 from fedscaffold.problems.batches import Functions, Kinds
 from fedscaffold.problems.layout import Layout
-from fedscaffold.simulation.stale import Policy
+from fedscaffold.simulation.stale import KEEP, Policy
 
 if TYPE_CHECKING:
     from fedscaffold.simulation.compression import Compressor
@@ -32,6 +32,8 @@ class Spec(NamedTuple):
     """
 
     algorithm: Algorithm
+    exchange: Exchange
+    """What the algorithm exchanges."""
     functions: Functions
     layout: Layout
     metrics: tuple[str, ...]
@@ -41,6 +43,12 @@ class Spec(NamedTuple):
     """K, the largest number of local steps of any client."""
     max_rows: int
     """Largest number of records of any client."""
+    sent: tuple[str, ...] = ()
+    """Names of the vectors that a client sends at the end of a round."""
+    rebuilt: str | None = None
+    """Field of the message that the server rebuilds from the mean direction."""
+    errors: tuple[str, ...] = ()
+    """Fields of the message that have error feedback."""
     optimizer: Any = None
     """An optax transformation, or None for SGD."""
     scheduled: bool = False
@@ -60,7 +68,7 @@ class Spec(NamedTuple):
     """Mean of a geometric number of local steps; `max_steps` is then the largest that is drawn."""
     server_optimizer: Any = None
     """An optax transformation of the server's update of x, or None."""
-    policy: Policy = Policy()
+    policy: Policy = KEEP
     """Staleness policy."""
     compressor: Compressor | None = None
     ages: bool = False
@@ -97,11 +105,6 @@ class Spec(NamedTuple):
         return self.optimizer is None and not self.scheduled
 
     @property
-    def exchange(self) -> Exchange:
-        """Messages that the algorithm exchanges."""
-        return exchange(self.algorithm)
-
-    @property
     def keeps(self) -> bool:
         """Whether the algorithm has client memory."""
         return self.algorithm.memory is not None
@@ -118,26 +121,6 @@ class Spec(NamedTuple):
     def travel_steps(self) -> int:
         """K in d_i = (x - y) / (K lr), if it is the same for all clients."""
         return self.max_steps if self.mean_steps is None else self.mean_steps
-
-    @property
-    def sent(self) -> tuple[str, ...]:
-        """Names of the vectors that a client sends at the end of a round."""
-        return self.exchange.sent(self.constant_step)
-
-    @property
-    def rebuilt(self) -> str | None:
-        """Field of the message that the server rebuilds from the mean direction."""
-        return self.exchange.rebuilt(self.constant_step)
-
-    @property
-    def errors(self) -> tuple[str, ...]:
-        """Fields of the message that have error feedback."""
-        known = dict(self.algorithm.references)
-        return (
-            ()
-            if self.compressor is None
-            else tuple(name for name in self.sent if name not in known)
-        )
 
 
 class Measure(NamedTuple):

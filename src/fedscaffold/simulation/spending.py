@@ -10,7 +10,7 @@ from fedscaffold.privacy.budget import Budget
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.sampling import Drawer, Streams, draw_local_steps
 
-__all__ = ["budget_of", "epsilon_column"]
+__all__ = ["budget_of"]
 
 
 def budget_of(config: RunConfig, drawer: Drawer) -> Budget | None:
@@ -31,8 +31,3 @@ def budget_of(config: RunConfig, drawer: Drawer) -> Budget | None:
         return cohort, np.full(len(cohort), draw_local_steps(streams, round, drawer.mean_steps))
 
     return Budget(config.privacy, rates, overflows, attended)
-
-
-def epsilon_column(budget: Budget | None, start: int, stop: int) -> dict[str, NDArray[np.float64]]:
-    """Return the column `epsilon` of rounds start + 1 .. stop, if the run is private."""
-    return {} if budget is None else {"epsilon": budget.epsilons(start, stop)}

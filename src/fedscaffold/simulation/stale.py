@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from fedscaffold import checks
 from fedscaffold.checks import InputError, memoised
 
-__all__ = ["Policy", "decay", "drop", "keep", "of", "refresh"]
+__all__ = ["KEEP", "Policy", "decay", "drop", "keep", "of", "refresh"]
 
 
 class Policy(NamedTuple):
@@ -34,6 +34,9 @@ class Policy(NamedTuple):
     refresh_after: int | None = None
 
 
+KEEP = Policy()
+
+
 @memoised
 def keep() -> Policy:
     """Keep control variates unchanged, whatever their age.
@@ -41,7 +44,7 @@ def keep() -> Policy:
     >>> keep().name
     'keep'
     """
-    return Policy()
+    return KEEP
 
 
 @memoised

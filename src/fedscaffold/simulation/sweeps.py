@@ -23,9 +23,9 @@ from fedscaffold.simulation.callbacks import ProgressLine
 from fedscaffold.simulation.checkpoint import Progress
 from fedscaffold.simulation.engine import Seconds, compile_rounds, run_rounds
 from fedscaffold.simulation.program import PreparedRun, prepare
+from fedscaffold.simulation.resolve import in_precision
 from fedscaffold.simulation.result import Run, finish
 from fedscaffold.simulation.spending import budget_of
-from fedscaffold.simulation.step_sizes import in_precision
 from fedscaffold.simulation.threads import choose_threads
 
 __all__ = ["Sweep", "sweep"]

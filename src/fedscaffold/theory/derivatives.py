@@ -303,7 +303,7 @@ def _run(task: str, problem: Problem, *vectors: ArrayLike) -> Floats:
                 f"{a.shape}"
             )
     rows = [np.broadcast_to(a, (n, d)) if a.ndim == 1 else a for a in arrays]
-    kinds = problem.inspected.kinds
+    kinds = problem.kinds
     if task in ("covariance", "variance") and kinds.gradient != "mean":
         raise InputError(
             f"{problem.name} couples the records of a batch, so the noise of its batches is not "

@@ -284,7 +284,7 @@ def _cut(
     share: Floats,
 ) -> Look:
     some = any(len(rows) < problem.counts[i] for i, rows in zip(chosen, picked, strict=True))
-    if some and problem.inspected.kinds.gradient != "mean":
+    if some and problem.kinds.gradient != "mean":
         raise InputError(
             f"{problem.name} couples the records of a batch, so some of a client's records are "
             "another loss: measure it on all of them"
