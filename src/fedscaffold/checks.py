@@ -96,7 +96,7 @@ def number(
     """
     given = _scalar(value)
     try:
-        real = float(given) if _is_real(given) else math.nan
+        real = math.nan if given is None else float(given)
     except OverflowError:
         real = math.inf
     if not math.isfinite(real) or real <= above or real < at_least:
@@ -118,9 +118,10 @@ def whole(name: str, value: Any, *, at_least: int = 1, at_most: int = LARGEST) -
         write 1000000000
     """
     given = _scalar(value)
-    if _is_whole(given) and at_least <= given <= at_most:
+    is_whole = isinstance(given, numbers.Integral)
+    if is_whole and at_least <= given <= at_most:
         return int(given)
-    beyond = _is_whole(given) and given > at_most
+    beyond = is_whole and given > at_most
     upper = f" and at most {at_most}" if at_most < LARGEST or beyond else ""
     hint = (
         f": write {int(given)}"
@@ -143,9 +144,9 @@ def share(name: str, value: Any, of: str, *, at_most: int = LARGEST) -> float | 
     clients such as 5, got 2.0
     """
     given = _scalar(value)
-    if _is_whole(given):
+    if isinstance(given, numbers.Integral):
         return whole(name, given, at_most=at_most)
-    if _is_real(given) and 0 < given <= 1:
+    if given is not None and 0 < given <= 1:
         return float(given)
     raise InputError(
         f"{name} must be a share in (0, 1] such as 0.5, or a number of {of} such as 5, got "
@@ -262,16 +263,12 @@ def memoised(make: Callable[P, R]) -> Callable[P, R]:
 
 
 def _scalar(value: Any) -> Any:
-    """Return the Python number of a NumPy or JAX scalar; other values unchanged."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    """Return a Python number, or that of a NumPy or JAX scalar; None for bools and other things."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    return value
 
 
 def taken_by_name(function: Callable[..., Any], name: str = "the function") -> set[str]:

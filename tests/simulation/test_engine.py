@@ -1,5 +1,7 @@
 """The compiled engine against a NumPy reference written apart, and the promises it makes."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -228,7 +230,7 @@ def drawer(**changes):
     usual = Drawer(
         3, 3, 3, None, first, count, np.array([4, 4, 4]), np.array([2, 2, 2]), True, constant
     )
-    return usual._replace(**changes)
+    return replace(usual, **changes)
 
 
 def test_an_epoch_goes_through_every_record_once():

@@ -1,5 +1,9 @@
 """Round by round: `Simulator` gives the bits of `simulate`, and its states are values."""
 
+import inspect
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -30,6 +34,7 @@ CASES = {
 }
 EVERY = pytest.mark.parametrize("name", CASES)
 ROUNDS = 24
+FILES, FUNCTIONS = 30, 240  # entered by a plain run
 
 
 def both(name, **more):
@@ -140,3 +145,24 @@ def test_the_state_of_another_simulator_is_refused():
     for state in (simulators[1].init(), None):
         with pytest.raises(fs.InputError, match="state must be one of this simulator"):
             simulators[0].step(state)
+
+
+def test_the_way_of_a_plain_run_stays_short():
+    """Functions of ours that the first run on a problem enters, lambdas and the like apart."""
+    source, entered = str(Path(fs.__file__).parent), set()
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(source):
+            return
+        if code.co_flags & inspect.CO_NEWLOCALS and not code.co_name.startswith("<"):
+            entered.add((code.co_filename, code.co_qualname))
+
+    problem = fs.problems.two_datasets("logistic", 4, records=20)
+    sys.setprofile(note)
+    try:
+        fs.simulate(fs.scaffold(), problem, rounds=2, local_steps=2, batch_size=4, lr=0.1, cohort=2)
+    finally:
+        sys.setprofile(None)
+    assert len({file for file, _ in entered}) <= FILES
+    assert len(entered) <= FUNCTIONS

@@ -6,7 +6,7 @@ An engine supplies the gradient and the loop over local steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from fedscaffold.algorithms.base import Algorithm, LocalWork, Record, Vector, Walk
@@ -91,8 +91,16 @@ def exchange(algorithm: Algorithm) -> Exchange:
     ]
     down = tuple(name for name in needed if isinstance(getattr(server, name), _Vector))
     told = tuple(name for name in needed if name not in down)
+    # fields of the walk are distinct objects with the structure of `start`
+    ends = {
+        name: partial(each, lambda _, number=number: _Vector(number), start)
+        for name, number in (("y", 1.5), ("move", 2.5), ("d", 4.5))
+    }
+    traced = Walk(
+        x=lambda: x, travel=lambda: 3.5, gradient=lambda: _Vector(5.5), own=lambda: None, **ends
+    )
     read: set[str] = set()
-    walk = _ReadRecorder(_traced_walk(x, start), read)
+    walk = _ReadRecorder(traced, read)
     if algorithm.keep is not None:
         walk.record.own = algorithm.keep(own, walk, shift)  # type: ignore[arg-type]
     message: Any = algorithm.message(walk, shift)  # type: ignore[arg-type]
@@ -143,29 +151,9 @@ class _ReadRecorder:
         return value
 
 
-def _traced_walk(x: float, start: Any) -> Walk:
-    """Return a walk of scalars with the structure of `start`; its fields are distinct objects."""
-
-    def like(value: float) -> Callable[[], Any]:
-        if not _is_record(start):
-            vector = _Vector(value)
-            return lambda: vector
-        record = type(start)(*(_Vector(value + 0.5 * k) for k in range(len(start))))
-        return lambda: record
-
-    fields: dict[str, Callable[[], Any]] = {"y": like(1.5), "move": like(2.5), "d": like(4.5)}
-    return Walk(
-        x=lambda: x, travel=lambda: 3.5, gradient=lambda: _Vector(5.5), own=lambda: None, **fields
-    )
-
-
-def _is_record(value: Any) -> bool:
-    return isinstance(value, tuple)
-
-
 def _fields_holding(message: Any, value: Any) -> tuple[str, ...]:
     """Return the fields of a message that hold this very object, or a field of this record."""
-    parts = [value, *value] if _is_record(value) else [value]
+    parts = [value, *value] if isinstance(value, tuple) else [value]
     fields = zip(message._fields, message, strict=True)
     return tuple(name for name, field in fields if any(field is part for part in parts))
 
@@ -213,7 +201,7 @@ def each(function: Callable[..., Any], *values: Any) -> Any:
     >>> each(lambda a, b: a - b, 3.0, 1.0), each(lambda a, b: a - b, Pair(3.0, 5.0), Pair(1.0, 1.0))
     (2.0, Pair(y=2.0, v=4.0))
     """
-    if not _is_record(values[0]):
+    if not isinstance(values[0], tuple):
         return function(*values)
     return type(values[0])(*(function(*parts) for parts in zip(*values, strict=True)))
 

@@ -1,4 +1,4 @@
-"""The result of a run."""
+"""The result of a run, and its history: metrics and bytes by round."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import notebook
-from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.engine import Seconds
 from fedscaffold.simulation.invariants import check_means
 from fedscaffold.simulation.out_of_core import OutOfCoreClients
 from fedscaffold.simulation.program import PreparedRun
+from fedscaffold.simulation.sampling import Streams
 from fedscaffold.simulation.spec import Spec, State
 from fedscaffold.simulation.spending import budget_of
 from fedscaffold.simulation.staleness import ages, decay_memory
 
-__all__ = ["Clients", "Run", "finish", "history_of"]
+__all__ = ["Clients", "Run", "count_bytes", "finish", "history_of"]
 
 
 class Clients(NamedTuple):
@@ -188,6 +188,62 @@ def history_of(
     if ready.budget is not None:
         columns |= {"epsilon": ready.budget.epsilons(start, stop)}
     return columns
+
+
+def count_bytes(
+    config: RunConfig,
+    ready: PreparedRun,
+    start: int,
+    stop: int,
+    heard_at: NDArray[np.int64] | None = None,
+) -> dict[str, NDArray[np.int64]]:
+    """Return the bytes sent up and down in rounds start + 1 .. stop.
+
+    `heard_at` is the round in which each client was last heard, 0 for never; under the `refresh`
+    policy it is updated in place. It may be omitted if `start` is 0.
+    """
+    spec, drawer = ready.spec, ready.drawer
+    itemsize = np.dtype(config.precision).itemsize
+    dim = config.problem.dim - sum(end - begin for begin, end in spec.algorithm.private)
+    vector = dim * itemsize
+    message = vector if spec.compressor is None else spec.compressor.bytes(dim, itemsize)
+    heard = np.full(stop - start, drawer.size, np.int64)
+    renewed = np.zeros(stop - start, np.int64)
+    after = spec.policy.refresh_after
+    varying = drawer.schedule is not None or drawer.available is not None
+    if varying or callable(drawer.sampling) or after is not None:
+        streams = Streams(config.seed)
+        cohorts = [drawer.cohort(streams, r) for r in range(start, stop)]
+        heard = np.array([len(cohort) for cohort in cohorts], np.int64)
+        if after is not None:
+            last = np.zeros(drawer.num_clients, np.int64) if heard_at is None else heard_at
+            renewed = _count_renewals(cohorts, start, last, after)
+    gradients = vector * (spec.algorithm.prepare is not None) + itemsize * len(
+        spec.exchange.numbers
+    )
+    # what clients find from the models they receive, they find only after plain steps of clients
+    # and server
+    plain = spec.constant_step and not spec.unequal and spec.server_optimizer is None
+    found = 0 if plain else len(spec.algorithm.finds)
+    buffers = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(ready.start.buffers))
+    return {
+        "bytes_up": (len(spec.sent) * message + gradients + buffers) * heard + vector * renewed,
+        "bytes_down": ((1 + len(spec.exchange.down) + found) * vector + buffers) * heard,
+    }
+
+
+def _count_renewals(
+    cohorts: Sequence[NDArray[Any]], start: int, heard_at: NDArray[np.int64], after: int
+) -> NDArray[np.int64]:
+    """Return the number of clients of each cohort that renewed their control variate.
+
+    Update `heard_at`.
+    """
+    counts = np.zeros(len(cohorts), np.int64)
+    for k, cohort in enumerate(cohorts):
+        counts[k] = np.sum(start + k - heard_at[cohort] >= after)
+        heard_at[cohort] = start + k + 1
+    return counts
 
 
 def finish(

@@ -33,8 +33,8 @@ from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import sweep
-from fedscaffold.simulation.communication import count_bytes
 from fedscaffold.simulation.program import prepare
+from fedscaffold.simulation.result import count_bytes
 from fedscaffold.theory.derivatives import batch_sizes, find_optimum
 from fedscaffold.theory.heterogeneity import SOLVED
 from fedscaffold.theory.quadratic_model import (
