@@ -65,7 +65,17 @@ ARROWS = {
         "algorithms",
     },
 }
-SHARED = {"brief", "checks", "layers", "metrics", "parsing", "run_config", "status_line"}
+SHARED = {
+    "brief",
+    "checks",
+    "layers",
+    "metrics",
+    "model_functions",
+    "parsing",
+    "random_streams",
+    "run_config",
+    "status_line",
+}
 
 
 def imported(path):

@@ -9,7 +9,6 @@ import pytest
 
 import fedscaffold as fs
 from fedscaffold.checks import InputError
-from fedscaffold.deploy.jax_client import JaxLearner
 
 pytestmark = pytest.mark.slow
 
@@ -322,10 +321,6 @@ def plain(params, batch):
             lambda: fs.simulate(
                 fs.fedavg(), problem(), **ASK, metrics=(), buffers="local", client_state="sparse"
             ),
-        ),
-        (
-            "loss takes state and train, which JAX sites do not keep",
-            lambda: JaxLearner(loss, begun(), lambda site: clients()[0]),
         ),
         ("which the theory does not know", lambda: fs.plan(problem(), target=0.1)),
     ],

@@ -120,10 +120,11 @@ def descend(work: Work, records: int, gradient: Gradient) -> Trained:
     if local.clip_norm is not None:
         advance = _clipped(local.clip_norm, advance or (lambda d, lr: each(lambda v: lr * v, d)))
     batches = list(enumerate(draw_batches(work.algorithm, local, records, work.seed)))
+    start = each(np.array, work.start)  # not work.x itself: `gradient` may tell y from x
     walk = reference.descend(
         work.algorithm,
         lambda y, batch: gradient(y, batch[1], batch[0]),
-        work.start,
+        start,
         work.x,
         work.shift,
         lrs=[local.lr] * len(batches),

@@ -4,9 +4,14 @@
         return JaxLearner(loss, params, data, precision=settings.precision)
 
 `loss(params, batch)` returns the mean loss over a batch. `data(site)` returns the site's records: a
-pytree of arrays with one row per record, as in `fs.Problem`. A loss with an argument named `key`
-gets a random key at every local step, derived from the site's seed of the round, and None in
-evaluation.
+pytree of arrays with one row per record, as in `fs.Problem`. As there, a loss may take by name
+
+key        A random key at every local step, derived from the site's seed of the round; None in
+           evaluation.
+state      Arrays that gradients do not train, such as running statistics. The loss then returns a
+           pair: its value and the new state. They are sent as buffers, or kept at the site,
+           by the setting `local.buffers`.
+train      True in training, False in evaluation.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from fedscaffold.checks import InputError, one_number, taken_by_name
 from fedscaffold.deploy.arrays_client import descend, one_row_each
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
+from fedscaffold.model_functions import bound, even_weights, measured, new_state, refuse_state
 
 __all__ = ["JaxLearner"]
 
@@ -32,12 +38,15 @@ class JaxLearner:
     """Local training with a JAX loss.
 
     Args:
-        loss: (params, batch) -> mean loss over a batch; may take `weights` and `key` as well.
+        loss: (params, batch) -> mean loss over a batch; may take `weights`, `key`, `state` and
+            `train` as well.
         params: The initial model, a pytree of arrays.
         data: site -> the site's records, a pytree of arrays with one row per record.
-        metrics: By name: (params, batch) -> a further metric.
+        metrics: By name: (params, batch) -> a further metric; may take `weights`, `state` and
+            `train` as well.
         test: site -> the records to evaluate on; `data` by default.
         precision: float32 or float64.
+        state: The initial state, a pytree of arrays, where the loss takes one.
 
     >>> loss = lambda params, batch: ((batch[0] @ params["w"] - batch[1]) ** 2).mean()
     >>> learner = JaxLearner(loss, {"w": np.zeros(3)}, lambda site: (np.ones((4, 3)), np.ones(4)))
@@ -47,29 +56,38 @@ class JaxLearner:
 
     def __init__(
         self,
-        loss: Callable[[Tree, Tree], Any],
+        loss: Callable[..., Any],
         params: Tree,
         data: Callable[[str], Tree],
         *,
-        metrics: dict[str, Callable[[Tree, Tree], Any]] | None = None,
+        metrics: dict[str, Callable[..., Any]] | None = None,
         test: Callable[[str], Tree] | None = None,
         precision: str = "float32",
+        state: Tree | None = None,
     ) -> None:
+        functions = {"loss": loss} | (metrics or {})
+        self.stateful = "state" in taken_by_name(loss, "loss")
+        state = None if state is None else jax.tree.map(np.asarray, state)
+        refuse_state(functions, self.stateful, state, "JaxLearner")
         leaves, self.structure = jax.tree_util.tree_flatten_with_path(params)
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-        self.schema = Schema.of(arrays, precision)
+        kept, self.state_structure = jax.tree_util.tree_flatten_with_path(state)
+        self.buffers: dict[str, Array] = {
+            f"state{jax.tree_util.keystr(path)}": leaf.astype(precision)
+            if leaf.dtype.kind == "f"
+            else leaf
+            for path, leaf in kept
+        }
+        self.schema = Schema.of(arrays, precision, self.buffers)
         self.start = self.schema.flatten(arrays)
-        self.buffers: dict[str, Array] = {}
         self.data, self.test = data, test or data
         self.loss, self.params = loss, params
-        self._bound_loss = _bind_arguments("loss", loss)
         self.precise = precision == "float64"
         self.random = "key" in taken_by_name(loss)
-        measures = {"loss": self._loss} | {
-            name: _bind_arguments(name, function) for name, function in (metrics or {}).items()
+        self._measures = {
+            name: self._compile(_measure(name, function)) for name, function in functions.items()
         }
-        self._measures = {name: self._compile(function) for name, function in measures.items()}
-        self._gradient = self._compile(jax.grad(self._loss))
+        self._gradient = self._compile(jax.grad(self._loss, has_aux=True))
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
@@ -77,46 +95,83 @@ class JaxLearner:
         number = one_row_each(name, jax.tree.leaves(records))
 
         def train(work: Work) -> Trained:
+            if self.stateful and isinstance(work.start, tuple):
+                raise InputError(
+                    f"{work.algorithm.name} trains several models at once, and a loss with a "
+                    "state has one state: take another algorithm"
+                )
+            running = _Running(self._state(work.buffers))
+
             def gradient(y: Array, rows: Array | None, step: int | None) -> Array:
                 batch = records if rows is None else jax.tree.map(lambda a: a[rows], records)
                 key = step_key(work.seed, step) if self.random else None
-                leaves = jax.tree.leaves(self._gradient(y, batch, key))
+                slope, new = self._gradient(y, batch, running.before(step), key)
+                if step is not None and y is not work.x:  # a gradient at x leaves no trace
+                    running.after = new
                 return np.concatenate(
-                    [np.asarray(leaf, self.schema.dtype).ravel() for leaf in leaves]
+                    [np.asarray(leaf, self.schema.dtype).ravel() for leaf in jax.tree.leaves(slope)]
                 )
 
-            return descend(work, number, gradient)
+            trained = descend(work, number, gradient)
+            return trained._replace(buffers=self._buffers(running.after))
 
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
-            held_out = self.test(name)
+            held_out, state = self.test(name), self._state(buffers)
             return {
-                metric: float(measure(x, held_out)) for metric, measure in self._measures.items()
+                metric: float(measure(x, held_out, state))
+                for metric, measure in self._measures.items()
             }
 
         return Site(number, train, evaluate)
 
-    def _loss(self, params: Tree, batch: Tree, key: Any = None) -> Any:
-        value = self._bound_loss(params, batch, key)
+    def _state(self, buffers: dict[str, Array]) -> Tree:
+        """Return buffers as a state."""
+        return jax.tree.unflatten(self.state_structure, [buffers[name] for name in self.buffers])
+
+    def _buffers(self, state: Tree) -> dict[str, Array]:
+        """Return a state as buffers, with their types."""
+        leaves = zip(self.buffers.items(), jax.tree.leaves(state), strict=True)
+        return {name: np.asarray(leaf, old.dtype) for (name, old), leaf in leaves}
+
+    def _loss(self, params: Tree, batch: Tree, state: Tree, key: Any) -> tuple[Any, Tree]:
+        """Return the loss of a batch in training, and the new state."""
+        given = _weights(self.loss, params, batch)
+        value = bound(self.loss, key, state, train=True)(params, batch, **given)
+        if self.stateful:
+            value, state = new_state("loss", value, state)
         one_number("loss(params, batch)", np.shape(value))
-        return value
+        return value, state
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function of parameters as one of the flat vector."""
 
-        def of_vector(y: Any, batch: Tree, key: Any) -> Any:
-            return function(
-                jax.tree.unflatten(self.structure, list(self.schema.unflatten(y).values())),
-                batch,
-                key,
-            )
+        def of_vector(y: Any, batch: Tree, state: Tree, key: Any) -> Any:
+            arrays = list(self.schema.unflatten(y).values())
+            return function(jax.tree.unflatten(self.structure, arrays), batch, state, key)
 
         compiled = jax.jit(of_vector)
 
-        def call(y: Array, batch: Tree, key: Any = None) -> Any:
+        def call(y: Array, batch: Tree, state: Tree, key: Any = None) -> Any:
             with jax.enable_x64(self.precise):
-                return compiled(y, batch, key)
+                return compiled(y, batch, state, key)
 
         return call
+
+
+class _Running:
+    """The state before and after the current local step."""
+
+    def __init__(self, state: Tree) -> None:
+        self.begun = self.now = self.after = state
+        self.step = -1
+
+    def before(self, step: int | None) -> Tree:
+        """Return the state that a gradient of a step uses; None stands for that at x."""
+        if step is None:
+            return self.begun
+        if step != self.step:
+            self.step, self.now = step, self.after
+        return self.now
 
 
 def step_key(seed: int, step: int | None) -> Any:
@@ -131,23 +186,17 @@ def step_key(seed: int, step: int | None) -> Any:
     return jax.random.fold_in(jax.random.fold_in(site, STEPS), step)
 
 
-def _bind_arguments(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of (params, batch, key) that passes on only what `function` takes.
+def _measure(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return (params, batch, state, key) -> the value of a function where it is measured."""
 
-    Batches of a site contain no padding, so the weights are equal.
-    """
-    taken = taken_by_name(function, name)
-    weighed, random = "weights" in taken, "key" in taken
-    if more := taken & {"state", "train"}:
-        raise InputError(
-            f"{name} takes {' and '.join(sorted(more))}, which JAX sites do not keep: deploy a "
-            "torch module, whose buffers are kept, or a model without running statistics"
-        )
+    def value(params: Tree, batch: Tree, state: Tree, key: Any) -> Any:
+        found = measured(function, state)(params, batch, **_weights(function, params, batch))
+        one_number(f"{name}(params, batch)", np.shape(found))
+        return found
 
-    def called(params: Tree, batch: Tree, key: Any = None) -> Any:
-        size = len(jax.tree.leaves(batch)[0])
-        dtype = jax.numpy.result_type(*jax.tree.leaves(params))
-        even = {"weights": jax.numpy.full(size, 1 / size, dtype)} if weighed else {}
-        return function(params, batch, **even, **({"key": key} if random else {}))
+    return value
 
-    return called
+
+def _weights(function: Callable[..., Any], params: Tree, batch: Tree) -> dict[str, Any]:
+    """Return equal weights for a function that takes weights: batches here have no padding."""
+    return {"weights": even_weights(params, batch)} if "weights" in taken_by_name(function) else {}

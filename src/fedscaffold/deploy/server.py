@@ -53,6 +53,7 @@ from fedscaffold.deploy.schema import (
 from fedscaffold.deploy.server_state import SavedState, load_state, save_state
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.metrics import complaint
+from fedscaffold.random_streams import start_stream
 
 __all__ = ["Outcome", "Server", "Verdict", "sample_sites"]
 
@@ -62,7 +63,6 @@ MOST_DOUBLINGS = 32
 DIGEST = re.compile(r"[0-9a-f]{32}")
 # share of the total weight above which an unconfirmed number of records is warned about
 HEAVY = 0.5
-WARM_UP = 18  # steps after which the generator has mixed its three seed words, however similar
 AGAIN = 1 << 32  # stream of repeated draws of a round, which the simulator does not have
 
 
@@ -720,13 +720,6 @@ def sample_sites(
     if size >= len(members):
         return list(members)
     bits = np.random.SFC64(0)
-    words = np.array([seed, round, AGAIN + attempt if attempt else 0, 1], np.uint64)
-    bits.state = {
-        "bit_generator": "SFC64",
-        "state": {"state": words},
-        "has_uint32": 0,
-        "uinteger": 0,
-    }
-    bits.random_raw(WARM_UP, output=False)
+    start_stream(bits, seed, round, AGAIN + attempt if attempt else 0)
     picked = np.random.Generator(bits).choice(len(members), size, replace=False, shuffle=False)
     return [members[i] for i in np.sort(picked)]

@@ -26,7 +26,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fedscaffold.checks import InputError, one_number, shown, taken_by_name
+from fedscaffold.checks import InputError, one_number, taken_by_name
+from fedscaffold.model_functions import bound, even_weights, measured, new_state
 from fedscaffold.problems.rewriting import as_products, patch_bytes
 
 __all__ = [
@@ -93,46 +94,11 @@ class Kinds(NamedTuple):
     """Kind of the gradient: that of the loss, unless a gradient is given."""
 
 
-def bound(
-    function: Callable[..., Any], key: Array | None = None, state: Tree = None, train: bool = False
-) -> Callable[..., Any]:
-    """Bind what a function takes by name, apart from `weights`.
-
-    A key of None means without randomness.
-    """
-    given, names = {"key": key, "state": state, "train": train}, taken_by_name(function)
-    taken = {name: value for name, value in given.items() if name in names}
-    return partial(function, **taken) if taken else function
-
-
-def measured(function: Callable[..., Any], state: Tree = None) -> Callable[..., Any]:
-    """Return (params, batch) -> the value of a function where it is measured.
-
-    Without randomness, not in training.
-
-    >>> def loss(params, batch, state, train):
-    ...     return (1.0 if train else state), state
-    >>> measured(loss, state=3.0)(None, None)
-    3.0
-    """
-    at_rest = bound(function, state=state)
-    if "state" not in taken_by_name(function):
-        return at_rest
-
-    def value_alone(params: Tree, batch: Tree, **by_name: Array) -> Any:
-        result = at_rest(params, batch, **by_name)
-        return result[0] if isinstance(result, tuple) else result
-
-    return value_alone
-
-
 def call(function: Callable[..., Any], kind: Kind, params: Tree, batch: Tree) -> Any:
     """Return a function's value on a batch without padding."""
     if kind != "weighted":
         return function(params, batch)
-    leaf = jax.tree.leaves(batch)[0]
-    dtype = jnp.result_type(*jax.tree.leaves(params))
-    return function(params, batch, weights=jnp.full(len(leaf), 1 / len(leaf), dtype))
+    return function(params, batch, weights=even_weights(params, batch))
 
 
 def record_values(function: Callable[[Tree, Tree], Any], params: Tree, batch: Tree) -> Any:
@@ -238,33 +204,16 @@ def _slope(
         given = bound(functions.gradient, key, state, train)
         if not functions.stateful:
             return given
-        return lambda *batch, **by_name: _pair("gradient", given(*batch, **by_name), state)
+        return lambda *batch, **by_name: new_state("gradient", given(*batch, **by_name), state)
     of_batch = bound(functions.loss, key, state, train)
 
     def loss(params: Tree, batch: Tree, **by_name: Array) -> Any:
         result = of_batch(params, batch, **by_name)
-        number, new = _pair("loss", result, state) if functions.stateful else (result, None)
+        number, new = new_state("loss", result, state) if functions.stateful else (result, None)
         one_number("loss(params, batch)", jnp.shape(number))
         return (number, new) if functions.stateful else number
 
     return jax.grad(loss, has_aux=functions.stateful)
-
-
-def _pair(name: str, result: Any, state: Tree) -> tuple[Any, Tree]:
-    """Check the pair (value, new state) that a function with a state returns.
-
-    The state keeps its types.
-    """
-    wanted = f"{name} takes a state, so it must return a pair: its value, and a new state like the old one"
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise InputError(f"{wanted}; got {shown(result)}")
-    number, new = result
-    was, now = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (state, new))
-    structure: Any = jax.tree.structure(state)
-    same = jax.tree.structure(new) == structure
-    if not same or was != now:
-        raise InputError(f"{wanted}; it had arrays of shapes {was}, got {now}")
-    return number, jax.tree.map(lambda a, b: jnp.asarray(a, jnp.asarray(b).dtype), new, state)
 
 
 @lru_cache(maxsize=64)

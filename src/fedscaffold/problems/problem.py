@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedscaffold import checks
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError, taken_by_name
+from fedscaffold.model_functions import refuse_state
 from fedscaffold.problems.batches import NO_LOSS, Functions, Kinds, no_loss
 from fedscaffold.problems.function_kinds import inspect_functions
 from fedscaffold.problems.layout import Layout
@@ -141,7 +142,9 @@ class Problem:
             None if whole else checks.whole("evaluation_batch", evaluation_batch)
         )
         self.state = None if state is None else jax.tree.map(np.asarray, state)
-        self._refuse_state()
+        given = {name: one for name, one in self.functions._asdict().items() if one is not None}
+        refuse_state(given, self.functions.stateful, self.state, "Problem")
+        refuse_non_finite("state", self.state)
         self.params = model(params)
         self.layout = Layout.of(self.params)
         refuse_non_finite("params", self.params)
@@ -154,28 +157,6 @@ class Problem:
         self.facts = facts or Facts()
         self.name = name
         self._device: dict[str, Any] = {}
-
-    def _refuse_state(self) -> None:
-        """Raise an InputError for functions and a state that do not fit."""
-        takers = [
-            name
-            for name, function in self.functions._asdict().items()
-            if function and "state" in taken_by_name(function)
-        ]
-        if takers and self.state is None:
-            raise InputError(
-                f"{takers[0]} takes a state: give the one to begin with, Problem(..., state=...)"
-            )
-        if self.state is not None and not self.functions.stateful:
-            raise InputError(
-                "a state needs a loss that takes it by name, loss(params, batch, state), and "
-                "returns a pair: its value "
-                "and the new state"
-            )
-        for leaf in jax.tree.leaves(self.state):
-            if leaf.dtype.kind not in "biuf":
-                raise InputError(f"state must hold numbers only, got an array of {leaf.dtype}")
-        refuse_non_finite("state", self.state)
 
     def __repr__(self) -> str:
         return f"Problem({self.name}, {self.num_clients} clients, {self.offsets[-1]} records, d = {self.dim})"

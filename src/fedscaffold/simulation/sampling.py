@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
+from fedscaffold.random_streams import start_stream
 from fedscaffold.simulation.participation import (
     Availability,
     Sampling,
@@ -29,7 +30,6 @@ __all__ = ["Drawer", "most_steps"]
 
 Ints = NDArray[np.int64]
 COHORT, ROWS, COIN = 0, 1, 2
-WARM_UP = 18  # discarded outputs, after which the three seed words are mixed
 
 
 @dataclass(frozen=True)
@@ -258,16 +258,6 @@ class Streams:
         self.generator = np.random.Generator(self.bits)
 
     def start(self, round: int, purpose: int) -> np.random.Generator:
-        """Return the generator at the start of a stream.
-
-        SFC64 seeded with three words as its author recommends.
-        """
-        words = np.array([self.seed, round, purpose, 1], np.uint64)
-        self.bits.state = {
-            "bit_generator": "SFC64",
-            "state": {"state": words},
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
-        self.bits.random_raw(WARM_UP, output=False)
+        """Return the generator at the start of a stream."""
+        start_stream(self.bits, self.seed, round, purpose)
         return self.generator
