@@ -24,7 +24,7 @@ import fedscaffold
 from fedscaffold.conformance import IDENTITIES, conform, ours
 from fedscaffold.conformance.federations import CONDITIONS
 from fedscaffold.conformance.mistakes import MISTAKES
-from fedscaffold.estimators.base import OWN_PARAMETERS, RUN_PARAMETERS
+from fedscaffold.estimators.federated import OWN_PARAMETERS, RUN_PARAMETERS
 from fedscaffold.grids.grid import REFUSED as GRID_REFUSED
 from fedscaffold.run_config import ARGUMENTS
 from fedscaffold.simulation.sweeps import REFUSED

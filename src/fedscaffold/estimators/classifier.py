@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_softmax, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_is_fitted,
-    column_or_1d,
-    validate_data,
-)
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
-from fedscaffold.estimators.base import Federated, Rows
+from fedscaffold.estimators.federated import Federated, Rows
 from fedscaffold.estimators.training import TrainingState
 from fedscaffold.estimators.weighted_rows import Client, weighted_problem
 from fedscaffold.problems import Problem
@@ -62,23 +57,6 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
         ),
     }
 
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        clients: ArrayLike | None = None,
-        sample_weight: ArrayLike | None = None,
-    ) -> FederatedClassifier:
-        """Train from the start.
-
-        Args:
-            X: (rows, features), dense or sparse.
-            y: (rows,) labels.
-            clients: (rows,) owner of each row; None if a single client holds all rows.
-            sample_weight: (rows,) weights of the rows; a row of weight 0 does not count.
-        """
-        return self._train(X, y, None, clients, sample_weight, None, once=False)
-
     def partial_fit(
         self,
         X: Any,
@@ -86,7 +64,7 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
         classes: ArrayLike | None = None,
         clients: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
-    ) -> FederatedClassifier:
+    ) -> Self:
         """Train one more round, or the first one.
 
         A client seen before keeps its control variate, whichever rows it holds now; a new client
@@ -100,7 +78,8 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
             sample_weight: (rows,) weights of the rows; a row of weight 0 does not count.
         """
         before: TrainingState | None = getattr(self, "_training", None)
-        return self._train(X, y, classes, clients, sample_weight, before, once=True)
+        rows = self._rows(X, y, clients, sample_weight, before)
+        return self._train(rows, before, once=True, classes=classes)
 
     def decision_function(self, X: Any) -> NDArray[Any]:
         """Return (rows, classes) scores; of two classes, (rows,) of the second over the first."""
@@ -158,26 +137,18 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
 
     def _train(
         self,
-        X: Any,
-        y: Any,
-        classes: ArrayLike | None,
-        clients: ArrayLike | None,
-        sample_weight: ArrayLike | None,
+        rows: Rows,
         before: TrainingState | None,
         *,
         once: bool,
-    ) -> FederatedClassifier:
-        X, y = validate_data(
-            self, X, y, accept_sparse="csr", dtype=np.float64, reset=before is None
-        )
+        classes: ArrayLike | None = None,
+    ) -> Self:
+        y, weights = rows.y, rows.weights
         check_classification_targets(y)
-        y = column_or_1d(y, warn=True)
-        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        there = y[weights > 0]
-        known = self._known_classes(there, classes, before)
+        known = self._known_classes(y[weights > 0], classes, before)
         if self.class_weight is not None:
             weights = weights * _class_weights(self.class_weight, known, y, weights)
-        rows = Rows(X, np.searchsorted(known, y), weights, clients)
+        rows = rows._replace(y=np.searchsorted(known, y), weights=weights)
         self._learn(partial(self._model, len(known)), rows, before, once)
         self.classes_ = known
         return self

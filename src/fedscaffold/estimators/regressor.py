@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import RegressorMixin
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_is_fitted,
-    column_or_1d,
-    validate_data,
-)
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from fedscaffold import checks
-from fedscaffold.estimators.base import Federated, Rows
+from fedscaffold.estimators.federated import Federated, Rows
 from fedscaffold.estimators.training import TrainingState
 from fedscaffold.estimators.weighted_rows import Client, weighted_problem
 from fedscaffold.problems import Problem
@@ -41,55 +36,19 @@ class FederatedRegressor(RegressorMixin, Federated):  # type: ignore[misc] # sci
     (array([3.]), 1.0)
     """
 
-    def fit(
-        self,
-        X: Any,
-        y: Any,
-        clients: ArrayLike | None = None,
-        sample_weight: ArrayLike | None = None,
-    ) -> FederatedRegressor:
-        """Train from the start.
-
-        Args:
-            X: (rows, features), dense or sparse.
-            y: (rows,) responses.
-            clients: (rows,) owner of each row; None if a single client holds all rows.
-            sample_weight: (rows,) weights of the rows; a row of weight 0 does not count.
-        """
-        return self._train(X, y, clients, sample_weight, None, once=False)
-
     def partial_fit(
         self,
         X: Any,
         y: Any,
         clients: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
-    ) -> FederatedRegressor:
+    ) -> Self:
         """Train one more round, or the first one; see `FederatedClassifier.partial_fit`."""
         before: TrainingState | None = getattr(self, "_training", None)
-        return self._train(X, y, clients, sample_weight, before, once=True)
+        rows = self._rows(X, y, clients, sample_weight, before)
+        return self._train(rows, before, once=True)
 
-    def _train(
-        self,
-        X: Any,
-        y: Any,
-        clients: ArrayLike | None,
-        sample_weight: ArrayLike | None,
-        before: TrainingState | None,
-        *,
-        once: bool,
-    ) -> FederatedRegressor:
-        X, y = validate_data(
-            self,
-            X,
-            y,
-            accept_sparse="csr",
-            dtype=np.float64,
-            y_numeric=True,
-            reset=before is None,
-        )
-        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        rows = Rows(X, column_or_1d(y, warn=True), weights, clients)
+    def _train(self, rows: Rows, before: TrainingState | None, *, once: bool) -> Self:
         self._learn(self._model, rows, before, once)
         return self
 

@@ -7,14 +7,15 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import cloudpickle
 import numpy as np
 import scipy.sparse
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, is_regressor
 from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from fedscaffold import algorithms, checks
 from fedscaffold.algorithms import Algorithm
@@ -108,6 +109,49 @@ class Federated(BaseEstimator):  # type: ignore[misc] # scikit-learn has no type
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         _add_parameters(cls)
+
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        clients: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
+        """Train from the start.
+
+        Args:
+            X: (rows, features), dense or sparse.
+            y: (rows,) labels or responses.
+            clients: (rows,) owner of each row; None if a single client holds all rows.
+            sample_weight: (rows,) weights of the rows; a row of weight 0 does not count.
+        """
+        rows = self._rows(X, y, clients, sample_weight, None)
+        return self._train(rows, None, once=False)
+
+    def _train(self, rows: Rows, before: TrainingState | None, *, once: bool) -> Self:
+        """Train on checked rows."""
+        raise NotImplementedError
+
+    def _rows(
+        self,
+        X: Any,
+        y: Any,
+        clients: ArrayLike | None,
+        sample_weight: ArrayLike | None,
+        before: TrainingState | None,
+    ) -> Rows:
+        """Check rows as scikit-learn does; `before` is the state of earlier rounds."""
+        X, y = validate_data(
+            self,
+            X,
+            y,
+            accept_sparse="csr",
+            dtype=np.float64,
+            y_numeric=is_regressor(self),
+            reset=before is None,
+        )
+        weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        return Rows(X, y, weights, clients)
 
     def _learn(
         self,
