@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from fedscaffold.checks import InputError
 from fedscaffold.state import (
-    ArrayStore,
     FileStore,
     Prefetched,
     SparseStore,
@@ -29,15 +28,14 @@ from fedscaffold.state import (
 
 N, D = 10, 3
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-KINDS = ["array", "sparse", "file", "file ahead", "sparse ahead"]
+KINDS = ["sparse", "file", "file ahead", "sparse ahead"]
 
 
 def make(kind, folder, num_clients=N, dim=D, dtype="float64"):
     name, *ahead = kind.split()
+    store = SparseStore(num_clients, dim, dtype)
     if name == "file":
         store = FileStore(folder, num_clients, dim, dtype)
-    else:
-        store = {"array": ArrayStore, "sparse": SparseStore}[name](num_clients, dim, dtype)
     return Prefetched(store) if ahead else store
 
 
@@ -359,7 +357,7 @@ class Slow:
 )
 def test_reading_ahead_sees_every_write(cohorts):
     """Six clients, so cohorts overlap nearly always: what is computed is what a plain array gives."""
-    table, store = np.zeros((6, 1)), Prefetched(Slow(ArrayStore(6, 1, "float64")))
+    table, store = np.zeros((6, 1)), Prefetched(Slow(SparseStore(6, 1, "float64")))
     for number, cohort in enumerate(cohorts):
         rows = store.read(cohort)
         np.testing.assert_array_equal(rows, table[cohort])
@@ -382,7 +380,7 @@ def test_reading_ahead_does_not_wait(tmp_path):
             assert held.wait(60)
             return super().read(clients)
 
-    store = Prefetched(Held(ArrayStore(6, 1, "float64")))
+    store = Prefetched(Held(SparseStore(6, 1, "float64")))
     store.ask([1, 2])
     store.write([2, 3], np.ones((2, 1)))  # 2 was asked for: it must be read again
     held.set()

@@ -13,11 +13,10 @@ from fedscaffold.state.files import StateError, locked
 from fedscaffold.state.filestore import FileStore
 from fedscaffold.state.prefetch import Prefetched
 from fedscaffold.state.sources import Records, write_records
-from fedscaffold.state.stores import ArrayStore, SparseStore, Store, choose, mean
+from fedscaffold.state.stores import SparseStore, Store, choose, mean
 
 __all__ = [
     "JSON",
-    "ArrayStore",
     "FileStore",
     "Prefetched",
     "Records",

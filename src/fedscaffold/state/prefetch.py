@@ -31,8 +31,8 @@ class Prefetched:
     Clients that were read but not yet written are not prefetched, as their rows would be stale.
     Errors of the thread are raised by the next call.
 
-    >>> from fedscaffold.state.stores import ArrayStore
-    >>> store = Prefetched(ArrayStore(3, 1, "float64"))
+    >>> from fedscaffold.state.stores import SparseStore
+    >>> store = Prefetched(SparseStore(3, 1, "float64"))
     >>> rows = store.read([0, 1])
     >>> store.ask([1, 2])
     >>> store.write([0, 1], rows + 5)

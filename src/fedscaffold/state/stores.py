@@ -1,4 +1,4 @@
-"""Stores of client vectors behind one interface: a dense array, a sparse table, or files.
+"""Stores of client vectors behind one interface: a sparse table in memory, or files.
 
 A client that was never written has the zero vector. All stores return exactly the bits that were
 written, and raise an InputError for a request that names a client twice.
@@ -16,7 +16,7 @@ from fedscaffold import checks
 from fedscaffold.state.files import StateError
 from fedscaffold.state.safetensors_io import Array
 
-__all__ = ["ArrayStore", "Clients", "SparseStore", "Store", "choose", "mean"]
+__all__ = ["Clients", "SparseStore", "Store", "choose", "mean"]
 
 Clients: TypeAlias = npt.NDArray[np.int64]
 
@@ -109,54 +109,6 @@ def snapshot_array(
             f"{name!r} of the snapshot has shape {array.shape}; this store needs {shape}"
         )
     return array
-
-
-class ArrayStore:
-    """Dense store: all vectors in one (N, d) array. The fastest.
-
-    >>> store = ArrayStore(3, 2, "float64")
-    >>> store.write([2], np.array([[1.0, 2.0]]))
-    >>> store.read([2, 0])
-    array([[1., 2.],
-           [0., 0.]])
-    """
-
-    def __init__(self, num_clients: int, dim: int, dtype: npt.DTypeLike = np.float32) -> None:
-        self.num_clients = checks.whole("num_clients", num_clients)
-        self.dim = dim
-        self.dtype = np.dtype(dtype)
-        self.rows = np.zeros((num_clients, dim), dtype)
-
-    def read(self, clients: npt.ArrayLike) -> Array:
-        """Return the (S, d) vectors of some clients."""
-        return self.rows[check_clients(clients, self.num_clients)]
-
-    def write(self, clients: npt.ArrayLike, rows: Array) -> None:
-        """Write the vectors of some clients."""
-        who = check_clients(clients, self.num_clients)
-        self.rows[who] = check_rows(rows, len(who), self.dim, self.dtype)
-
-    def chunks(self, size: int = 256) -> Iterator[tuple[Clients, Array]]:
-        """Yield all clients and their vectors, `size` at a time."""
-        for start in range(0, self.num_clients, size):
-            yield (
-                np.arange(start, min(start + size, self.num_clients)),
-                self.rows[start : start + size],
-            )
-
-    def snapshot(self) -> dict[str, Array]:
-        """Return all rows, not copied."""
-        return {"rows": self.rows}
-
-    def committed(self) -> None:
-        """Nothing to let go."""
-
-    def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Restore the rows of a snapshot."""
-        self.rows = snapshot_array(arrays, "rows", self.dtype, (self.num_clients, self.dim)).copy()
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 class SparseStore:
