@@ -31,7 +31,7 @@ from fedscaffold.experiments.kinds import (
     step_sizes,
 )
 from fedscaffold.grids import Grid, GridRun, run_cells
-from fedscaffold.grids.result import table
+from fedscaffold.grids.grid_run import table
 from fedscaffold.metrics import target_of
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig

@@ -24,8 +24,8 @@ from typing import Any
 from fedscaffold import checks
 from fedscaffold.grids import payload
 from fedscaffold.grids.cells import Cell, key_of
+from fedscaffold.grids.grid_run import GridRun
 from fedscaffold.grids.progress import GridProgress
-from fedscaffold.grids.result import GridRun
 from fedscaffold.grids.store import CELLS, load
 from fedscaffold.grids.worker import Answer, error_line, run_cell, run_task
 from fedscaffold.grids.workers import Board, Crew, cores

@@ -14,7 +14,7 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.grids.cells import expand, labelled
 from fedscaffold.grids.execute import run_cells
-from fedscaffold.grids.result import Grid
+from fedscaffold.grids.grid_run import Grid
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import ARGUMENTS, RunConfig, document, refuse_arguments
 from fedscaffold.state.files import owned

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedscaffold.grids.cells import Cell
-from fedscaffold.grids.result import GridRun
+from fedscaffold.grids.grid_run import GridRun
 from fedscaffold.simulation import Run
 from fedscaffold.simulation.engine import Seconds
 from fedscaffold.state import StateError, commit, latest
