@@ -12,6 +12,7 @@ import fedscaffold as fs
 from fedscaffold.algorithms import reference, scaffold
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import InProcess, Server, drive
+from fedscaffold.deploy.app_imports import PREFIX
 from fedscaffold.deploy.audit import read_verified
 from fedscaffold.deploy.client import Work, greeting
 from fedscaffold.deploy.schema import digest_of
@@ -22,6 +23,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
 
 from fedscaffold.deploy.torch_client import TorchLearner  # noqa: E402
+from fedscaffold.deploy.torch_data import open_records  # noqa: E402
 
 SHIFT = np.array([0.3, -0.2])
 
@@ -383,6 +385,21 @@ def test_a_loader_without_batches_is_refused_rather_than_asked_for_ever():
     one = point(data=lambda s: DataLoader(TensorDataset(*tensors(s)), 64, drop_last=True))
     with pytest.raises(InputError, match="its DataLoader makes no batch of its 6 records"):
         train(one, steps=3, lr=0.1)
+
+
+def test_workers_that_cannot_import_the_apps_modules_are_refused():
+    class Rows(TensorDataset):
+        __module__ = f"{PREFIX}0123.myrows"
+
+    def loader(workers, context):
+        rows = Rows(*tensors("bee"))
+        return DataLoader(rows, 2, num_workers=workers, multiprocessing_context=context)
+
+    said = r"workers by 'spawn', and they cannot import its dataset from the app's own myrows\.py"
+    with pytest.raises(InputError, match=said):
+        open_records("bee", loader(1, "spawn"))
+    for fine in (loader(0, None), loader(1, "fork")):
+        assert open_records("bee", fine).number == len(tensors("bee")[0])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "own"])

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_app"]
+__all__ = ["import_app", "own_module"]
 
 PREFIX = "fedscaffold_app_"
 
@@ -39,6 +39,18 @@ def import_app(path: Path) -> ModuleType:
     root.__dict__["builtins"] = _builtins_of(package, place.parent)
     sys.modules[package] = root
     return importlib.import_module(f"{package}.{place.stem}")
+
+
+def own_module(thing: Any) -> str | None:
+    """Return the module of an app that defines a function, or an object's class; None for others.
+
+    >>> own_module(print) is None
+    True
+    """
+    module = getattr(thing, "__module__", None)
+    name = module if isinstance(module, str) else type(thing).__module__
+    package, _, rest = name.partition(".")
+    return rest if package.startswith(PREFIX) else None
 
 
 class _Finder:

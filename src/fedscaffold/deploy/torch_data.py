@@ -7,6 +7,7 @@ makes its own batches.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +23,7 @@ from torch.utils.data import (
 
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
+from fedscaffold.deploy.app_imports import own_module
 from fedscaffold.deploy.arrays_client import draw_batches
 from fedscaffold.deploy.client import Work
 from fedscaffold.deploy.errors import Hint
@@ -228,11 +230,26 @@ def _in_memory(site: str, tree: Any) -> Records:
 def _of_loader(site: str, loader: Any) -> Records:
     """Return records that come in the batches of a `DataLoader`."""
     number = _some(site, len(loader.dataset))
+    _refuse_new_processes(site, loader)
     plain = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in PLAIN
     if not plain:
         return Records(number, None, loader)
     dataset, collate = loader.dataset, loader.collate_fn
     return Records(number, lambda rows: collate([dataset[row] for row in rows]), loader)
+
+
+def _refuse_new_processes(site: str, loader: Any) -> None:
+    """Raise if workers are started that cannot import what the app itself defines."""
+    context = loader.multiprocessing_context or multiprocessing
+    if not loader.num_workers or context.get_start_method() == "fork":
+        return
+    for name in ("dataset", "collate_fn", "worker_init_fn"):
+        if (module := own_module(getattr(loader, name))) is not None:
+            raise InputError(
+                f"the DataLoader of {site} starts its workers by {context.get_start_method()!r}, "
+                f"and they cannot import its {name} from the app's own {module}.py: take "
+                "multiprocessing_context='fork' or num_workers=0"
+            )
 
 
 def _some(site: str, number: int) -> int:
