@@ -1,4 +1,4 @@
-"""What right runs show on the health gauge, |c - sum p_i c_i|, beside what it explains by rounding and what a fault is.
+"""What healthy runs show on the gauge |c - sum p_i c_i|, beside rounding and the size of faults.
 
     python benchmarks/gauge.py [--long]
 

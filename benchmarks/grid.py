@@ -1,8 +1,8 @@
 """A grid of 12 runs of an MLP, on one core and on two: `python -m benchmarks.grid [ROUNDS]`.
 
 Both begin with an empty cache of compiled programs and with nothing imported, so that starting
-workers and compiling in each of them count. The share that the machine's other work takes is printed
-beside the wall time: CPU time of all processes of the grid, over wall time times cores.
+workers and compiling in each of them count. CPU time of all processes of the grid, over wall time
+times cores, is printed beside the wall time: it tells what share the machine's other work takes.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def save(clock, folder, store):
 
 
 def whole(folder, num_clients, rounds=60):
-    """Rounds of 50 ms of waiting (a device that computes), the next cohort read meanwhile, a commit every ten."""
+    """Rounds that wait 50 ms while the next cohort is read, with a commit every ten rounds."""
     clock, rng, total = Clock(), np.random.default_rng(1), Clock()
     store = Prefetched(FileStore(folder, num_clients, DIM))
     cohorts = [rng.choice(num_clients, COHORT, replace=False) for _ in range(rounds + 1)]

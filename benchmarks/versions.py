@@ -79,7 +79,8 @@ def _row(name: str, other: Path, repeat: int) -> str:
     this, before = min(cpu["this"]), min(cpu["other"])
     apart = np.abs(models["this"] - models["other"]).max()
     largest = np.abs(models["this"]).max()
-    return f"| {name} | {this:.3f} | {before:.3f} | {this / before:.2f} | {apart:.1e} | {largest:.2g} |"
+    times = f"{this:.3f} | {before:.3f} | {this / before:.2f}"
+    return f"| {name} | {times} | {apart:.1e} | {largest:.2g} |"
 
 
 def _turn(name: str, out: Path) -> None:

@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
-    """Run a task: work load by name, contestant, repetitions, and what differs from the work load as it stands."""
+    """Run a task: a work load by name, a contestant, repetitions, and changes to the work load."""
     if task["contestant"] == "sweep":
         return _sweep(task["precision"], task["noise"], task["cohort"])
     clients = task.get("clients")

@@ -97,7 +97,7 @@ def w3() -> Workload:
 
 
 def w4(num_clients: int = 100) -> Workload:
-    """Logistic regression with every client in every round, as in the paper on stochastic gradients.
+    """Logistic regression with all clients in every round, as in the paper on stochastic gradients.
 
     Half of the clients draw their labels from one true model, half from another.
     """
@@ -266,7 +266,7 @@ def sampled(
     cohorts: Given = None,
     draws: Given = None,
 ) -> tuple[Indices, Any]:
-    """The clients of round r (S,), without replacement, and the numbers of their records (S, K, B), with.
+    """The clients of round r (S,), drawn without replacement, and their records (S, K, B), with.
 
     For an epoch, they are the numbers of all records of each client, in random order. They are
     drawn, unless the cohorts (R, S) and draws (R, S, K, B) of all rounds are given.

@@ -95,7 +95,8 @@ def picture(found):
             middle = (y + HEIGHT + v) / 2
             start, stop = x + WIDTH / 2, u + WIDTH / 2
             lines.append(
-                f'<path d="M{start:g} {y + HEIGHT:g} C{start:g} {middle:g} {stop:g} {middle:g} {stop:g} {v - 5:g}"/>'
+                f'<path d="M{start:g} {y + HEIGHT:g} C{start:g} {middle:g} '
+                f'{stop:g} {middle:g} {stop:g} {v - 5:g}"/>'
             )
     boxes = [
         f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
@@ -104,13 +105,16 @@ def picture(found):
     ]
     return "\n".join(
         [
-            f'<svg class="rooms" viewBox="0 0 {across:g} {high:g}" role="img" aria-label="Rooms and what they import">',
-            '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="3" refY="3" orient="auto">'
+            f'<svg class="rooms" viewBox="0 0 {across:g} {high:g}" role="img" '
+            'aria-label="Rooms and what they import">',
+            '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="3" refY="3" '
+            'orient="auto">'
             '<path d="M0 0 L6 3 L0 6 z" style="fill:currentColor;stroke:none"/></marker></defs>',
             '<g style="fill:none;stroke:currentColor;opacity:.6;marker-end:url(#tip)">',
             *lines,
             "</g>",
-            '<g style="fill:currentColor;stroke:none;font-family:monospace;font-size:14px;text-anchor:middle">',
+            '<g style="fill:currentColor;stroke:none;font-family:monospace;font-size:14px;'
+            'text-anchor:middle">',
             *(
                 box.replace("<rect ", '<rect style="fill:none;stroke:currentColor" ')
                 for box in boxes

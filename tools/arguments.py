@@ -1,4 +1,4 @@
-"""The reference of a run's arguments, docs/configuration.md, written from the table in `fedscaffold.run_config`.
+"""Write docs/configuration.md, the reference of a run's arguments, from `fedscaffold.run_config`.
 
 `python tools/arguments.py` writes the page, `--check` exits with 1 if it is out of date.
 """

@@ -133,3 +133,15 @@ def test_what_is_run_elsewhere_is():
     for command in ELSEWHERE:  # by the verb, or the function behind it on fewer rounds
         name = command.split()[-1]
         assert f'verb("{name}"' in text or f".{name}(" in text, name
+
+
+def test_the_readme_counts_right_and_names_every_room():
+    from fedscaffold import ALGORITHMS
+    from fedscaffold.conformance import IDENTITIES
+    from fedscaffold.conformance.mistakes import MISTAKES
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"and {len(ALGORITHMS) - 1} related methods" in text
+    assert f"the {len(IDENTITIES)} identities and {len(MISTAKES)} mistakes" in text
+    rooms = {path.parent.name for path in (ROOT / "src" / "fedscaffold").glob("*/__init__.py")}
+    assert rooms == {room for room in rooms if f"`{room}/`" in text}

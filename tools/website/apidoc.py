@@ -29,7 +29,7 @@ def public(file):
 
 
 def path(room, name):
-    """Where to look a name up: by the public face where it has it, past a module of the same name."""
+    """Where to look a name up: in the public interface first, past a module of the same name."""
     package = f"fedscaffold.{room}"
     face, origin = public(SOURCE / "__init__.py"), public(SOURCE / room / "__init__.py")[name]
     if face.get(name, "").startswith(package):

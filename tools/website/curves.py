@@ -31,8 +31,10 @@ def picture(said, rounds, **curves):
     `said` is for those who do not see them.
     """
     grid = "".join(
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height(10.0**p):.1f}" y2="{height(10.0**p):.1f}"/>'
-        f'<text x="{LEFT - 5}" y="{height(10.0**p) + 4:.1f}" text-anchor="end">{"1" if p == 0 else f"1e{p}"}</text>'
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" '
+        f'y1="{height(10.0**p):.1f}" y2="{height(10.0**p):.1f}"/>'
+        f'<text x="{LEFT - 5}" y="{height(10.0**p) + 4:.1f}" text-anchor="end">'
+        f"{'1' if p == 0 else f'1e{p}'}</text>"
         for p in (0, -5, -10, -15)
     )
     foot = (

@@ -77,7 +77,7 @@ def on_page_markdown(markdown, page, **_):
 
 
 def on_page_content(html, page, **_):
-    """Tables of words: on a phone every row is a card, with the head of each column before its cell."""
+    """Tables of words: on a phone every row is a card, with column heads before the cells."""
     if page.file.src_uri not in TABLES:
         return html
     html = re.sub(

@@ -1,4 +1,4 @@
-"""The bug museum: every mistake of the suite's table, run, drawn, and with the identity that catches it.
+"""The bug museum: every mistake of the suite, run, drawn, and with the identity that catches it.
 
 What catches a public mistake is read from the table of docs/conformance.md, which a test keeps
 true; our own mutants
@@ -52,7 +52,7 @@ ENOUGH = [  # to judge our own mutants by: each fails one of them
 
 
 class Room(NamedTuple):
-    """One kind of mistake: how many public projects were seen to make one of it, and what each is."""
+    """One kind of mistake: the number of public projects that made it, and what each one is."""
 
     seen: int
     mistakes: dict[str, str]
@@ -90,7 +90,7 @@ def in_code():
 
 
 def caught_in_public():
-    """The names of the identities that fail, for each public mistake, from the table of docs/conformance.md."""
+    """The identities that fail for each public mistake, from the table of docs/conformance.md."""
     page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     table = page.partition("<!-- begin mistakes -->")[2].partition("<!-- end mistakes -->")[0]
     rows = re.findall(r"^\| (.+?) \| (\*\*.+?) \|$", table, re.M)
@@ -169,7 +169,8 @@ def exhibit(name, sentence, adapter, caught, more=""):
         f'<figure class="exhibit" id="{slug}">\n'
         f"<figcaption><strong>{escape(name)}</strong><br>{escape(sentence)}</figcaption>\n"
         f"{drawn}\n<p>{escape(ends)}</p>\n"
-        f'<p class="caught">Caught by <strong>{escape(row)}</strong>{more}: {escape(BY_NAME[row].statement)}</p>\n'
+        f'<p class="caught">Caught by <strong>{escape(row)}</strong>{more}: '
+        f"{escape(BY_NAME[row].statement)}</p>\n"
         "<details data-search-exclude>\n<summary>In code</summary>\n"
         f"<pre><code>{escape(in_code()[name])}</code></pre>\n</details>\n</figure>"
     )
@@ -224,6 +225,7 @@ def first_picture():
     return (
         f'<figure class="first">\n{picture(said, case.rounds, right=exact, wrong=drift)}\n'
         f"<figcaption>Distance to the optimum, four unlike clients, four local steps a round. "
-        f'<span class="wrong">FedAvg</span> stops {drift[-1]:.2f} away; <span class="right">SCAFFOLD</span> arrives, '
+        f'<span class="wrong">FedAvg</span> stops {drift[-1]:.2f} away; '
+        '<span class="right">SCAFFOLD</span> arrives, '
         f"to {exact[-1]:.0e}. Computed when this page was built.</figcaption>\n</figure>"
     )

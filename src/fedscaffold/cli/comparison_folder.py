@@ -125,7 +125,8 @@ def run_comparison(
     words = shlex.join(["fedscaffold", "resume", str(out)])
 
     def stopped() -> str:
-        return f"stopped; {count_cells(out)} of {total} runs are kept; the same command goes on, or: {words}"
+        kept = f"{count_cells(out)} of {total} runs are kept"
+        return f"stopped; {kept}; the same command goes on, or: {words}"
 
     with ExitStack() as stack:
         if how.share is None:

@@ -36,7 +36,8 @@ def show(
         f"({facts['smallest']} to {facts['largest']})"
     )
     if federated.classes:
-        line += f", {facts['labels_per_client']:.1f} labels a client, heterogeneity {facts['heterogeneity']:.2f}"
+        line += f", {facts['labels_per_client']:.1f} labels a client"
+        line += f", heterogeneity {facts['heterogeneity']:.2f}"
     lines = [line, *_strips(federated.label_counts)]
     answer = {**facts, "label_counts": federated.label_counts.tolist()}
     if out is not None:

@@ -53,7 +53,7 @@ def new(
     jax: Annotated[bool, typer.Option("--jax", help="A JAX app.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a working example: heart disease at four hospitals, or digits where that data is absent, and its test."""
+    """Write a working example and its test: heart disease at four hospitals, or digits."""
     from fedscaffold.deploy.templates import write_example
 
     if torch and jax:
@@ -71,7 +71,7 @@ def simulate(
     engine: Annotated[
         str,
         typer.Option(
-            help="in-process: the deployed code without a network; simulator: the app in our simulator."
+            help="in-process: the deployed code without a network; simulator: our simulator."
         ),
     ] = "in-process",
     allow_missing: Missing = False,
@@ -92,7 +92,7 @@ def local(
     allow_missing: Missing = False,
     as_json: Json = False,
 ) -> int:
-    """Start a real federation on this machine (SuperLink, SuperNodes, TLS, keys), run it, and shut it down."""
+    """Start a real federation on this machine (SuperLink, SuperNodes, TLS, keys) and run it."""
     checks.number("timeout", timeout, above=0)
     with _new_folder(out, folder, "local"):
         return _local(folder, out, timeout, allow_missing, as_json)
@@ -189,7 +189,7 @@ def status(
     out: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")],
     as_json: Json = False,
 ) -> int:
-    """Show who is in, when each was last heard, whom the round waits for, and whether the audit log is whole."""
+    """Show the sites, when each was last heard, whom the round waits for, and the audit log."""
     from fedscaffold.deploy.audit import read_verified
     from fedscaffold.deploy.server_state import peek_state
 
@@ -434,7 +434,7 @@ def _print_summary(answer: dict[str, Any], out: Path, allow_missing: bool, as_js
 
 
 def _missed_lines(missed: dict[str, Any], out: Path) -> list[str]:
-    """Return which sites did not count and why, and where to find error texts, which stay at the sites."""
+    """Return which sites did not count and why, and where at the sites to find the error texts."""
     lines = [f"  {one['sentence']}" for one in missed.values()]
     if any("(reference " in one["cause"] for one in missed.values()):
         lines.append(

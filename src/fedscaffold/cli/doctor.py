@@ -273,7 +273,10 @@ def _cache() -> Finding:
         with tempfile.TemporaryFile(dir=folder):
             return Finding("cache", "ok", f"{folder} can be written")
     except OSError as error:
-        mend = "set JAX_COMPILATION_CACHE_DIR to a folder that can be; without one every process compiles anew"
+        mend = (
+            "set JAX_COMPILATION_CACHE_DIR to a folder that can be; without one every process "
+            "compiles anew"
+        )
         return Finding(
             "cache", "warning", f"{folder} cannot be written ({type(error).__name__})", mend
         )

@@ -81,7 +81,7 @@ class PrintAndExit:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Exit with one line at the first signal, unless other code handles it, and at once at the second.
+    """Exit with one line at the first signal, unless other code handles it; at once at the second.
 
     After the block, signals no longer disturb the exit of the process.
     """
@@ -147,7 +147,7 @@ def raise_on_signal() -> Iterator[None]:
 
 
 def disable_second_signal() -> None:
-    """Keep a second signal from exiting this process, or a forked child, which must report for others."""
+    """Keep a second signal from ending this process, or a forked child that reports for others."""
     signal.set_wakeup_fd(-1)
 
 

@@ -255,6 +255,7 @@ def _print_lost(team: Team, folder: Path, what: str) -> None:
     words = shlex.join(["fedscaffold", "resume", str(folder), *team.flags()])
     kept = "there is no checkpoint: start anew"
     if stands is not None:
-        kept = f"the last common checkpoint is after round {stands[0]}{', the last' if stands[1] else ''}"
+        last = ", the last" if stands[1] else ""
+        kept = f"the last common checkpoint is after round {stands[0]}{last}"
         kept += f"; go on, with as many processes as you like: {words}"
     sys.stderr.write(f"fedscaffold: {what}; {kept}\n")

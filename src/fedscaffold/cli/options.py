@@ -24,7 +24,7 @@ FLAGS = {stated.key: name for name, stated in ARGUMENTS.items() if stated.key is
 def config_options(
     *keys: str, defaults: Mapping[str, str] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a verb that takes `overrides`, a list of KEY=VALUE, to take one option for each key instead.
+    """Decorate a verb that takes `overrides`, KEY=VALUE pairs, to take one option for each key.
 
     Args:
         *keys: Dotted keys of the configuration.

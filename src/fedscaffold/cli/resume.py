@@ -176,7 +176,7 @@ def run_in_folder(
 
 
 def open_folder(stack: ExitStack, folder: Path, config: str, fresh: bool | None) -> None:
-    """Lock the folder for as long as `stack` lasts, and prepare it for a run of this configuration."""
+    """Lock the folder until `stack` is closed, and prepare it for a run of this configuration."""
     from fedscaffold.runs.round_log import NAME
     from fedscaffold.runs.run_folder import remove_study as clear_study
     from fedscaffold.state.files import owned

@@ -21,7 +21,7 @@ def theatre(
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the drift theatre: one page, to play with offline, that shows drift and what breaks SCAFFOLD."""
+    """Write the drift theatre: one offline page that shows drift and what breaks SCAFFOLD."""
     from fedscaffold.runs.theatre import write_theatre
 
     if out.suffix.lower() not in (".html", ".htm"):

@@ -29,7 +29,8 @@ USES = {
 
 
 @app.command(
-    epilog="Example: fedscaffold plan --dataset quadratic --set problem.noise=0.01 --target 0.1 --verify"
+    epilog="Example: fedscaffold plan --dataset quadratic --set problem.noise=0.01 --target 0.1 "
+    "--verify"
 )
 @config_options(*KEPT, defaults={"problem.dataset": "quadratic"})
 def plan(
@@ -47,7 +48,7 @@ def plan(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Plan step size, local steps, rounds and bytes for a target error, for SGD, FedAvg and SCAFFOLD side by side.
+    """Plan step size, local steps, rounds and bytes for a target error: SGD, FedAvg and SCAFFOLD.
 
     What is set of local.steps, local.lr, local.batch_size, cohort.size, weights and [algorithm] is
     kept.

@@ -100,7 +100,7 @@ def run(
     data: DataDir = None,
     as_json: Json = False,
 ) -> int:
-    """Run one configuration; its folder gets the resolved config, checkpoints, metrics and a report."""
+    """Run one configuration; its folder holds the config, checkpoints, metrics and a report."""
     from fedscaffold.cli.resume import run_in_folder
     from fedscaffold.cli.watch import check_viewers
     from fedscaffold.experiments.build_problem import refuse_unused_keys
@@ -116,7 +116,8 @@ def run(
 
 
 @app.command(
-    epilog="Example: fedscaffold compare --dataset digits --split similarity:0 --model softmax --clients 20 "
+    epilog="Example: fedscaffold compare --dataset digits --split similarity:0 --model softmax "
+    "--clients 20 "
     "--cohort 0.2 --algorithms scaffold,fedavg --rounds 200 --local-epochs 5 --batch-size 0.2 --lr "
     "tuned "
     "--target accuracy:0.9 --seeds 3 --over problem.split=similarity:0,iid"
@@ -249,7 +250,7 @@ def conform(
 
 
 @app.command(
-    epilog="Example: fedscaffold report runs/first, or fedscaffold report runs --out comparison.html"
+    epilog="Example: fedscaffold report runs/first; fedscaffold report runs --out comparison.html"
 )
 def report(
     folders: Annotated[

@@ -82,7 +82,7 @@ def _builtins_of(package: str, folder: Path) -> dict[str, Any]:
 
     @cache
     def beside(name: str) -> bool:
-        """Whether a top-level module lies in the folder; a folder of modules gives way to a package."""
+        """Whether a top-level module is in the folder; a mere folder gives way to a package."""
         spec = PathFinder.find_spec(f"{package}.{name}", [str(folder)])
         if spec is None or spec.origin is not None:
             return spec is not None

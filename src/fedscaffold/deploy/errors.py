@@ -30,9 +30,11 @@ MOST_KEPT = 200  # log files per site; the oldest are deleted
 HINTS = {
     "one record": "step {step} has a batch of one record, on which batch normalisation cannot be "
     "trained: set local.drop_last = true, or a local.batch_size that leaves no such batch",
-    "too few": "its {records} records are fewer than a batch of {batch}, and local.drop_last leaves "
+    "too few": "its {records} records are fewer than a batch of {batch}, and local.drop_last "
+    "leaves "
     "such batches out: take a smaller local.batch_size",
-    "no batch": "its DataLoader makes no batch of its {records} records: take a smaller batch_size, "
+    "no batch": "its DataLoader makes no batch of its {records} records: take a smaller "
+    "batch_size, "
     "or drop_last=False",
 }
 """Sentences that may leave a site, with whole numbers to fill in."""

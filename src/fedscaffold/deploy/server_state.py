@@ -94,7 +94,7 @@ def load_state(folder: Path, settings: Settings, schema: Schema) -> SavedState |
 
 
 def _changed_lr(folder: Path, before: list[list[Any]], round: int, now: Local) -> list[str]:
-    """Say which step sizes later rounds have, if others than before; raise if past rounds differ."""
+    """Say which step sizes later rounds have, if they changed; raise if past rounds differ."""
     old = Local(schedule=tuple((begin, lr) for begin, lr in before))
     new = now if now.schedule else now._replace(schedule=((1, now.lr),))
     starts = {begin for begin, _ in (*old.schedule, *new.schedule)}

@@ -117,7 +117,7 @@ class Local(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the steps are plain SGD of one size, so that the move gives the mean direction."""
+        """Whether steps are plain SGD of one size, so that the move gives the mean direction."""
         return self.optimizer == "sgd" and self.clip_norm is None
 
     def at(self, round: int) -> Local:

@@ -1,4 +1,4 @@
-"""`FederatedClassifier`: softmax or logistic regression, or a network, trained on data held by clients."""
+"""`FederatedClassifier`: softmax or logistic regression, or a network, on data of clients."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ class FederatedClassifier(ClassifierMixin, Federated):  # type: ignore[misc] # s
 
     @property
     def coef_(self) -> NDArray[Any]:
-        """(classes, features) weights of linear models; of two classes, (1, features) for the second over the first."""
+        """(classes, features) weights of linear models.
+
+        Of two classes, (1, features) for the second over the first.
+        """
         return self._linear()[0]
 
     @property

@@ -57,7 +57,8 @@ OWN_PARAMETERS: dict[str, tuple[Any, str]] = {
 SENTENCES = {
     "lr": 'local step size; "auto" is 1 / L where L is known (all but "mlp"), else 0.1',
     "local_steps": "steps in a round; where given, `local_epochs` is not looked at",
-    "weights": 'of the clients in the objective: "records" (the loss over all rows, as if they were pooled), "equal", '
+    "weights": 'of the clients in the objective: "records" (the loss over all rows, as if they '
+    'were pooled), "equal", '
     "or one number for each in the order of `clients_`",
 }
 """Descriptions of arguments whose meaning differs from `simulate`."""

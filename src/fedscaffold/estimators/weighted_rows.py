@@ -1,4 +1,4 @@
-"""Problems of the estimators: rows with weights, and a penalty, both of which are data and not constants.
+"""Problems of the estimators: weights of rows and a penalty that are data, not constants.
 
     f_i(w) = sum_r s_r loss_r(w) / sum_r s_r + l2/2 |w|^2        rows r of client i with weights s_r
 

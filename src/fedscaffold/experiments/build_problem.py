@@ -1,4 +1,4 @@
-"""Build the problem that a configuration describes (data set, split and model), and configure JAX for its size."""
+"""Build the problem that a configuration describes, and configure JAX for its size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Run a configuration, or compare algorithms and other keys over seeds, with given or tuned step sizes.
+"""Run a configuration, or compare algorithms and other keys over seeds.
 
-All runs of a comparison are cells of one grid (`fedscaffold.grids`), which runs on all cores and keeps
-finished runs in a folder, so that interrupted work continues.
+All runs of a comparison are cells of one grid (`fedscaffold.grids`), which runs on all cores and
+keeps finished runs in a folder, so that interrupted work continues.
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ def compare(
 
     >>> from fedscaffold.experiments.config_file import parse
     >>> from fedscaffold.experiments.build_problem import build
-    >>> config = parse("rounds = 20\n[local]\nsteps = 5\n[problem]\ndataset = 'quadratic'\nmu = 0.1")
-    >>> found = compare(config, build(config.problem), ["scaffold", "fedavg"], 2, "distance:0.5", "fedscaffold compare")
+    >>> config = parse("rounds = 20\nlocal.steps = 5\nproblem.dataset = 'quadratic'")
+    >>> built, names = build(config.problem), ["scaffold", "fedavg"]
+    >>> found = compare(config, built, names, 2, "distance:0.5", "fedscaffold compare")
     >>> [row["algorithm"] for row in found.study.rows]
     ['scaffold', 'fedavg']
     """
@@ -450,10 +451,10 @@ def _limit(kind: Kind, runs: list[RunRecord]) -> dict[str, Any]:
 def describe_limit(ends: float, bias: float | None, begun: float) -> str:
     """Describe the two distances; `begun` is the distance at the start, their scale.
 
-    >>> describe_limit(1e-9, 0.0, 1.0), describe_limit(0.2501, 0.25, 1.0), describe_limit(0.3, 0.25, 1.0)
-    ('at the optimum', 'at its bias, 0.25', 'on the way (bias 0.25)')
-    >>> describe_limit(1e-9, None, 1.0), describe_limit(0.1, None, 1.0), describe_limit(0.1, 0.0, 1.0)
-    ('at the optimum', 'off by 0.1', 'on the way (no bias)')
+    >>> [describe_limit(ends, 0.25, 1.0) for ends in (1e-9, 0.2501, 0.3)]
+    ['at the optimum', 'at its bias, 0.25', 'on the way (bias 0.25)']
+    >>> describe_limit(0.1, None, 1.0), describe_limit(0.1, 0.0, 1.0)
+    ('off by 0.1', 'on the way (no bias)')
     """
     if ends <= EXACT * begun:
         return "at the optimum"
@@ -471,7 +472,7 @@ def describe_limit(ends: float, bias: float | None, begun: float) -> str:
 def _predicted_bias(
     config: Config, problem: Problem, algorithm: Algorithm, lr: float
 ) -> float | None:
-    """Return the |bias| of the algorithm's noiseless round map, or None if theory does not cover the run."""
+    """Return the |bias| of the noiseless round map, or None if theory does not cover the run."""
     local = config.local
     covered = (
         config.cohort.availability is None

@@ -1,4 +1,4 @@
-"""Typed configuration of a run, read from TOML with overrides, and the arguments of `simulate` that it gives.
+"""Typed configuration of a run, read from TOML with overrides, and the run's arguments.
 
 Unknown keys are refused with a suggestion.
 """

@@ -1,8 +1,9 @@
-"""The kinds of runs in a comparison (an algorithm with its configuration), their cells, and the best step size.
+"""The kinds of runs in a comparison, their cells, and the best step size of each.
 
-A comparison is a grid: kinds, which are the rows of its table, times seeds, times step sizes if these
-are tuned. Tuning uses the training loss only: from `GRID`, it selects the step size with the lowest
-loss averaged over rounds and seeds; a run that diverged or failed counts as infinite.
+A kind is an algorithm with its configuration. A comparison is a grid: kinds, which are the rows of
+its table, times seeds, times step sizes if these are tuned. Tuning uses the training loss only:
+from `GRID`, it selects the step size with the lowest loss averaged over rounds and seeds; a run
+that diverged or failed counts as infinite.
 """
 
 from __future__ import annotations

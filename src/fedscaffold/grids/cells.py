@@ -117,7 +117,7 @@ def _label(value: Any) -> Any:
 
 
 def key_of(cell: Cell, problems: dict[int, Any]) -> str:
-    """Return the name of a cell's folder: readable, and with a hash of all that its result depends on.
+    """Return the name of a cell's folder: labels, and a hash of all that its result depends on.
 
     Args:
         cell: The cell.

@@ -2,7 +2,7 @@
 
 Every run computes with one thread, wherever it runs, so that results do not depend on the number of
 workers: bits depend on the number of threads. This process runs cells only if it has one thread
-itself, and only short ones, side by side with workers: that spares a small grid their start, and the
+itself, and only short ones, side by side with workers: that spares a small grid their start, and
 others one start and one compilation. Long runs are left to workers, whose death the grid survives.
 """
 

@@ -1,8 +1,8 @@
 """The cells of a grid as bytes, for processes that belong to it.
 
-Losses, schedules and metrics are often closures, which cloudpickle can send; arrays are kept apart, so
-that workers map them from one file instead of copying them. Such bytes are code: they are read only
-by processes that this grid started, or by the executor that the user gave it, from an unlinked
+Losses, schedules and metrics are often closures, which cloudpickle can send; arrays are kept apart,
+so that workers map them from one file instead of copying them. Such bytes are code: they are read
+only by processes that this grid started, or by the executor that the user gave it, from an unlinked
 file, a private file or the task itself. No folder of results holds them after the grid has ended.
 """
 

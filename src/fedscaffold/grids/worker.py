@@ -2,8 +2,8 @@
 
 A worker process is started with a file that holds the cells (`payload`), reads the numbers of cells
 to run from its standard input, one JSON object per line, commits each result to the grid's folder,
-and answers with one line. It ends when its standard input does, even in the middle of a run, so that
-nothing outlives a grid that was killed.
+and answers with one line. It ends when its standard input does, even in the middle of a run, so
+that nothing outlives a grid that was killed.
 """
 
 from __future__ import annotations

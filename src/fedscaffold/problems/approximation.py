@@ -1,7 +1,7 @@
 """Linear stochastic approximation: clients have oracles A_i x - b_i that need not be gradients.
 
 linear_system         given matrices, symmetric or not
-policy_evaluation     TD(0): values of given processes with linear features, from records of their transitions
+policy_evaluation     TD(0): values of given processes with linear features, from transitions
 temporal_difference   the same on random Garnets with a given heterogeneity
 
 On these problems FedAvg is FedLSA, and SCAFFOLD is SCAFFLSA. The solution solves A x = b for the
@@ -40,12 +40,13 @@ def linear_system(
     noise: ArrayLike | None = None,
     x0: ArrayLike | None = None,
 ) -> Problem:
-    """Clients with oracles A_i x - b_i, from `matrices` A (N, d, d), symmetric or not, and `right` sides b (N, d).
+    """Clients with oracles A_i x - b_i: `matrices` A (N, d, d), symmetric or not, `right` b (N, d).
 
     `noise` adds Gaussian noise to every oracle call: a variance, one (d, d) covariance, or one per
         client.
 
-    >>> problem = linear_system([[[1.0, 2.0], [-2.0, 1.0]], [[3.0, 0.0], [0.0, 1.0]]], [[1.0, 0.0], [1.0, 2.0]])
+    >>> matrices = [[[1.0, 2.0], [-2.0, 1.0]], [[3.0, 0.0], [0.0, 1.0]]]
+    >>> problem = linear_system(matrices, [[1.0, 0.0], [1.0, 2.0]])
     >>> problem.optimum()
     array([0., 1.])
     """
@@ -162,7 +163,8 @@ def temporal_difference(
     what the records are. More clients or records leave the processes of the others as they were.
 
     >>> problem = temporal_difference(3, records=200, heterogeneity=1.0)
-    >>> problem.dim, bool(np.abs(problem.facts.client_gradients(problem.optimum()).mean(axis=0)).max() < 1e-14)
+    >>> mean = problem.facts.client_gradients(problem.optimum()).mean(axis=0)
+    >>> problem.dim, bool(np.abs(mean).max() < 1e-14)
     (8, True)
     """
     checks.whole("num_clients", num_clients)

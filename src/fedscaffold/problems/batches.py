@@ -1,20 +1,22 @@
 """Evaluation of functions of (params, batch) on records, for three kinds of functions.
 
-mean       Its value on a batch is the mean of its values on the single records. Records can be evaluated in any
-           grouping, so a batch may be padded with records of weight zero.
+mean       Its value on a batch is the mean of its values on the single records. Records can be
+           evaluated in any grouping, so a batch may be padded with records of weight zero.
 weighted   It takes `weights` by name: one number for each record, summing to 1, zero for padding.
-coupled    Anything else: Cox, contrastive losses, batch normalisation, AUC. It is only ever called with real
-           batches of real records, so every batch size that occurs has a branch of its own in the
-           program.
+coupled    Anything else: Cox, contrastive losses, batch normalisation, AUC. It is only ever called
+           with real batches of real records, so every batch size that occurs has a branch of its
+           own in the program.
 
 A function may also take by name
 
-key        A random key in training, None where the function is measured. What it draws with a key depends on the
-           batch's shape, so its gradient has a kind of its own, found with the key held fixed.
-state      Arrays that are not trained by gradients, such as running statistics. A loss (or gradient) that takes them
-           returns a pair: its value and the new state. It is called with real batches only, as it
-           may compute statistics of them.
-train      True in training, False where it is measured: running statistics are used instead of the batch's own.
+key        A random key in training, None where the function is measured. What it draws with a key
+           depends on the batch's shape, so its gradient has a kind of its own, found with the key
+           held fixed.
+state      Arrays that gradients do not train, such as running statistics. A loss (or gradient) that
+           takes them returns a pair: its value and the new state. It is called with real batches
+           only, as it may compute statistics of them.
+train      True in training, False where it is measured: running statistics are used instead of the
+           batch's own.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def garnet(
     distribution; they are drawn again.
 
     >>> world = garnet(5, 2, 3, seed=1)
-    >>> np.unique((world.kernel > 0).sum(axis=2)), bool(np.allclose(world.chain.T @ world.stationary, world.stationary))
+    >>> stays = np.allclose(world.chain.T @ world.stationary, world.stationary)
+    >>> np.unique((world.kernel > 0).sum(axis=2)), bool(stays)
     (array([3]), True)
     """
     states = checks.whole("num_states", num_states)
@@ -89,14 +90,15 @@ def garnet(
 
 
 def perturbed(world: DecisionProcess, heterogeneity: float, *, seed: int = 0) -> DecisionProcess:
-    """Perturb a process: probabilities and rewards are (1 - h) times those of `world` plus h times new random ones.
+    """Perturb a process: (1 - h) times its probabilities and rewards plus h times new random ones.
 
     h is `heterogeneity`; 0 returns the process itself. The transition graph and the policy do not
     change.
 
     >>> world = garnet(5, 2, 3, seed=1)
     >>> other = perturbed(world, 1.0, seed=2)
-    >>> bool(((other.kernel > 0) == (world.kernel > 0)).all()), bool(np.allclose(other.chain, world.chain))
+    >>> same_support = (other.kernel > 0) == (world.kernel > 0)
+    >>> bool(same_support.all()), bool(np.allclose(other.chain, world.chain))
     (True, False)
     """
     share = checks.number("heterogeneity", heterogeneity, at_least=0)

@@ -6,7 +6,7 @@ start or for a rare record. The jaxpr does. Every value in it has one of the lab
     None       computed without records
     an axis    along which it has one entry for each record, computed from that record alone
     SUM        linear in sums over records: what a mean may become
-    MIXED      anything else computed from several records: a maximum, a sorted batch, a product of two sums
+    MIXED      anything else of several records: a maximum, a sorted batch, a product of two sums
     UNKNOWN    the result of an operation that is not analysed
 
 Only a MIXED result is conclusive; the rest is left to the numerical comparison.
@@ -48,12 +48,13 @@ CUMULATIVE = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 
 
 def mixes_records(function: Callable[[Tree, Tree], Any], params: Tree, batch: Tree) -> bool:
-    """Return whether `function(params, batch)` certainly depends on records other than by sums over single ones.
+    """Return whether a function certainly depends on records other than by sums over single ones.
 
     >>> import jax.numpy as jnp
     >>> mixes_records(lambda w, x: jnp.mean((x - w) ** 2), jnp.ones(()), jnp.ones(5))
     False
-    >>> mixes_records(lambda w, x: jnp.where(w > 9, jnp.var(w * x), jnp.mean(w * x)), jnp.ones(()), jnp.ones(5))
+    >>> rarely = lambda w, x: jnp.where(w > 9, jnp.var(w * x), jnp.mean(w * x))
+    >>> mixes_records(rarely, jnp.ones(()), jnp.ones(5))
     True
     """
     if len(jax.tree.leaves(batch)[0]) == 1:

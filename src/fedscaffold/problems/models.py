@@ -34,7 +34,7 @@ def softmax(
     l2: float = 0.0,
     test: Client | None = None,
 ) -> Problem:
-    """Softmax (multinomial logistic) regression on clients that hold pictures x (n, features) and labels y (n,).
+    """Softmax (multinomial logistic) regression on clients with x (n, features) and labels y (n,).
 
     >>> rng = np.random.default_rng(0)
     >>> clients = [(rng.normal(size=(n, 4)), rng.integers(0, 3, n)) for n in (5, 9)]

@@ -1,4 +1,4 @@
-"""Federated problems: minimise f(x) = sum p_i f_i(x), f_i the mean loss over the records of client i.
+"""Federated problems: minimise sum p_i f_i(x), f_i the mean loss over the records of client i.
 
 A problem is a loss on a model and a batch of records, an initial model, and every client's records.
 The records of all clients are concatenated in flat arrays; `offsets` holds the start of each
@@ -159,7 +159,8 @@ class Problem:
         self._device: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        return f"Problem({self.name}, {self.num_clients} clients, {self.offsets[-1]} records, d = {self.dim})"
+        size = f"{self.num_clients} clients, {self.offsets[-1]} records, d = {self.dim}"
+        return f"Problem({self.name}, {size})"
 
     @cached_property
     def kinds(self) -> Kinds:
@@ -171,7 +172,9 @@ class Problem:
         return inspect_functions(self)
 
     def with_clients(self, clients: Sequence[Tree]) -> Problem:
-        """Return a problem with the same functions and model on other clients' records, without a new inspection.
+        """Return a problem with the same functions and model on other clients' records.
+
+        The functions are not inspected anew.
 
         Args:
             clients: As for `Problem`.

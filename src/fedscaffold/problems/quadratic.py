@@ -2,8 +2,9 @@
 
 All facts are known in closed form.
 
-quadratic         given matrices, or the random family of the quadratics paper (A_i = U_i D_i U_i', mu <= D_i <= L)
-dialled           given gradient and Hessian dissimilarity, with a mean problem that depends on neither
+quadratic         given matrices, or the random family of the quadratics paper: A_i = U_i D_i U_i',
+                  mu <= D_i <= L
+dialled           given gradient and Hessian dissimilarity; the mean problem depends on neither
 lower_bound_pair  the two clients of the SCAFFOLD paper's Theorem II: f_1 = mu x^2 + G x, f_2 = -G x
 """
 
@@ -47,7 +48,7 @@ def quadratic(
     x0: ArrayLike | None = None,
     seed: int = 0,
 ) -> Problem:
-    """Quadratics from given matrices A (N, d, d) and b (N, d), or from the random family of the quadratics paper.
+    """Quadratics from given A (N, d, d) and b (N, d), or the random family of the quadratics paper.
 
     The family: A_i = U_i D_i U_i' with U_i a random rotation and D_i drawn from `dim` log-spaced
     values between `mu` and `smoothness` (the two ends always present in client 0), b_i standard
@@ -81,12 +82,11 @@ def dialled(
     x0: ArrayLike | None = None,
     seed: int = 0,
 ) -> Problem:
-    """Make quadratics whose mean has eigenvalues from `mu` to `smoothness`, with a given dissimilarity of clients.
+    """Make quadratics with a given dissimilarity of clients, and a mean that does not depend on it.
 
-    At the optimum the root mean square of the clients' gradients is G = `gradient_dissimilarity`;
-    the largest
-    ||A_i - A|| is delta = `hessian_dissimilarity`. The mean problem does not depend on either. delta above mu would
-    make clients non-convex and is refused.
+    The mean has eigenvalues from `mu` to `smoothness`. At the optimum the root mean square of the
+    clients' gradients is G = `gradient_dissimilarity`; the largest ||A_i - A|| is delta =
+    `hessian_dissimilarity`. delta above mu would make clients non-convex and is refused.
 
     >>> problem = dialled(5, 3, gradient_dissimilarity=2.0, hessian_dissimilarity=0.05, seed=1)
     >>> float(np.sqrt((problem.ideal_controls() ** 2).sum(axis=1).mean()).round(12))

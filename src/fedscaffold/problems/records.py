@@ -217,7 +217,8 @@ def _odd_one(clients: Sequence[Tree]) -> str | None:
                 return f"client {i} has {name}, which client 0 lacks"
             if here[name] != first[name]:
                 where = name and f" in {name}"
-                return f"client {i} holds rows of shape {here[name]}{where}, client 0 of shape {first[name]}"
+                rows = f"rows of shape {here[name]}{where}"
+                return f"client {i} holds {rows}, client 0 of shape {first[name]}"
     return None
 
 
@@ -227,7 +228,7 @@ def _shapes(client: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse_other_columns(clients: Sequence[Tree]) -> None:
-    """Raise an InputError if tables have other column names, or another order, than those of client 0."""
+    """Raise an InputError if tables do not have the columns of client 0, in its order."""
     first: list[Any] = []
     for i, client in enumerate(clients):
         names = [list(getattr(leaf, "columns", ())) for leaf in jax.tree.leaves(client)]

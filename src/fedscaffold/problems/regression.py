@@ -3,7 +3,7 @@
 D weights, no intercept, optimum known to machine precision.
 
     linear      f_i(w) = |X_i w - y_i|^2 / (2 n_i) + l2 |w|^2 / 2
-    logistic    f_i(w) = mean log(1 + exp(-s_j x_j'w)) + l2 |w|^2 / 2,   s_j = 2 y_j - 1, labels y_j in {0, 1}
+    logistic    f_i(w) = mean log(1 + exp(-s_j x_j'w)) + l2 |w|^2 / 2,   s_j = 2 y_j - 1
 
 `two_datasets` is the heterogeneous construction of the stochastic analysis: one data set is shared
 out among the first half of the clients, another, from a different model, among the rest.
@@ -158,7 +158,7 @@ def two_datasets(
     l2: float = 0.01,
     seed: int = 0,
 ) -> Problem:
-    """The heterogeneous construction of the stochastic analysis (its Figure 1), `kind` "linear" or "logistic".
+    """The heterogeneous clients of the stochastic analysis (its Figure 1).
 
     Two scikit-learn data sets of `dim` features with different seeds (2 and 10 informative features
     for regression); the first is shared out evenly among the first half of the clients, the second
@@ -223,7 +223,7 @@ def _sigmoid(score: Floats) -> Floats:
 
 
 def _noise(clients: Sequence[Client], record_gradients: Any, batch_size: int | None) -> Floats:
-    """Covariance of the mean of `batch_size` record gradients drawn with replacement, one per client."""
+    """Covariance, by client, of the mean of `batch_size` record gradients with replacement."""
     if batch_size is None:
         return np.zeros((len(clients), _dim(clients), _dim(clients)))
     covariances = []
