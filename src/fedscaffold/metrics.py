@@ -213,17 +213,7 @@ def metric(
     >>> metric(error, by_client=True, maximize=False, summary=("worst", 0.9)).columns
     ('error_worst', 'error_0.9')
     """
-    if not callable(function):
-        raise InputError(
-            f"a metric must be a function (params, data) -> number, got {checks.shown(function)}"
-        )
-    called = (
-        getattr(function, "__name__", "<lambda>") if name is None else checks.text("name", name)
-    )
-    if called == "<lambda>":
-        raise InputError(
-            "a metric of a function without a name needs one: fs.metric(function, name='error')"
-        )
+    called = _name_of(function, name)
     for option, value in (("maximize", maximize), ("compiled", compiled)):
         if value not in (None, True, False):
             raise InputError(
@@ -247,6 +237,22 @@ def metric(
             f"the worst of {called} is the largest or the smallest: say maximize=False or True"
         )
     return Metric(function, called, on, by_client, kept, model, maximize, compiled)
+
+
+def _name_of(function: Any, name: str | None) -> str:
+    """Return the name of a metric."""
+    if not callable(function):
+        raise InputError(
+            f"a metric must be a function (params, data) -> number, got {checks.shown(function)}"
+        )
+    called = (
+        getattr(function, "__name__", "<lambda>") if name is None else checks.text("name", name)
+    )
+    if called == "<lambda>":
+        raise InputError(
+            "a metric of a function without a name needs one: fs.metric(function, name='error')"
+        )
+    return called
 
 
 def _summary(name: str, one: Any) -> str | float:

@@ -118,29 +118,7 @@ def admit(packet: Packet, asked: Asked) -> Update:
         )
     if not isinstance(facts, dict) or not isinstance(packet.blobs, dict) or len(facts) > MOST_FACTS:
         raise Refused("size", f"more than {MOST_FACTS} scalars")
-    for name, item in packet.blobs.items():
-        if not _is_array(item):
-            raise Refused("schema", f"{abbreviate(name)} is not an array")
-    room = sum(
-        math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in asked.arrays.values()
-    )
-    # every element has at least one byte
-    claimed = sum(math.prod(item.shape) for item in packet.blobs.values())
-    most = max(claimed, sum(len(item.data) for item in packet.blobs.values()))
-    if most > room:
-        raise Refused("size", f"{most} bytes sent or claimed where {room} are expected")
-    if read_text(facts, "schema") != asked.schema.digest:
-        raise Refused(
-            "schema",
-            f"model {read_text(facts, 'schema')!r} where {asked.schema.digest!r} is trained",
-        )
-    if packet.blobs.keys() != asked.arrays.keys():
-        names = ", ".join(abbreviate(name) for name in list(packet.blobs)[:3]) or "none"
-        more = ", ..." if len(packet.blobs) > 3 else ""
-        raise Refused(
-            "schema",
-            f"arrays {names}{more} where {', '.join(sorted(asked.arrays)) or 'none'} are expected",
-        )
+    _check_arrays(packet, asked)
     arrays = {
         name: read_array(packet, name, shape, dtype)
         for name, (shape, dtype) in asked.arrays.items()
@@ -163,6 +141,33 @@ def admit(packet: Packet, asked: Asked) -> Update:
     vectors = {name: unpack(a, asked.private, asked.schema.size) for name, a in sent.items()}
     memory, own = read_text(facts, "memory", ""), read_text(facts, "own", "")
     return Update(vectors, steps * asked.lr, buffers, memory, _read_metrics(facts), own=own)
+
+
+def _check_arrays(packet: Packet, asked: Asked) -> None:
+    """Raise `Refused` if a reply has other arrays than were asked for, or is too large."""
+    for name, item in packet.blobs.items():
+        if not _is_array(item):
+            raise Refused("schema", f"{abbreviate(name)} is not an array")
+    room = sum(
+        math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in asked.arrays.values()
+    )
+    # every element has at least one byte
+    claimed = sum(math.prod(item.shape) for item in packet.blobs.values())
+    most = max(claimed, sum(len(item.data) for item in packet.blobs.values()))
+    if most > room:
+        raise Refused("size", f"{most} bytes sent or claimed where {room} are expected")
+    if read_text(packet.facts, "schema") != asked.schema.digest:
+        raise Refused(
+            "schema",
+            f"model {read_text(packet.facts, 'schema')!r} where {asked.schema.digest!r} is trained",
+        )
+    if packet.blobs.keys() != asked.arrays.keys():
+        names = ", ".join(abbreviate(name) for name in list(packet.blobs)[:3]) or "none"
+        more = ", ..." if len(packet.blobs) > 3 else ""
+        raise Refused(
+            "schema",
+            f"arrays {names}{more} where {', '.join(sorted(asked.arrays)) or 'none'} are expected",
+        )
 
 
 def check_fresh(packet: Packet, asked: Asked) -> None:

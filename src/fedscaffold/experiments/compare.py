@@ -184,30 +184,43 @@ def compare(
     grid = Grid(keys=("algorithm", *(over or {}), "lr", "seed"), runs=found)
     if share is not None:
         return Comparison(grid, None)
+    left = iter(found)
+    runs = [[next(left) for _ in own] for own in cells]
+    return Comparison(grid, _study_of_kinds(config, built, kinds, runs, draws, aim, command))
+
+
+def _study_of_kinds(
+    config: Config,
+    built: Built,
+    kinds: Sequence[Kind],
+    runs: Sequence[Sequence[GridRun]],
+    seeds: Sequence[int],
+    target: Target | None,
+    command: str,
+) -> Study | None:
+    """Return the study of a comparison: each kind at its best step size; None if all runs failed."""
     records: list[RunRecord] = []
     seconds: dict[str, float] = {}
     limits: dict[str, dict[str, Any]] = {}
-    left = iter(found)
-    for kind, own in zip(kinds, cells, strict=True):
-        runs = [next(left) for _ in own]
+    for kind, own in zip(kinds, runs, strict=True):
         tried = step_sizes(kind.config)
-        j, best = best_runs(runs, len(tried))
+        j, best = best_runs(own, len(tried))
         made = [
-            _record(kind, tried[j], seed, _fields(run), aim)
-            for seed, run in zip(draws, best, strict=True)
+            _record(kind, tried[j], seed, _fields(run), target)
+            for seed, run in zip(seeds, best, strict=True)
             if run.error is None
         ]
         if made:
             records += made
             limits[kind.label] = _limit(kind, made) | {"rounds": kind.config.rounds}
-            took = _seconds(runs)
+            took = _seconds(own)
             seconds[kind.label] = took["compile"] + took["wall"]
     if not records:
-        return Comparison(grid, None)
+        return None
     one_problem = len({id(kind.built) for kind in kinds}) == 1
-    study = _study(config, built if one_problem else _varied(built), records, command, seconds, aim)
-    rows = [row | limits[row["algorithm"]] for row in study.rows]
-    return Comparison(grid, replace(study, rows=rows))
+    described = built if one_problem else _varied(built)
+    study = _study(config, described, records, command, seconds, target)
+    return replace(study, rows=[row | limits[row["algorithm"]] for row in study.rows])
 
 
 def log_facts(config: Config, built: Built) -> dict[str, Any]:

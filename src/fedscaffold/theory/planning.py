@@ -181,15 +181,7 @@ def plan(
     )
     if cost_of_round + cost_of_step == 0:
         raise InputError("cost_of_round and cost_of_step must not both be 0")
-    made = [make(one) if isinstance(one, str) else one for one in algorithms]
-    if not made:
-        raise InputError("algorithms must name one or more, such as scaffold; got none")
-    for algorithm in made:
-        if form_of(algorithm) is None:
-            raise InputError(
-                f"{algorithm.name} has no closed form to plan with: take sgd, fedavg, fedprox or "
-                "scaffold"
-            )
+    made = _with_closed_forms(algorithms)
     heard = cohorts_of(problem, made, cohort, weights)
     batch_sizes(problem, batch_size)  # refuses a wrong one before the work begins
     if problem.facts.optimum is None and problem.offsets[-1] * problem.dim > SOLVED:
@@ -221,6 +213,20 @@ def plan(
         heard.p,
         tuple(made),
     )
+
+
+def _with_closed_forms(given: Sequence[str | Algorithm]) -> list[Algorithm]:
+    """Return the algorithms to plan with; raise InputError for one that theory does not cover."""
+    made = [make(one) if isinstance(one, str) else one for one in given]
+    if not made:
+        raise InputError("algorithms must name one or more, such as scaffold; got none")
+    for algorithm in made:
+        if form_of(algorithm) is None:
+            raise InputError(
+                f"{algorithm.name} has no closed form to plan with: take sgd, fedavg, fedprox or "
+                "scaffold"
+            )
+    return made
 
 
 def verify(problem: Problem, made: Plan, *, seeds: int = 16) -> list[Verified]:
