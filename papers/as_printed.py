@@ -142,7 +142,8 @@ def block_index_as_printed(blocks: Blocks, c: int, k: int) -> Floats:
     Its third term needs xi_c, not xi_k (F6).
 
     >>> zero = np.zeros((2, 1, 1))
-    >>> block_index_as_printed(Blocks(zero[0], zero, np.zeros((2, 2, 1, 1)), zero, zero, zero, 0.1, 2), 0, 1)
+    >>> blocks = Blocks(zero[0], zero, np.zeros((2, 2, 1, 1)), zero, zero, zero, 0.1, 2)
+    >>> block_index_as_printed(blocks, 0, 1)
     array([[0.]])
     """
     s, g, n = blocks, blocks.lr * blocks.local_steps, len(blocks.b)
@@ -194,7 +195,8 @@ def covariance_theta_xi_as_printed(
 
     `solution` is A C, the X with H X + X H = C; `hessian_gap` H_c - H; `noise_gap` C_c - C.
 
-    >>> covariance_theta_xi_as_printed(np.eye(1), np.eye(1), np.zeros((1, 1)), lr=0.1, num_clients=2)
+    >>> one, zero = np.eye(1), np.zeros((1, 1))
+    >>> covariance_theta_xi_as_printed(one, one, zero, lr=0.1, num_clients=2)
     array([[0.05]])
     """
     return lr / num_clients * (solution @ hessian_gap + noise_gap)
@@ -244,7 +246,8 @@ def cor_4_10_exponents_as_printed(
 
     Right is max(1/N, (Q eps / mu)^(2/3), Q eps / (L mu)^(1/2)): F22; only these have no unit.
 
-    >>> cor_4_10_exponents_as_printed(mu=1.0, smoothness=1.0, num_clients=4, third_derivative=1.0, target=0.001)
+    >>> constants = {"mu": 1.0, "smoothness": 1.0, "third_derivative": 1.0}
+    >>> cor_4_10_exponents_as_printed(num_clients=4, target=0.001, **constants)
     0.25
     """
     q = third_derivative * target
@@ -258,7 +261,8 @@ def option_two_eq19_as_printed(
 
     Right is c_i - c + ..., as in its own Algorithm 1.
 
-    >>> option_two_eq19_as_printed(np.zeros(1), np.ones(1), np.ones(1), np.zeros(1), lr=0.5, local_steps=2)
+    >>> zero, one = np.zeros(1), np.ones(1)
+    >>> option_two_eq19_as_printed(zero, one, one, zero, lr=0.5, local_steps=2)
     array([0.])
     """
     return c - c_i + (x - y) / (local_steps * lr)
@@ -300,7 +304,8 @@ def lemma_8_as_printed(offset: Floats, gradient: Floats, *, lr: float, local_ste
 def lemma_22_as_printed(setting: Federation) -> float:
     """E f(x^r) - f(E x^r) <= 3 K beta sigma^2 / N: 004 Lemma 22; a factor eta^2 is lacking.
 
-    >>> lemma_22_as_printed(Federation(smoothness=1.0, local_steps=2, num_clients=3, noise_trace=1.0))
+    >>> noise = {"smoothness": 1.0, "noise_trace": 1.0}
+    >>> lemma_22_as_printed(Federation(local_steps=2, num_clients=3, **noise))
     2.0
     """
     return 3 * setting.local_steps * setting.smoothness * setting.noise_trace / setting.num_clients
@@ -316,7 +321,8 @@ def fedavg_step_as_printed(setting: Federation, rounds: int) -> float:
     `original.fedavg`.
 
     >>> constants = {"smoothness": 1.0, "mu": 0.1, "big_g": 1.0, "big_b": 1.0, "distance": 1.0}
-    >>> fedavg_step_as_printed(Federation(local_steps=2, num_clients=2, **constants), 10**6)  # however many rounds
+    >>> setting = Federation(local_steps=2, num_clients=2, **constants)
+    >>> fedavg_step_as_printed(setting, 10**6)  # however many rounds
     0.0625
     """
     it = setting
@@ -356,7 +362,9 @@ def scaffold_non_convex_as_printed(setting: Federation, rounds: int) -> float:
 
     By units, the first needs sqrt(beta); by Lemma 18, S in place of N.
 
-    >>> scaffold_non_convex_as_printed(Federation(smoothness=2.0, local_steps=2, num_clients=2, suboptimality=1.0), 4)
+    >>> constants = {"smoothness": 2.0, "suboptimality": 1.0}
+    >>> setting = Federation(local_steps=2, num_clients=2, **constants)
+    >>> scaffold_non_convex_as_printed(setting, 4)
     0.5
     """
     it, n, f = setting, setting.num_clients, setting.need("suboptimality")

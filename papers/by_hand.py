@@ -48,7 +48,8 @@ def play(
 
     >>> from fedscaffold.algorithms import fedavg
     >>> pair = quadratic_gradients(np.array([[[2.0]], [[0.0]]]), np.array([[-1.0], [1.0]]))
-    >>> [one.x.round(6).tolist() for one in play(fedavg(), pair, np.ones(1), lr=0.1, local_steps=2, rounds=2)]
+    >>> rounds = play(fedavg(), pair, np.ones(1), lr=0.1, local_steps=2, rounds=2)
+    >>> [one.x.round(6).tolist() for one in rounds]
     [[0.83], [0.6906]]
     """
     paths: list[list[Array]] = []

@@ -2,8 +2,8 @@
 
 Measured once, judged by its stated criterion, drawn, and put in words.
 
-    measure    (settings, memo) -> data      the only part that costs time; what it returns is cached
-    judge      (data, settings) -> checks    expected against measured, each with the criterion it must meet
+    measure    (settings, memo) -> data      the part that costs time; what it returns is cached
+    judge      (data, settings) -> checks    expected and measured, each with its criterion
     tables     (data) -> tables
     draw       (data) -> drawings            vector figures in one style
 

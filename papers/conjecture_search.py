@@ -4,17 +4,19 @@ The quadratics paper (000) conjectures that SCAFFOLD's covariance in the long ru
 gamma sigma^2 / (N mu) for any number of local steps and any Hessians. Its own experiment copies
 five clients, and copies have N tr Sigma constant whatever the method does (F12). Here the number
 
-    excess = N mu (2 - gamma mu) tr Sigma / (gamma sigma^2),    sigma^2 the largest tr C_c, mu the least eigenvalue
+    excess = N mu (2 - gamma mu) tr Sigma / (gamma sigma^2)
 
-is computed exactly, never simulated. Equal clients whose noise lies in their flattest direction
-have 1 (F11). Three experiments, two sizes:
+with sigma^2 the largest tr C_c and mu the least eigenvalue is computed exactly, never simulated.
+Equal clients whose noise lies in their flattest direction have 1 (F11). Three experiments, two
+sizes:
 
-    flat        random clients with eigenbases of their own, more and more of them: mean over draws, standard error, and
-                the slope of log excess over log N
-    searched    an adversary changes eigenvalues, eigenbases, lr, H and the noise to raise the excess, for N = 1, 2, 4
-                and so on; every N starts from the best found for half as many, each client doubled:
-                the same excess
-    stiff       the one family found whose constant grows, with the condition number: `stiff_and_noisy`
+    flat        random clients with eigenbases of their own, more and more of them: mean over
+                draws, standard error, and the slope of log excess over log N
+    searched    an adversary changes eigenvalues, eigenbases, lr, H and the noise to raise the
+                excess, for N = 1, 2, 4 and so on; every N starts from the best found for half as
+                many, each client doubled: the same excess
+    stiff       the one family found whose constant grows with the condition number:
+                `stiff_and_noisy`
 
 and next to what was found, what is proved (`speed_up.py`).
 """
@@ -149,7 +151,7 @@ def conjectures(quick: bool = True, seed: int = 0) -> Conjectures:
 
 
 def stiff_and_noisy(num_clients: int, condition: float) -> float:
-    """N mu tr Sigma / (gamma sigma^2) of N = d clients, each stiff and noisy in a direction of its own: exact.
+    """N mu tr Sigma / (gamma sigma^2) of N = d clients, each stiff and noisy in its own direction.
 
     A_c = mu I + (L - mu) e_c e_c', C_c = sigma^2 e_c e_c', gamma = 1/L, H the whole number nearest
     to sqrt(L / mu), the best one (F10). Each client's noise enters where that client is stiff and

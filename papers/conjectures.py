@@ -1,4 +1,4 @@
-"""000 Conjectures 1 and 2: linear speed-up for any H and any Hessians, tested with the exact covariance."""
+"""000 Conjectures 1 and 2: linear speed-up for any H and Hessians, by the exact covariance."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             1.0,
             round_noise,
             1.05,
-            note="the conjecture bounds it by a constant; no instance beat equal clients by more than a little",
+            note="the conjecture bounds it by a constant; no instance beat equal clients by much",
         ),
         at_most(
             "an adversary, any noise: what the last doubling of N raised it by", 1.0, growth, 1.05
@@ -93,7 +93,7 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             "shown",
             True,
             kind="report",
-            note="bounded in N, but the constant grows with the condition number: it is not universal",
+            note="bounded in N, but the constant grows with the condition number",
         ),
     ]
 

@@ -12,8 +12,8 @@ def between(
 ) -> Check:
     """The measured number must lie in [low, high].
 
-    >>> between("slope", -1.0, -0.98, -1.05, -0.95).passed, between("slope", -1.0, float('nan'), -1.05, -0.95).passed
-    (True, False)
+    >>> [between("slope", -1.0, found, -1.05, -0.95).passed for found in (-0.98, float("nan"))]
+    [True, False]
     """
     return Check(
         statement,

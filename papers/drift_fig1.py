@@ -25,7 +25,7 @@ MINIMA = np.array([[-1.1, 1.3], [1.5, 0.2]])
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """Every local step of some rounds, and the same rounds once the control variates have settled."""
+    """Every local step of some rounds, also once the control variates have settled."""
     linear = np.einsum("cij,cj->ci", HESSIANS, MINIMA)
     gradients = quadratic_gradients(HESSIANS, linear)
     problem = quadratic(hessians=HESSIANS, linear=linear)

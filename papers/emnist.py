@@ -69,7 +69,10 @@ def pictures(wanted: str, validation: int, records: int | None, test: int | None
             " EMNIST was not found (set FEDSCAFFOLD_DATA to its folder): digits stand in for it."
         )
     if wanted == "digits":
-        about += " EMNIST was not found (set FEDSCAFFOLD_DATA to its folder): the quick size runs on digits instead."
+        about += (
+            " EMNIST was not found (set FEDSCAFFOLD_DATA to its folder): the quick size runs on "
+            "digits instead."
+        )
     key = digest(
         found.name,
         found.y,
@@ -95,7 +98,7 @@ def _load(wanted: str) -> Dataset:
 
 
 def adapted(settings: Settings) -> Settings:
-    """The quick size's settings for digits, or with what `with_emnist` changes where EMNIST is there."""
+    """The settings for digits, or with what `with_emnist` changes where EMNIST is there."""
     small = {key: value for key, value in settings.items() if key != "with_emnist"}
     real = small | settings.get("with_emnist", {})
     return (
@@ -262,7 +265,7 @@ def tune(problem: Problem, name: str, epochs: int, cohort: Any, settings: Settin
 
 
 def _score(run: Run) -> tuple[float, float]:
-    """Rounds to the target (as many as a billion if not reached), then the accuracy missing in the second half."""
+    """Rounds to the target, or 1e9, then the accuracy missing in the second half."""
     accuracy = run.history["accuracy"].astype(float)
     accuracy = accuracy[np.isfinite(accuracy)]
     lost = (

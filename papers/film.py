@@ -31,7 +31,8 @@ def film(data: Data) -> str:
         "frame": [LEFT, TOP, SIDE],
     }
     views = "".join(
-        f'<figure><figcaption>{title}</figcaption><svg class="film" data-method="{name}" viewBox="0 0 400 400" '
+        f"<figure><figcaption>{title}</figcaption>"
+        f'<svg class="film" data-method="{name}" viewBox="0 0 400 400" '
         f'role="img" aria-label="local steps of two clients under {title}"></svg></figure>'
         for name, title in NAMES.items()
     )

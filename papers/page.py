@@ -1,4 +1,4 @@
-"""The reviewer's page: verdicts first, then every claim with its figure, both numbers, the criteria and the errata.
+"""The reviewer's page: verdicts, then each claim with figure, numbers, criteria and errata.
 
 One HTML file that opens offline; its own security policy forbids the browser to ask the network for
 anything.
@@ -24,7 +24,8 @@ TEXTS = {
     "001": "Tutorial 018: SCAFFOLD Algorithm (PyTorch)",
     "002": "Mangold, Durmus, Dieuleveut and Moulines, Scaffold with Stochastic Gradients (2025)",
     "003": "Mangold, slides on FedAvg's bias, Richardson-Romberg and Scaffold (2025)",
-    "004": "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (2020)",
+    "004": "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning "
+    "(2020)",
 }
 MARKS = {
     "pass": ("✔", "good"),
@@ -75,10 +76,9 @@ def page(outcomes: Sequence[Outcome], figures: Mapping[str, str], facts: Mapping
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
     rows = "".join(
-        f'<tr><td><a href="#{o.name}">{o.name}</a></td><td>{escape(o.source)}</td><td>{escape(o.title)}</td>'
-        f"<td>{_sign(*SIGNS[o.verdict])} "
-        f"{o.verdict}</td><td>{escape(o.words)}</td><td>{o.size}</td><td>{o.seconds:.0f} "
-        "s</td></tr>"
+        f'<tr><td><a href="#{o.name}">{o.name}</a></td><td>{escape(o.source)}</td>'
+        f"<td>{escape(o.title)}</td><td>{_sign(*SIGNS[o.verdict])} {o.verdict}</td>"
+        f"<td>{escape(o.words)}</td><td>{o.size}</td><td>{o.seconds:.0f} s</td></tr>"
         for o in outcomes
     )
     head = "".join(
@@ -108,12 +108,13 @@ def _claim(o: Outcome, figures: Mapping[str, str]) -> str:
     )
     about = "".join(f'<p class="about">{escape(text)}</p>' for text in o.about)
     settings = escape(", ".join(f"{key} = {value}" for key, value in o.settings.items()))
-    command = f"fedscaffold reproduce {o.name} --{o.size}"
+    command = f"python -m papers {o.name} --{o.size}"
+    measured = f"{_checks(o.checks)}{''.join(map(_table, o.tables))}"
     return (
-        f'<section id="{o.name}"><h2>{_sign(*SIGNS[o.verdict])} {escape(o.title)} <small>{o.name}</small></h2>'
-        f'<p><b>{escape(o.source)}:</b> {escape(o.says)}</p><p class="verdict {SIGNS[o.verdict][1]}">{o.verdict}: '
-        f"{escape(o.words)}.</p>{about}{o.film}{drawn}{_checks(o.checks)}{''.join(map(_table, o.tables))}{errata}"
-        f"<details><summary>Settings, command, "
+        f'<section id="{o.name}"><h2>{_sign(*SIGNS[o.verdict])} {escape(o.title)} '
+        f"<small>{o.name}</small></h2><p><b>{escape(o.source)}:</b> {escape(o.says)}</p>"
+        f'<p class="verdict {SIGNS[o.verdict][1]}">{o.verdict}: {escape(o.words)}.</p>'
+        f"{about}{o.film}{drawn}{measured}{errata}<details><summary>Settings, command, "
         f"time</summary><pre>{command}\n{settings}\n{o.seconds:.1f} "
         "s</pre></details></section>"
     )
@@ -136,7 +137,8 @@ def _checks(checks: Sequence[Check]) -> str:
     head = "".join(
         f"<th>{h}</th>" for h in ("", "check", "expected", "measured", "ratio", "criterion")
     )
-    return f'<div class="wide"><table class="words"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    table = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+    return f'<div class="wide"><table class="words">{table}</table></div>'
 
 
 def _note(check: Check) -> str:

@@ -60,7 +60,7 @@ def measure(settings: Settings, memo: Memo) -> Data:
 def _distances(
     algorithm: Algorithm, problem: Problem, size: int, seed: int, rounds: int, settings: Settings
 ) -> Floats:
-    """|x - x*| of every round over that of the start, cohorts of `size` drawn without replacement."""
+    """|x - x*| of every round over that of the start, with cohorts of `size`."""
     rng = np.random.default_rng([seed, size])
     n = problem.num_clients
     cohorts = [sorted(rng.choice(n, size, replace=False).tolist()) for _ in range(rounds - 1)]

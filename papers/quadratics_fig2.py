@@ -15,7 +15,7 @@ SETTINGS = {"rates": [0.1, 0.03, 0.01, 0.003, 0.001], "largest": 1_000_000}
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """u_a = (1 - gamma a)^H and v_a = 1 - (1 - u_a) / (gamma a H) on all H up to 1,200 and a grid beyond."""
+    """u_a = (1 - gamma a)^H and v_a = 1 - (1 - u_a) / (gamma a H) on H up to 1,200 and a grid."""
     steps = np.unique(np.r_[1:1_201, np.geomspace(1_200, settings["largest"], 200).astype(int)])
     u = np.array(
         [[float(power(np.array(w), h)) for h in steps.tolist()] for w in settings["rates"]]

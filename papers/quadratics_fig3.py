@@ -1,4 +1,4 @@
-"""000 Figure 3: mean squared error by communications, for two step sizes and many H, without and with noise."""
+"""000 Figure 3: mean squared error by communications, for two step sizes and many H."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = {
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """Every cell: rounds without noise, exact stationary error, and runs with noise, exact in law."""
+    """Every cell: rounds without noise, exact stationary error, and noisy runs, exact in law."""
     problem = quadratic(
         settings["clients"], settings["dim"], mu=0.01, smoothness=1.0, seed=settings["seed"]
     )
@@ -86,7 +86,7 @@ def cell(problem: Problem, lr: float, h: int, noisy: bool, settings: Settings) -
 def _plateau(
     problem: Problem, lr: float, h: int, noise: float, rate: float, settings: Settings
 ) -> dict[str, Any]:
-    """Mean squared error of ten runs after the start is forgotten, its standard error over runs, and the curve."""
+    """Mean squared error of ten runs once the start is forgotten, its standard error, the curve."""
     forget = math.ceil(math.log(1e-8) / math.log(rate))
     rounds = forget + min(settings["plateau"], max(300, 20 * forget))
     paths = sample_rounds(
@@ -171,12 +171,11 @@ def _noise_checks(cells: list[Data]) -> list[Check]:
         for c in cells
         for noise, noisy in c["noisy"].items()
     ]
-    words = f"plateau against tr Sigma of F5, largest deviation in standard errors over {len(scores)} cells"
+    words = "plateau against tr Sigma of F5, largest deviation in standard errors over "
+    words += f"{len(scores)} cells"
     limit = 3.0 if len(scores) <= 4 else 4.0
     why = (
-        ""
-        if limit == 3.0
-        else "4 instead of 3 standard errors, as it is the largest of many cells (with 10 runs each)"
+        "" if limit == 3.0 else "4 instead of 3 standard errors, as it is the largest of many cells"
     )
     made = [at_most(words, 0.0, max(scores), limit, note=why)]
     both = [c["noisy"] for c in cells if len(c["noisy"]) == 2]

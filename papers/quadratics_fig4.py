@@ -1,4 +1,4 @@
-"""000 Figure 4: the contraction ratio of one round from random states against H, and where it is least."""
+"""000 Figure 4: the contraction ratio of a round from random states, by H, and its minimum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = {
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """Ratios from Gaussian states with sum xi = 0, exact radius and norm, and the best H by each."""
+    """Ratios from Gaussian states with sum xi = 0, exact radius and norm, the best H by each."""
     problem = quadratic(
         settings["clients"],
         settings["dim"],
@@ -69,7 +69,7 @@ def measure(settings: Settings, memo: Memo) -> Data:
 
 
 def _ratios(problem: Problem, lr: float, h: int, states: int) -> Floats:
-    """Squared Lambda-norm after a round over that before, from standard Gaussian (theta, xi), xi made to sum to 0."""
+    """Squared Lambda-norm after a round over that before, from Gaussian (theta, xi), sum xi = 0."""
     given, form = spectra(problem), form_of(scaffold())
     assert form is not None
     one = linear_round(given, form, lr=lr, local_steps=h)
@@ -198,9 +198,9 @@ def errata(data: Data) -> list[str]:
     """000.11."""
     lost = ", ".join(f"{c['lost']:.1f}" for c in data["curves"])
     return [
-        '000.11: the text says the minimum "perfectly matches" formula (11). With the ten clients described it does '
-        "not: see "
-        f"the table; rounds with (11) over rounds with the best H: {lost} for the step sizes shown."
+        '000.11: the text says the minimum "perfectly matches" formula (11). With the ten clients '
+        "described it does not: see the table; rounds with (11) over rounds with the best H: "
+        f"{lost} for the step sizes shown."
     ]
 
 

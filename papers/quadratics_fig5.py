@@ -1,4 +1,4 @@
-"""000 Figure 5: linear speed-up with replicated clients, which cannot fail, and with independent ones, which can."""
+"""000 Figure 5: linear speed-up with replicated clients and with independent ones."""
 
 from __future__ import annotations
 

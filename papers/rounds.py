@@ -97,7 +97,7 @@ def reached(cell: Data) -> list[float]:
 
 
 def no_slower(pairs: Sequence[tuple[Data, Data]], slack: float, ties: bool) -> bool | None:
-    """Whether in every pair the first cell's median is no larger than the second's, but for a share and two rounds.
+    """Whether each pair's first median is at most the second, but for a share and two rounds.
 
     With `ties`, a pair whose seeds overlap decides nothing against it: None, where no other pair
     fails.

@@ -1,4 +1,4 @@
-"""004 Figure 3: SGD, FedAvg and SCAFFOLD on the simulated pair, for K = 2 and 10 and growing gradient dissimilarity."""
+"""004 Figure 3: SGD, FedAvg and SCAFFOLD on the simulated pair, by K and dissimilarity."""
 
 from __future__ import annotations
 
@@ -249,15 +249,15 @@ def draw(data: Data) -> list[Drawing]:
 def errata(data: Data) -> list[str]:
     """004.3 and 004.4."""
     return [
-        '004.4: "all step sizes tuned individually" cannot give the speed-ups of 2 and about 5: on this '
-        "one-dimensional pair SGD "
+        '004.4: "all step sizes tuned individually" cannot give the speed-ups of 2 and about 5: '
+        "on this one-dimensional pair SGD "
         f"with step 1/mu ends after one round (f = {data['sgd_tuned']:.0e}), while SCAFFOLD's best "
         "factors a round are "
         f"{data['best']['2']:.3f} (K = 2) and {data['best']['10']:.3f} (K = 10). They come out "
         "with a common step of "
         "0.1.",
-        '004.4: "SCAFFOLD is unaffected by G" is exact only with warm control variates (c_i = grad f_i(x^0)); from '
-        "zero there is a start-up of about log G / log(1/rate) rounds.",
+        '004.4: "SCAFFOLD is unaffected by G" is exact only with warm control variates (c_i = '
+        "grad f_i(x^0)); from zero there is a start-up of about log G / log(1/rate) rounds.",
         "004.3: section 7.2 gives delta = 1 and beta = 1; the pair has delta = mu and beta = 2 mu.",
     ]
 

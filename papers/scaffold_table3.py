@@ -1,4 +1,4 @@
-"""004 Table 3: rounds to a test accuracy of 0.5, by the number of local epochs and the similarity of the clients."""
+"""004 Table 3: rounds to a test accuracy of 0.5, by local epochs and similarity of clients."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def judge(data: Data, settings: Settings) -> list[Check]:
     for similarity in alike:
         for name in ("scaffold", "fedavg"):
             of = row(name, similarity)
-            words = f"{similarity} %: {plotting.METHODS[name].label} improves from {epochs[0]} to {epochs[-1]} epochs"
+            words = f"{similarity} %: {plotting.METHODS[name].label} improves "
+            words += f"from {epochs[0]} to {epochs[-1]} epochs"
             one = check(words, name, similarity, "last below first", [(of[-1], of[0])])
             if one.passed and median(of[-1]) == median(of[0]):
                 one = one._replace(passed=None if ties else False, note=TIED if ties else "")
@@ -152,8 +153,9 @@ def _small(cells: Sequence[Data], most: int) -> list[Check]:
 def _words(data: Data) -> list[str]:
     """Where the paper is wrong or silent; and what the row of SGD looks like."""
     made = [
-        '004.5: "SCAFFOLD is the fastest across all parameters" and "FedAvg always slower" are contradicted by the '
-        'published table itself (100 %, 10 epochs: FedAvg 6, SCAFFOLD 7; ties elsewhere); "more than 5 epochs" makes '
+        '004.5: "SCAFFOLD is the fastest across all parameters" and "FedAvg always slower" are '
+        "contradicted by the published table itself (100 %, 10 epochs: FedAvg 6, SCAFFOLD 7; ties "
+        'elsewhere); "more than 5 epochs" makes '
         "FedAvg slower than SGD: at 5 it already is, 428 against 317.",
         "Not given in the paper: which EMNIST and how many records, the grid of step sizes, the "
         "seeds, regularisation.",
@@ -233,7 +235,8 @@ def _everywhere(cells: dict[tuple[str, int, int], Data], ties: bool) -> list[Che
 
 def tables(data: Data) -> list[Table]:
     """The table of the paper, a similarity each, published and measured side by side."""
-    note = f"Data: {data['dataset']}, target {data['target']}; steps tuned on held-out records. Published: EMNIST, 0.5."
+    note = f"Data: {data['dataset']}, target {data['target']}; steps tuned on held-out records. "
+    note += "Published: EMNIST, 0.5."
     note += edges(data["cells"])
     by = {
         s: [c for c in data["cells"] if c["similarity"] == s]

@@ -81,7 +81,7 @@ def judge(data: Data, settings: Settings) -> list[Check]:
                     slow if math.isfinite(slow) else f"more than {most / base:.1f}",
                     "below 20",
                     None if beyond else slow < 20,
-                    note="not reached within the rounds allowed, which are fewer than 20 times as many"
+                    note="not reached within the rounds allowed, fewer than 20 times as many"
                     if beyond
                     else "",
                     source="published",
@@ -123,7 +123,8 @@ def tables(data: Data) -> list[Table]:
     """The table of the paper, a similarity each, published and measured side by side."""
     cells = cells_of(data)
     similarities = list(dict.fromkeys(s for _, s, _ in cells))
-    note = f"Data: {data['dataset']}, target {data['target']}, 5 epochs, 100 clients. Published: EMNIST, target 0.45."
+    note = f"Data: {data['dataset']}, target {data['target']}, 5 epochs, 100 clients. "
+    note += "Published: EMNIST, target 0.45."
     note += edges(data["cells"])
     return [_table(s, cells, note if s == similarities[-1] else "") for s in similarities]
 

@@ -1,4 +1,4 @@
-"""003: FedAvg's bias against the step size and the number of local steps, its cloud, and SCAFFOLD's beside it."""
+"""003: FedAvg's bias by step size and local steps, its cloud, and SCAFFOLD's beside it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def measure(settings: Settings, memo: Memo) -> Data:
 
 
 def _cloud(problem: Problem, algorithm: Any, cloud: dict[str, Any]) -> Data:
-    """Ends of many runs, their mean, and how far it is from the optimum in standard errors (Hotelling's T)."""
+    """Ends of many runs, their mean, and its distance from the optimum in standard errors."""
     ends = sample_rounds(
         problem,
         lr=cloud["lr"],

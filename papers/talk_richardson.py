@@ -48,7 +48,7 @@ def combined(at_lr: Floats, at_twice: Floats) -> Floats:
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """What is left of the bias, by the engine on logistic regression and in closed form on quadratics."""
+    """What is left of the bias, by simulation on logistic regression and exactly on quadratics."""
     smooth, plane = two_hospitals(), two_clients()
     lrs, steps = list(settings["lrs"]), settings["steps"]
     every = sorted({*lrs, *(2 * lr for lr in lrs)}, reverse=True)
@@ -158,7 +158,8 @@ def judge(data: Data, settings: Settings) -> list[Check]:
             0.0,
             off,
             4 * float(np.sqrt(2 / runs)),
-            note="four standard errors of a variance from so many runs in the worst case of one dominant direction",
+            note="four standard errors of a variance from so many runs, in the worst case of one "
+            "dominant direction",
         ),
         between("variance of SCAFFOLD over FedAvg at the cloud's gamma", 1.0, ratio, 0.95, 1.05),
     ]

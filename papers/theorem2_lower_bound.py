@@ -1,4 +1,4 @@
-"""004 Theorem II: FedAvg's lower bound on the pair f_1 = mu x^2 + G x, f_2 = -G x, and its sharp constant."""
+"""004 Theorem II: FedAvg's lower bound on f_1 = mu x^2 + G x, f_2 = -G x; its sharp constant."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _constant(rounds: np.ndarray, grid: int) -> np.ndarray:
 
 
 def _by_code() -> float:
-    """The formula of a round against FedAvg's own code, largest difference over K and 20 greedy rounds."""
+    """The formula of a round against FedAvg's own code: largest difference in 20 greedy rounds."""
     pair = quadratic_gradients(np.array([[[2.0]], [[0.0]]]), np.array([[-1.0], [1.0]]))
     worst = 0.0
     for k in (2, 3, 10):
@@ -196,6 +196,7 @@ CLAIM = Claim(
         "The theorem is right. Its proof's constant 1/131072 is far from sharp: 2 (1 - 1/K)^2 is "
         "reached in the limit, "
         "as measured above.",
-        '004.6: the pair satisfies assumption A1 with G\' = sqrt(2) G and B = sqrt(3), where the paper prints "B = 3".',
+        "004.6: the pair satisfies assumption A1 with G' = sqrt(2) G and B = sqrt(3), where the "
+        'paper prints "B = 3".',
     ],
 )

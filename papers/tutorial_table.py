@@ -31,7 +31,7 @@ PUBLISHED = {"fedavg": (0.65, 40), "fedprox": (0.72, 30), "scaffold": (0.80, 20)
 
 
 class Federation(NamedTuple):
-    """The tutorial's task: Gaussian features, 2 added to the coordinate of the label, labels by Dirichlet(0.1)."""
+    """The tutorial's task: Gaussian features, 2 added at the label, labels by Dirichlet(0.1)."""
 
     x: Floats
     """(clients, 200, features), filled up with rows of weight 0."""
@@ -105,7 +105,7 @@ def accuracy(layout: Layout, x: Any, inputs: Any, labels: Any) -> Any:
 
 
 def batches(rng: np.random.Generator, count: int) -> tuple[Floats, Floats]:
-    """Rows of K batches, epoch by epoch in a fresh order, the last batch of an epoch being what is left."""
+    """Rows of K batches, epoch by epoch in a new order; an epoch's last batch may be smaller."""
     rows, weights = np.zeros((STEPS, BATCH), np.int32), np.zeros((STEPS, BATCH), np.float32)
     order: list[int] = []
     for k in range(STEPS):
@@ -292,7 +292,8 @@ def tables(data: Data) -> list[Table]:
         "rounds to 70 %, published",
         "measured, global",
     ]
-    note = f"Best possible (Bayes) accuracy with balanced labels: {data['bayes']:.3f}. Mean of the last five rounds."
+    note = f"Best possible (Bayes) accuracy with balanced labels: {data['bayes']:.3f}. "
+    note += "Mean of the last five rounds."
     return [Table("The tutorial's comparison", head, rows, note)]
 
 

@@ -243,7 +243,8 @@ def tuned_linear(
         largest: s_max, at most 1 / a.
         step: s, if not the lemma's own.
 
-    >>> tuned_linear(rate=1.0, rounds=100, start=1.0, first=0.01, largest=0.5).step == math.log(1e4) / 100
+    >>> tuned = tuned_linear(rate=1.0, rounds=100, start=1.0, first=0.01, largest=0.5)
+    >>> tuned.step == math.log(1e4) / 100
     True
     """
     positive(rate=rate, largest=largest)

@@ -6,26 +6,26 @@ With x* the optimum, g = lr, K = local_steps, H_c and T_c second and third deriv
 H = sum p_c H_c, T = sum p_c T_c, C_c the gradient noise, C~ = sum p_c^2 C_c (C/N for equal weights)
 and A.C the X with H X + X H = C:
 
-    F16   Cov x             = g A.C~                                                        covariance
-          Cov (x, xi_c)     = -(Cov x)(H_c - H) + g (p_c C_c - C~)                          cross_covariance
-          Cov (xi_c, xi_k)  = ([c = k] C_c - p_c C_c - p_k C_k + C~) / K                    control_covariance
-    F17   E x - x*          = -1/2 H^-1 T[Cov x]                          SCAFFOLD          bias
-    F18   E xi_c - xi_c*    = -(H_c - H) bias - 1/2 (T_c - T)[Cov x]                        control_bias
-    F19   E x - x*          = bias + g (K-1)/2 H^-1 sum p_c (H_c - H) grad f_c(x*)          fedavg_bias
-    F20   N -> infinity     : -(g^2/2) s(K) H^-1 sum p_c T_c[C_c],                          residual_bias
+    F16   Cov x             = g A.C~                                          covariance
+          Cov (x, xi_c)     = -(Cov x)(H_c - H) + g (p_c C_c - C~)            cross_covariance
+          Cov (xi_c, xi_k)  = ([c = k] C_c - p_c C_c - p_k C_k + C~) / K      control_covariance
+    F17   E x - x*          = -1/2 H^-1 T[Cov x]   (SCAFFOLD)                 bias
+    F18   E xi_c - xi_c*    = -(H_c - H) bias - 1/2 (T_c - T)[Cov x]          control_bias
+    F19   E x - x*          = bias + g (K-1)/2 H^-1 sum p_c (H_c - H) G_c     fedavg_bias
+    F20   N -> infinity     : -(g^2/2) s(K) H^-1 sum p_c T_c[C_c],            residual_bias
                               s(K) = (K-1)/2 + (K-1)(2K-1)/(6K)
-          MSE(N)            = a/N + |residual_bias|^2,   a = N tr Cov x                     mse, saturation = a/b^2
+          MSE(N)            = a/N + |residual_bias|^2,   a = N tr Cov x       mse, saturation
 
-The signs of the first terms of Cov(x, xi_c) and of control_bias are the corrected ones; the paper
-prints "+". With equal weights all are the formulas of the papers; the weighted forms follow from
-the same one-round recursion.
+where saturation is a / |residual_bias|^2 and G_c = grad f_c(x*). The signs of the first terms of
+Cov(x, xi_c) and of control_bias are the corrected ones; the paper prints "+". With equal weights
+all are the formulas of the papers; the weighted forms follow from the same one-round recursion.
 
 Richardson-Romberg, 2 x_g - x_2g, cancels the terms in g. What FedAvg without noise then keeps is -2
 g^2 b, where E x - x* = g b_1 + g^2 b + O(g^3) and, with G_c = grad f_c(x*), by expanding the fixed
 point of one round,
 
     H b = (K-1)/2 sum p_c (T_c[b_1, G_c] + H_c^2 b_1) - 1/2 T[b_1, b_1]
-          - (K-1)(K-2)/6 sum p_c H_c^2 G_c - (K-1)(2K-1)/12 sum p_c T_c[G_c, G_c]           richardson_bias
+          - (K-1)(K-2)/6 sum p_c H_c^2 G_c - (K-1)(2K-1)/12 sum p_c T_c[G_c, G_c]  richardson_bias
 
 Symbols: theta = x, gamma = lr, H (local steps) = K = local_steps, xi_c = c - c_c, nabla^2 f_c =
     H_c, nabla^3 f_c = T_c.
@@ -132,7 +132,8 @@ def expand(
     All clients take part in every round.
 
     >>> import fedscaffold as fs
-    >>> problem = fs.problems.quadratic(hessians=[[[1.0]], [[3.0]]], linear=[[1.0], [-2.0]], noise=0.1)
+    >>> matrices = {"hessians": [[[1.0]], [[3.0]]], "linear": [[1.0], [-2.0]]}
+    >>> problem = fs.problems.quadratic(**matrices, noise=0.1)
     >>> found = expand(problem, lr=0.01, local_steps=5)
     >>> found.covariance.round(9), found.bias, found.fedavg_bias.round(9)
     (array([[0.000125]]), array([-0.]), array([0.0125]))

@@ -1,9 +1,9 @@
-"""The exact contraction of one round of SCAFFOLD in the Lambda-norm, which the bounds of 000 and 002 are about.
+"""The exact contraction of one round of SCAFFOLD in the Lambda-norm of the bounds of 000 and 002.
 
-    max |X+ - X*| / |X - X*|,    |X|^2 = |u|^2 + (gamma^2 H^2 / N) sum |v_c|^2,    u = x - x*, v_c = xi_c - xi_c*
+    max |X+ - X*| / |X - X*|,    |X|^2 = |u|^2 + (gamma^2 H^2 / N) sum |v_c|^2,
 
-on sum v_c = 0 (F3). The bounds `rho`, `chi` and `rho_sharp` of `papers.bounds.quadratic` are on its
-square.
+with u = x - x* and v_c = xi_c - xi_c*, on sum v_c = 0 (F3). The bounds `rho`, `chi` and `rho_sharp`
+of `papers.bounds.quadratic` are on its square.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def lambda_norm(
 
 
 def scaled(one: LinearRound) -> Floats:
-    """Return the round as a matrix of (u, r / sqrt N), for which the Lambda-norm is the spectral norm."""
+    """Return the round as a matrix of (u, r / sqrt N); its spectral norm is the Lambda-norm."""
     matrix, d = one.matrix(), len(one.basis)
     matrix[d:] /= math.sqrt(one.num_clients)
     matrix[:, d:] *= math.sqrt(one.num_clients)
@@ -69,7 +69,7 @@ def operator(one: LinearRound) -> LinearOperator:
 
 
 def largest_singular_value(one: LinearRound) -> float:
-    """The Lambda-norm of a round, by Lanczos, or by bisection where it is known how many singular values are larger.
+    """The Lambda-norm of a round, by Lanczos, or by bisection with the number of larger values.
 
     With eta_g = 1 and option II the singular values are those of B (I - G) + Upsilon G, G = E'E / N
     a projection. So s - T T' = (s - B^2) + B G B - Upsilon G Upsilon, and by Sylvester's law it has

@@ -1,4 +1,4 @@
-"""Bounds of "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (Karimireddy et al. 2020; tag 004).
+"""Bounds of "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (tag 004).
 
 The theorems state rates up to constants and logarithms. Here every number has its constants: a
 theorem's one-round inequality is summed with the step its tuning lemma gives, so that the result is
@@ -55,7 +55,7 @@ class Rounds(NamedTuple):
 
 
 def fedavg(setting: Federation, rounds: int, *, lr: float | None = None) -> Prescription:
-    """FedAvg after R rounds: F23, 004 Theorem I (Theorem V), for eta_g >= 1 and s <= 1 / (8 (1 + B^2) beta).
+    """FedAvg after R rounds: F23, 004 Theorem I (V), for eta_g >= 1, s <= 1 / (8 (1 + B^2) beta).
 
     mu > 0   E f(x) - f*      <= 3 D^2 / (s W) + 3 s (noise + 4 sampling) + 54 beta G^2 s^2
     mu = 0   the same with W = R + 1
@@ -65,7 +65,8 @@ def fedavg(setting: Federation, rounds: int, *, lr: float | None = None) -> Pres
     1..R+1 of the weights (1 - mu s / 2)^(1-r). 3, 12, 54 are the proof's (printed 2, 8, 36); the
     last line's constants were derived here.
 
-    >>> setting = Federation(smoothness=1.0, mu=0.1, local_steps=10, num_clients=10, big_g=1.0, big_b=1.0, distance=1.0)
+    >>> constants = {"smoothness": 1.0, "mu": 0.1, "big_g": 1.0, "big_b": 1.0, "distance": 1.0}
+    >>> setting = Federation(local_steps=10, num_clients=10, **constants)
     >>> plan = fedavg(setting, 1000)
     >>> plan.bound.holds, round(plan.bound.value, 3)
     (True, 0.106)
@@ -92,7 +93,10 @@ def fedavg(setting: Federation, rounds: int, *, lr: float | None = None) -> Pres
 
 
 def fedavg_round(setting: Federation, step: float, *, distance: float, gap: float) -> Bound:
-    """E||x+ - x*||^2 <= (1 - mu s / 2) ||x - x*||^2 - s (f - f*) / 3 + s^2 (noise + 4 sampling + 18 beta s G^2).
+    """One round of FedAvg.
+
+    E||x+ - x*||^2 <= (1 - mu s / 2) ||x - x*||^2 - s (f - f*) / 3
+                      + s^2 (noise + 4 sampling + 18 beta s G^2)
 
     F23, 004 Lemmas 7 and 8 together; `step` is s = K eta_l eta_g, `distance` ||x - x*||, `gap` f(x)
     - f*.
@@ -109,18 +113,18 @@ def fedavg_round(setting: Federation, step: float, *, distance: float, gap: floa
 
 
 def scaffold(setting: Federation, rounds: int, *, lr: float | None = None) -> Prescription:
-    """SCAFFOLD after R rounds: F24, 004 Theorem III (Theorem VII), whatever the clients' dissimilarity.
+    """SCAFFOLD after R rounds: F24, 004 Theorem III (VII), whatever the clients' dissimilarity.
 
-    mu > 0   E f(x) - f*      <= V / (s W) + 12 s noise,         s <= min(1 / (81 beta), S / (15 mu N))
-    mu = 0   E f(x) - f*      <= V / (s (R+1)) + 12 s noise,     s <= 1 / (81 beta)
+    mu > 0   E f(x) - f*      <= V / (s W) + 12 s noise,      s <= min(1 / (81 beta), S / (15 mu N))
+    mu = 0   E f(x) - f*      <= V / (s (R+1)) + 12 s noise,  s <= 1 / (81 beta)
     else     E||grad f(x)||^2 <= 14 F / (s (R+1)) + 70 beta s noise,   s <= (S/N)^(2/3) / (24 beta)
 
     V = ||x^0 - x*||^2 + (9 N s^2 / S) C_0, C_0 = `control_distance`^2, W the sum of the weights (1
     - mu s / 2)^(1-r), noise = sigma^2 (1 + S / eta_g^2) / (K S). The non-convex case starts at c_i
     = grad f_i(x^0).
 
-    >>> starts = {"distance": 1.0, "control_distance": 1.0}
-    >>> setting = Federation(smoothness=1.0, mu=0.1, local_steps=10, num_clients=10, cohort=2, **starts)
+    >>> constants = {"smoothness": 1.0, "mu": 0.1, "distance": 1.0, "control_distance": 1.0}
+    >>> setting = Federation(local_steps=10, num_clients=10, cohort=2, **constants)
     >>> scaffold(setting, 1000).bound.broken[0].text
     '162 beta / mu <= rounds'
     """
@@ -175,15 +179,16 @@ def scaffold_quadratic(
 
     F25, 004 Theorem IV (Theorem VIII), the value of local steps.
 
-    mu > 0   6 F / (eta W) + 48 beta eta sigma^2 / N,   W the sum over the K R inner steps of (1 - mu eta / 6)^(1-k)
+    mu > 0   6 F / (eta W) + 48 beta eta sigma^2 / N
     else     6 F / (eta K R) + 60 beta eta sigma^2 / N
 
-    with eta <= min(1 / (10 beta), 1 / (22 delta K), 1 / (10 mu K)), all clients, eta_g = 1,
-    corrections taken at the current server model (004 (28)) and an inner average as output. 48 and
-    60 restore the beta eta^2 of Lemma 24, where 8 eta is printed; F = f(x^0) - f* stands where mu
-    D^2 is printed, which has another unit.
+    with W the sum over the K R inner steps of (1 - mu eta / 6)^(1-k), eta <= min(1 / (10 beta), 1 /
+    (22 delta K), 1 / (10 mu K)), all clients, eta_g = 1, corrections taken at the current server
+    model (004 (28)) and an inner average as output. 48 and 60 restore the beta eta^2 of Lemma 24,
+    where 8 eta is printed; F = f(x^0) - f* stands where mu D^2 is printed, which has another unit.
 
-    >>> setting = Federation(smoothness=1.0, local_steps=10, num_clients=10, delta=0.0, suboptimality=1.0)
+    >>> constants = {"smoothness": 1.0, "delta": 0.0, "suboptimality": 1.0}
+    >>> setting = Federation(local_steps=10, num_clients=10, **constants)
     >>> round(scaffold_quadratic(setting, 100).bound.value, 6)
     0.06
     """
@@ -207,7 +212,7 @@ def scaffold_quadratic(
 
 
 def lower_bound_constant(local_steps: int) -> float:
-    """c_K = 2 (1 - 1/K)^2: the limit of mu R^2 f(x^R) / G^2 for FedAvg with the best step in every round (F27).
+    """c_K = 2 (1 - 1/K)^2: the limit of mu R^2 f(x^R) / G^2 for FedAvg with the best steps (F27).
 
     >>> [round(lower_bound_constant(k), 3) for k in (2, 3, 10)]
     [0.5, 0.889, 1.62]

@@ -1,4 +1,4 @@
-"""Bounds of "A Sharper Analysis of Scaffold on Quadratics" (Mangold and Moulines; tag 000), in corrected form.
+"""Bounds of "A Sharper Analysis of Scaffold on Quadratics" (tag 000), in corrected form.
 
 The clients' Hessians have eigenvalues a between mu and L; all clients take part in every round;
 gamma = lr, H = local_steps. Distances are in the Lambda-norm ||X||^2 = ||theta||^2 + (gamma H)^2 /
@@ -157,7 +157,8 @@ def error_noiseless(
         rounds: t.
         lambda_distance: ||X^0 - X*||_Lambda, not squared.
 
-    >>> error_noiseless(mu=0.5, smoothness=1.0, lr=1.0, local_steps=1, rounds=2, lambda_distance=1.0).value
+    >>> run = {"lr": 1.0, "local_steps": 1, "rounds": 2}
+    >>> error_noiseless(mu=0.5, smoothness=1.0, lambda_distance=1.0, **run).value
     0.25
     """
     not_negative(lambda_distance=lambda_distance)
@@ -210,12 +211,13 @@ def prescribe(
     control_distance: float,
     noise_trace: float = 0.0,
 ) -> Prescription:
-    """Step gamma = min(1/L, N mu eps^2 / sigma^2), H by (11), T = ceil(2 log(||X^0 - X*|| / eps) / log(1/rho)): F10.
+    """Step size, local steps and rounds for a target eps: F10.
 
-    From 000 after (14). Without noise the promise is Theorem 2's: an error of at most `target`.
-    With noise it rests on the paper's conjectures of linear speed-up and drops constants, which the
-    conditions say; the exact mean squared error at T was then about an eighth of target^2. rho is
-    Lemma 1's, never the printed (12).
+    gamma = min(1/L, N mu eps^2 / sigma^2), H by (11), T = ceil(2 log(||X^0 - X*|| / eps) /
+    log(1/rho)). From 000 after (14). Without noise the promise is Theorem 2's: an error of at most
+    `target`. With noise it rests on the paper's conjectures of linear speed-up and drops constants,
+    which the conditions say; the exact mean squared error at T was then about an eighth of
+    target^2. rho is Lemma 1's, never the printed (12).
 
     Args:
         mu: smallest eigenvalue of any A_c.
@@ -227,7 +229,8 @@ def prescribe(
             start at zero.
         noise_trace: sigma^2 = E||noise||^2, d times the variance of one coordinate.
 
-    >>> plan = prescribe(mu=0.01, smoothness=1.0, num_clients=10, target=1e-3, distance=1.0, control_distance=1.0)
+    >>> start = {"distance": 1.0, "control_distance": 1.0}
+    >>> plan = prescribe(mu=0.01, smoothness=1.0, num_clients=10, target=1e-3, **start)
     >>> plan.lr, plan.local_steps, plan.rounds, plan.bound.value <= 1e-6
     (1.0, 12, 348, True)
     """
@@ -280,7 +283,8 @@ def variance_equal_hessians(
         noise_trace: sigma^2 = E||noise||^2.
         zeta_2: Hessian heterogeneity, 0 where the corollary speaks.
 
-    >>> variance_equal_hessians(mu=0.01, smoothness=1.0, lr=0.5, num_clients=10, noise_trace=1.0).value
+    >>> constants = {"mu": 0.01, "smoothness": 1.0, "noise_trace": 1.0}
+    >>> variance_equal_hessians(lr=0.5, num_clients=10, **constants).value
     5.0
     """
     convexity(mu, smoothness)

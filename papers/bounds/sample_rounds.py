@@ -39,7 +39,8 @@ def sample_rounds(
 
     >>> import fedscaffold as fs
     >>> problem = fs.problems.quadratic(num_clients=5, dim=3, seed=0)
-    >>> sample_rounds(problem, lr=0.1, local_steps=10**6, noise=0.01, rounds=50, seed=0, runs=4).shape
+    >>> run = {"lr": 0.1, "local_steps": 10**6, "rounds": 50}
+    >>> sample_rounds(problem, noise=0.01, seed=0, runs=4, **run).shape
     (4, 51, 3)
     """
     rounds, runs = checks.whole("rounds", rounds), checks.whole("runs", runs)

@@ -121,7 +121,8 @@ def error_local(
 
     F14, 002 Lemma 4.6 (9).
 
-    >>> error_local(mu=0.5, smoothness=1.0, lr=0.05, local_steps=1, noise_trace=1.0, noise_growth=0.0).holds
+    >>> noise = {"noise_trace": 1.0, "noise_growth": 0.0}
+    >>> error_local(mu=0.5, smoothness=1.0, lr=0.05, local_steps=1, **noise).holds
     True
     """
     conditions = _local_conditions(mu, smoothness, lr, local_steps, noise_trace, noise_growth)
@@ -139,7 +140,8 @@ def error_controls(
 ) -> Bound:
     """E||xi_c - xi_c*||^2 <= 54 L sigma^2 / (mu H) for every client: F14, 002 Lemma 4.6 (10).
 
-    >>> error_controls(mu=0.5, smoothness=1.0, lr=0.01, local_steps=4, noise_trace=1.0, noise_growth=0.0).value
+    >>> noise = {"noise_trace": 1.0, "noise_growth": 0.0}
+    >>> error_controls(mu=0.5, smoothness=1.0, lr=0.01, local_steps=4, **noise).value
     27.0
     """
     conditions = _local_conditions(mu, smoothness, lr, local_steps, noise_trace, noise_growth)
@@ -160,12 +162,15 @@ def covariance(
     third_derivative: float,
     noise_growth: float,
 ) -> Bound:
-    """||Sigma^theta|| <= 10 g s^2 / (N mu) + 90480 g^1.5 Q s^3 / mu^2.5 + 1.728e7 g^3 H Q^2 s^4 / mu^3: F15.
+    """The covariance of theta: F15.
+
+    ||Sigma^theta|| <= 10 g s^2 / (N mu) + 90480 g^1.5 Q s^3 / mu^2.5 + 1.728e7 g^3 H Q^2 s^4 / mu^3
 
     002 Theorem 4.8 with g = gamma, s = sigma; 90480 = 6 * 15080 and 1.728e7 = 48 * 600^2. The norm
     is the operator's.
 
-    >>> quadratic = dict(mu=1.0, smoothness=1.0, noise_trace=1.0, zeta_2=0.0, third_derivative=0.0, noise_growth=0.0)
+    >>> zero = dict.fromkeys(("zeta_2", "third_derivative", "noise_growth"), 0.0)
+    >>> quadratic = dict(mu=1.0, smoothness=1.0, noise_trace=1.0, **zero)
     >>> round(covariance(lr=0.001, local_steps=10, num_clients=10, **quadratic).value, 6)
     0.001
     """
@@ -190,14 +195,18 @@ def error(
     third_derivative: float,
     noise_growth: float,
 ) -> Bound:
-    """E||theta^T - theta*||^2 <= (1 - g mu / 4)^(HT) {4 D^2 + 4 g^2 H^2 zeta_1^2 + 32 g s^2 / mu} + 2 d V: F21.
+    """The error after T rounds: F21.
+
+    E||theta^T - theta*||^2 <= (1 - g mu / 4)^(HT) {4 D^2 + 4 g^2 H^2 zeta_1^2 + 32 g s^2 / mu}
+                               + 2 d V
 
     002 Theorem 4.9 with control variates starting at zero; g = gamma, D = `distance` = ||theta^0 -
     theta*||, d = `dim`, V the bound of Theorem 4.8. The statement prints 2, 2 and 64 / L in the
     transient; its proof, (77), gives these.
 
-    >>> quadratic = dict(mu=1.0, smoothness=1.0, noise_trace=0.0, zeta_2=0.0, third_derivative=0.0, noise_growth=0.0)
-    >>> error(lr=0.01, local_steps=1, rounds=0, num_clients=10, dim=2, distance=0.5, zeta_1=0.0, **quadratic).value
+    >>> names = ("noise_trace", "zeta_1", "zeta_2", "third_derivative", "noise_growth")
+    >>> start = dict.fromkeys(names, 0.0) | {"mu": 1.0, "smoothness": 1.0, "distance": 0.5}
+    >>> error(lr=0.01, local_steps=1, rounds=0, num_clients=10, dim=2, **start).value
     1.0
     """
     conditions = _stationary_conditions(mu, smoothness, lr, local_steps, zeta_2, noise_growth)
@@ -257,7 +266,8 @@ def prescribe(
     not hold; exact errors on quadratics were 0.15 to 0.27 of eps^2. The printed exponents of H are
     wrong; written through gamma they cannot be.
 
-    >>> start = dict(distance=1.0, zeta_1=1.0, zeta_2=0.05, noise_trace=1.0, third_derivative=0.0, noise_growth=0.0)
+    >>> start = dict(distance=1.0, zeta_1=1.0, zeta_2=0.05, noise_trace=1.0)
+    >>> start |= dict(third_derivative=0.0, noise_growth=0.0)
     >>> plan = prescribe(mu=0.1, smoothness=1.0, num_clients=10, dim=5, target=0.1, **start)
     >>> round(plan.lr, 6), plan.local_steps, plan.rounds
     (0.01, 100, 71)

@@ -1,4 +1,4 @@
-"""The round and its stationary covariance in (theta, xi_1 .. xi_N), block by block, as the quadratics paper (000) does.
+"""The round and its stationary covariance in (theta, xi_1 .. xi_N), block by block, as in 000.
 
 Two independent forms of what `fedscaffold.theory` computes: F4 for `round_map`, F6 for
     `stationary`.
@@ -22,7 +22,7 @@ __all__ = ["XiMap", "block_residual", "xi_round_map"]
 
 
 class XiMap(NamedTuple):
-    """X+ = matrix X + offset for X = (theta, xi_1 .. xi_N), or X = (theta) where clients have no memory."""
+    """X+ = matrix X + offset for X = (theta, xi_1 .. xi_N), or (theta) without clients' memory."""
 
     def __repr__(self) -> str:
         return brief(self)
@@ -73,7 +73,7 @@ def xi_round_map(
 def block_residual(
     problem: Problem, *, lr: float, local_steps: int, noise: ArrayLike, covariance: Floats
 ) -> float:
-    """Return the largest relative residual of the corrected equations F6 at a covariance of (theta, xi_1 .. xi_N).
+    """Return the largest relative residual of the corrected equations F6 at a covariance.
 
     An independent check of `stationary`, for SCAFFOLD: powers by repeated products, no eigenvalues,
         no doubling.

@@ -1,1 +1,1 @@
-"""The tutorial's four exercises and the talk's open question (Richardson-Romberg on SCAFFOLD), measured."""
+"""The tutorial's four exercises and the talk's open question, Richardson-Romberg, measured."""

@@ -1,4 +1,4 @@
-"""Exercise 3, momentum: at the server (heavy ball, Nesterov) and at the clients, on an ill-conditioned problem."""
+"""Exercise 3, momentum: at the server and at the clients, on an ill-conditioned problem."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRID, LOCAL_GRID = (0.1, 0.3, 1.0), (0.3, 1.0)
 def momentum(
     *, condition: float = 300.0, beta: float = 0.9, rounds: int = 600, local_steps: int = 5
 ) -> Exercise:
-    """Rounds of SCAFFOLD and FedAvg to two targets with each kind of momentum, each at its best step size of a grid.
+    """Rounds of SCAFFOLD and FedAvg to two targets with each kind of momentum, at its best lr.
 
     The quadratics have L/mu = `condition` and Hessians that differ by mu/2; all clients take part,
     there is no noise, and distances are relative to that of the start.
@@ -83,7 +83,7 @@ def _local(
 def _row(
     algorithm: Algorithm, kind: str, lrs: tuple[float, ...], runs: list[Run], problem: Problem
 ) -> Row:
-    """The best step size by rounds to the fine target, else to the coarse one, else by where it ends."""
+    """The best step size by rounds to the fine target, else to the coarse one, else by the end."""
     start = float(np.linalg.norm(problem.optimum()))  # from x = 0
     rounds = {
         goal: [middle([reached(run, goal * start)]) for run in runs] for goal in (FINE, COARSE)

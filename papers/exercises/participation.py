@@ -30,7 +30,7 @@ def participation(
     lr: float = 0.1,
     local_steps: int = 5,
 ) -> Exercise:
-    """Rounds of SCAFFOLD and FedAvg to |x - x*| <= 1e-6 for cohorts of several sizes, on noiseless quadratics.
+    """Rounds of SCAFFOLD and FedAvg to |x - x*| <= 1e-6 by size of cohort, on noiseless quadratics.
 
     Then the same cohorts drawn from a trace in which two clients come once in ten rounds and one
     never comes: how far from the optimum of all clients, and from that of the clients that come,
@@ -71,7 +71,7 @@ def participation(
 
 
 def trace_of(clients: int) -> NDArray[np.int64]:
-    """Ten rounds: the last client never comes, the two before it in the first round only, all others always."""
+    """Ten rounds: the last client never comes, two only in the first round, the others always."""
     trace = np.ones((10, clients), np.int64)
     trace[:, -1] = 0
     trace[1:, -3:-1] = 0

@@ -87,7 +87,7 @@ def ends_at(runs: Sequence[Run], metric: str = "distance") -> float:
 
 
 def residual(runs: Sequence[Run]) -> float:
-    """The health gauge: the largest |c - sum p_i c_i| of the runs, over the size of their c_i (0 without c_i)."""
+    """The health gauge: the largest |c - sum p_i c_i| of the runs, over the size of their c_i."""
     return max(run.residual / run.scale if run.scale else run.residual for run in runs)
 
 

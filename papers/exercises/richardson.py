@@ -23,7 +23,10 @@ from papers.exercises.record import Exercise, Row, mean_and_error
 
 __all__ = ["richardson"]
 
-QUESTION = "Does Richardson-Romberg, 2 x_lr - x_2lr, remove FedAvg's bias, and what noise leaves in SCAFFOLD?"
+QUESTION = (
+    "Does Richardson-Romberg, 2 x_lr - x_2lr, remove FedAvg's bias, and what noise leaves in "
+    "SCAFFOLD?"
+)
 L2, RECORDS, SCALE = 0.1, 20, 2.0
 FEDAVG_GRID = (0.0125, 0.025, 0.05, 0.1)
 CASES = (
@@ -34,7 +37,7 @@ CASES = (
 
 
 def richardson(cases: tuple[tuple[int, int, float, int, int], ...] = CASES) -> Exercise:
-    """The bias along its predicted direction, at lr, at 2 lr and combined, on logistic regression with two weights.
+    """The bias along its predicted direction, at lr, at 2 lr and combined, on logistic regression.
 
     FedAvg with full batches, where everything is exact and the slopes in lr are 1 and 2; SCAFFOLD
     with batches of one record, as a mean over seeds and rounds with its standard error. A case is
@@ -65,7 +68,7 @@ def _clients(number: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
 
 
 def _problem(clients: int, direction: NDArray[Any] | None = None) -> Problem:
-    """Logistic regression; with a direction, its metric `accuracy` is the model's coordinate along it, by round."""
+    """Logistic regression; with a direction, `accuracy` is the model's coordinate along it."""
     plain = logistic(_clients(clients), l2=L2)
     if direction is None:
         return plain
@@ -122,7 +125,7 @@ def _fedavg(local_steps: int = 5) -> list[Row]:
 
 
 def _scaffold(clients: int, local_steps: int, lr: float, seeds: int, rounds: int) -> Row:
-    """SCAFFOLD's mean deviation along the predicted bias, over seeds and the rounds after the first quarter."""
+    """SCAFFOLD's mean deviation along the predicted bias, after a quarter of the rounds."""
     law = expand(_problem(clients), lr=lr, local_steps=local_steps, batch_size=1)
     direction = law.bias / np.linalg.norm(law.bias)
     found = sweep(

@@ -36,7 +36,7 @@ POLICIES = ("keep", "decay:0.99", "drop:60", "refresh:30")
 
 
 def stale(*, seeds: int = 3, rounds: int = 900) -> Exercise:
-    """Run SCAFFOLD with two of 20 clients a round under each policy, each at its better step size of two.
+    """Run SCAFFOLD with two of 20 clients a round under each policy, at the better of two lrs.
 
     Settings: cohorts drawn from all; two halves that come in turn, 40 rounds each; five clients
     that leave for good after 20 rounds; and noisy batches at clients that are alike, or unlike

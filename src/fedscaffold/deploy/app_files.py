@@ -4,8 +4,8 @@ Left out are hidden files, tests, caches, virtual environments, the folders of r
 what `deploy.exclude` names. Links to folders are not followed.
 
 Flower distributes files of a few kinds only, up to 10 MiB in all, so a package is one JSON file
-with the contents of all files. The largest ones stay behind where they do not fit: each site takes them
-from the copy of the app in its kit, after comparing their digests.
+with the contents of all files. The largest ones stay behind where they do not fit: each site takes
+them from the copy of the app in its kit, after comparing their digests.
 `python3 -m fedscaffold.deploy.app_files APP PACKAGE` makes a package.
 """
 

@@ -198,7 +198,7 @@ def _study_of_kinds(
     target: Target | None,
     command: str,
 ) -> Study | None:
-    """Return the study of a comparison: each kind at its best step size; None if all runs failed."""
+    """Return the study of a comparison: each kind at its best step size; None if all failed."""
     records: list[RunRecord] = []
     seconds: dict[str, float] = {}
     limits: dict[str, dict[str, Any]] = {}
