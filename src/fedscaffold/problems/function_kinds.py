@@ -11,6 +11,7 @@ classified count as coupled, which is always correct and only slower.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError, one_number, taken_by_name
@@ -35,6 +37,7 @@ Tree: TypeAlias = Any
 Array: TypeAlias = Any
 
 RECORDS = 61  # in a batch that is compared with its records: prime, so no constant divisor is near
+DIGITS = {"bf16": 7, "f16": 10, "f32": 23, "f64": 52}  # binary, after the point
 SPREADS = (0.1, 1.0)  # of the random parameters, in units of the model's own size
 STATISTICS = (
     "running_mean",
@@ -178,14 +181,18 @@ def _couples(
     name: str, function: Callable[..., Any], params: Tree, batches: list[Tree]
 ) -> tuple[bool, NDArray[Any]]:
     """Return whether a function couples records, and the largest slope of each array."""
-    with jax.enable_x64(_runs_in_double(function, params, batches[0])):
-        tolerance = _tolerance(function, params, batches[0])
+    models = _models(params)
+    traced, double = _trace(function, models[0], batches[0])
+    found = set(re.findall(r"\b(bf16|f16|f32)\[", str(traced)))
+    coarsest = next((kind for kind in ("bf16", "f16", "f32") if kind in found), "f64")
+    tolerance = 2 ** (-DIGITS[coarsest] / 2)  # the square root of its eps
+    mixed = mixes_records(traced, batches[0])
+    with jax.enable_x64(double):
         jax.eval_shape(
             partial(_on_batch, name, function), params, batches[0]
         )  # what fails here, fails in a run
-        mixed = mixes_records(function, _models(params)[0], batches[0])
         mismatches, slopes = [], []
-        for model in _models(params):
+        for model in models:
             for batch in batches:
                 try:
                     mismatch, slope = _compare(name, function, model, batch)
@@ -198,25 +205,12 @@ def _couples(
     return mixed or not known or max(known) > tolerance, np.max(slopes, axis=0)
 
 
-def _runs_in_double(function: Callable[..., Any], params: Tree, batch: Tree) -> bool:
-    """Return whether a function can be traced in float64; some hard-code float32."""
-    try:
-        with jax.enable_x64(True):
-            jax.eval_shape(
-                function, jax.tree.map(partial(np.asarray, dtype=np.float64), params), batch
-            )
-    except Exception:
-        return False
-    return True
-
-
-def _tolerance(function: Callable[..., Any], params: Tree, batch: Tree) -> float:
-    """Return the square root of eps of the coarsest floating-point type that the function computes in."""
-    text = str(jax.make_jaxpr(function)(jax.tree.map(jnp.asarray, _models(params)[0]), batch))
-    found = set(re.findall(r"\b(bf16|f16|f32)\[", text))
-    coarsest = next((kind for kind in ("bf16", "f16", "f32") if kind in found), "f64")
-    digits = {"bf16": 7, "f16": 10, "f32": 23, "f64": 52}  # binary, after the point
-    return float(2 ** (-digits[coarsest] / 2))
+def _trace(function: Callable[..., Any], params: Tree, batch: Tree) -> tuple[ClosedJaxpr, bool]:
+    """Return a function's jaxpr in float64, and True; that in float32 if float32 is hard-coded."""
+    with contextlib.suppress(Exception), jax.enable_x64(True):
+        return jax.make_jaxpr(function)(params, batch), True
+    with jax.enable_x64(False):
+        return jax.make_jaxpr(function)(params, batch), False
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -14,11 +14,12 @@ Only a MIXED result is conclusive; the rest is left to the numerical comparison.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, TypeAlias
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 __all__ = ["mixes_records"]
 
@@ -47,21 +48,26 @@ ADDS = {"add", "add_any", "sub", "concatenate"}
 CUMULATIVE = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 
 
-def mixes_records(function: Callable[[Tree, Tree], Any], params: Tree, batch: Tree) -> bool:
+def mixes_records(traced: ClosedJaxpr, batch: Tree) -> bool:
     """Return whether a function certainly depends on records other than by sums over single ones.
 
+    Args:
+        traced: The jaxpr of `function(params, batch)`.
+        batch: The batch it was traced with.
+
     >>> import jax.numpy as jnp
-    >>> mixes_records(lambda w, x: jnp.mean((x - w) ** 2), jnp.ones(()), jnp.ones(5))
+    >>> w, x = jnp.ones(()), jnp.ones(5)
+    >>> mixes_records(jax.make_jaxpr(lambda w, x: jnp.mean((x - w) ** 2))(w, x), x)
     False
     >>> rarely = lambda w, x: jnp.where(w > 9, jnp.var(w * x), jnp.mean(w * x))
-    >>> mixes_records(rarely, jnp.ones(()), jnp.ones(5))
+    >>> mixes_records(jax.make_jaxpr(rarely)(w, x), x)
     True
     """
-    if len(jax.tree.leaves(batch)[0]) == 1:
+    leaves = jax.tree.leaves(batch)
+    if len(leaves[0]) == 1:
         return False
-    closed = jax.make_jaxpr(function)(params, batch)
-    without: list[Label] = [None] * len(jax.tree.leaves(params))
-    return MIXED in _follow(closed.jaxpr, [*without, *[0 for _ in jax.tree.leaves(batch)]])
+    without: list[Label] = [None] * (len(traced.jaxpr.invars) - len(leaves))
+    return MIXED in _follow(traced.jaxpr, [*without, *[0 for _ in leaves]])
 
 
 def _follow(jaxpr: Any, labels: Sequence[Label]) -> list[Label]:
