@@ -182,6 +182,7 @@ class Strip(ast.NodeTransformer):
         "import fedscaffold.conformance",
         "import fedscaffold.data",
         "import fedscaffold.deploy",
+        "import fedscaffold.privacy.ledger",
         "import fedscaffold.state",
         "import fedscaffold.runs",
         "import fedscaffold.cli",

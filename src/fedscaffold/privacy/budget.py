@@ -67,16 +67,23 @@ class Budget:
         self.before: list[Charges] = [()] * len(rates) if before is None else before
         self.accountant = describe_accountant()  # without one nothing is trained
         self._taken = np.zeros(len(rates), np.int64)
+        self._steps: tuple[int, Ints] = 0, self._taken.copy()
         self._column = [self.largest(self._taken)]
         self.epsilons(0, 1)  # nor if it has no number for the first round
 
     def steps(self, rounds: int) -> Ints:
         """Return the (N,) steps taken in the first rounds."""
-        taken = np.zeros(len(self.rates), np.int64)
-        for round in range(rounds):
+        done, taken = self._steps if self._steps[0] <= rounds else (0, np.zeros_like(self._taken))
+        taken = taken.copy()
+        for round in range(done, rounds):
             clients, steps = self.attended(round)
             taken[clients] += steps
-        return taken
+        self._steps = rounds, taken
+        return taken.copy()
+
+    def after(self, before: list[Charges]) -> Budget:
+        """Return the budget of the same run on records that have been charged before."""
+        return Budget(self.privacy, self.rates, self.overflows, self.attended, before)
 
     def epsilons(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the largest epsilon of any client after each of rounds start + 1 .. stop."""
@@ -133,15 +140,21 @@ class Budget:
             low, high = (middle, high) if within else (low, middle)
         return low
 
-    def refuse(self) -> None:
-        """Raise an InputError if the budget does not allow the first round."""
-        if self.limit(1) == 1:
+    def refuse(self, charged: int = 0) -> None:
+        """Raise an InputError if the budget does not allow the next round.
+
+        Args:
+            charged: Rounds that were charged before, which may be run again for nothing.
+        """
+        least = max(charged, 1)
+        if self.limit(least) == least:
             return
-        had, first = self.largest(self.steps(0)), self.largest(self.steps(1))
+        had, next_one = self.largest(self.steps(charged)), self.largest(self.steps(least))
         spent = f", of which {had:.4g} is spent" if had else ""
         raise InputError(
-            f"stop_at_epsilon is {self.privacy.stop_at_epsilon:g}{spent}; after a round epsilon "
-            f"would be {first:.4g}: take more noise, smaller batches or fewer local steps"
+            f"stop_at_epsilon is {self.privacy.stop_at_epsilon:g}{spent}; after "
+            f"{'these rounds' if charged else 'a round'} epsilon would be {next_one:.4g}: "
+            "take more noise, smaller batches, fewer local steps, or a larger budget"
         )
 
     def _epsilon(self, client: int, steps: int) -> float:

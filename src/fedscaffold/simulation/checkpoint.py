@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.parsing import format_of
+from fedscaffold.privacy.ledger import Ledger
 from fedscaffold.simulation import sharded_checkpoint
 from fedscaffold.simulation.distributed import allreduce_max, run_everywhere
 from fedscaffold.simulation.fingerprint import differences
@@ -91,8 +92,9 @@ class Checkpoint:
         signals: list[int],
         away: OutOfCoreClients | None = None,
         shards: Shards | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        self.folder, self.every = folder, every
+        self.folder, self.every, self.ledger = folder, every, ledger
         self.identity, self.rounds, self.monitor, self.signals = identity, rounds, monitor, signals
         self.away, self.shards = away, shards
         self.shared = shards is not None and jax.process_count() > 1
@@ -183,6 +185,8 @@ class Checkpoint:
                 f"the checkpoint in {self.folder} is of another run ({changed}); "
                 "ask for the same, or take another folder"
             )
+        if self.ledger is not None:
+            refuse_other_ledger(self.ledger, snapshot)
         if self.away is not None:
             self.away.restore(snapshot.arrays)
         if listed := sharded_checkpoint.names(snapshot.facts):
@@ -235,6 +239,8 @@ class Checkpoint:
             "rounds": self.rounds,
             "ended": ended,
         }
+        if self.ledger is not None:
+            facts["ledger"] = list(self.ledger.head)
         self.write(arrays, facts)
         if self.away is not None:
             self.away.store.committed()
@@ -281,6 +287,14 @@ class Checkpoint:
                 else ""
             )
             raise StateError(f"the state is not sound: {wrong}{whole}")
+
+
+def refuse_other_ledger(ledger: Ledger, snapshot: Snapshot) -> None:
+    """Raise an InputError if a ledger lacks what was spent when the snapshot was committed."""
+    try:
+        ledger.refuse(snapshot.facts.get("ledger"))
+    except StateError as error:  # not for this snapshot alone: an older one would forget as much
+        raise InputError(str(error)) from None
 
 
 def unfinished(folder: Path) -> int | None:

@@ -78,6 +78,8 @@ def _refuse_privacy(config: RunConfig) -> None:
             f"{given} passes over records in batches that are no Poisson samples, and their "
             "epsilon is another: with privacy give local_steps and batch_size"
         )
+    if config.devices not in (None, 1):
+        raise InputError("privacy keeps one ledger: run on one device, without devices")
     if problem.state is not None:
         raise InputError(
             "the loss updates a state from whole batches, such as running statistics, which nothing "

@@ -61,6 +61,8 @@ class Engine(NamedTuple):
     away: OutOfCoreClients | None = None
     runs: int | None = None
     """Number of runs of a sweep; None for a single run."""
+    charge: Callable[[int], None] = lambda rounds: None
+    """(rounds) -> None, called before the last of these rounds is run: enters what they spend."""
 
     def until(self, done: int) -> int:
         """Return the largest number of rounds for the next call.
@@ -99,6 +101,7 @@ class Engine(NamedTuple):
         The buffers of the old state are donated. `rounds`, the length of the run, limits
         prefetching of clients that are out of core.
         """
+        self.charge(done + number)
         if self.away is not None:
             state, rows = self.away.advance(self.program, state, done, rounds, self.every)
         else:

@@ -53,6 +53,10 @@ def facts(config: RunConfig, ready: PreparedRun) -> dict[str, Any]:
         name: to_json(getattr(config, name)) for name, stated in ARGUMENTS.items() if stated.bits
     }
     known |= {"rounds": config.rounds} if work_of(config.algorithm, 1).geometric else {}
+    if known["privacy"] is None:
+        del known["privacy"]
+    else:
+        del known["privacy"]["stop_at_epsilon"]  # like the number of rounds, it may be raised
     return flat(known)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
-from fedscaffold.privacy.budget import Budget
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import MOST, RunConfig, refuse_arguments, takes
 from fedscaffold.simulation.callbacks import Observers
@@ -35,6 +33,7 @@ from fedscaffold.simulation.out_of_core import OutOfCoreClients, open_clients, r
 from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.result import Run, finish, history_of
 from fedscaffold.simulation.spec import State
+from fedscaffold.simulation.spending import Account, open_account, within_budget
 from fedscaffold.simulation.threads import choose_threads
 from fedscaffold.state.files import owned
 
@@ -182,12 +181,16 @@ class Simulator:
             Interrupted: A signal ended the run; a checkpoint was written first.
             StateError: The state or a checkpoint is damaged or violates an invariant.
         """
-        config, ready, away, checkpoint = self.config, self.ready, None, None
-        if ready.budget is not None:
-            config = self._within_budget(ready.budget)
+        config, ready, away, checkpoint, account = self.config, self.ready, None, None, None
         with jax.enable_x64(self.config.precision == "float64"), ExitStack() as stack:
             if config.checkpoint is not None or ready.several:
                 identity = _claim(config, ready, stack)
+            if (budget := ready.budget) is not None:
+                if config.checkpoint is not None:
+                    account = open_account(Path(config.checkpoint), budget, identity)
+                    budget = account.budget
+                ready = ready._replace(budget=budget)
+                config = within_budget(config, budget, account)
             if config.client_state != "array":
                 away = open_clients(config, ready)
                 stack.callback(away.store.close)
@@ -202,22 +205,18 @@ class Simulator:
                     signals=stack.enter_context(catch_signals()),
                     away=away,
                     shards=ready.shards,
+                    ledger=None if account is None else account.ledger,
                 )
             observers = Observers(config, ready, monitor, checkpoint)
-            now, seconds = self._run(config, observers, checkpoint, away)
+            now, seconds = self._run(config, observers, checkpoint, away, account)
             run = finish(config, ready, now.state, np.concatenate(now.table), seconds, away)
             if run.outcome == "finished" and config.rounds < self.config.rounds:
                 run = run._replace(outcome="budget")
+            if account is not None:
+                run = run._replace(privacy=account.spent(run.rounds))
             run = run if monitor.found is None else run._replace(fault=monitor.found)
             observers.end(run)
             return run
-
-    def _within_budget(self, budget: Budget) -> RunConfig:
-        """Return the config with as many rounds as a private run may take."""
-        if budget.privacy.stop_at_epsilon is None:
-            return self.config
-        budget.refuse()
-        return replace(self.config, rounds=budget.limit(self.config.rounds))
 
     def _run(
         self,
@@ -225,6 +224,7 @@ class Simulator:
         observers: Observers,
         checkpoint: Checkpoint | None,
         away: OutOfCoreClients | None,
+        account: Account | None,
     ) -> tuple[Progress, Seconds]:
         """Compile and run the remaining rounds.
 
@@ -242,6 +242,8 @@ class Simulator:
         observers.begin(now, compiled - began)
         if observers.callbacks:
             engine = engine._replace(draw=observers.time_draws(engine.draw))
+        if account is not None:
+            engine = engine._replace(charge=account.charge)
         now = run_rounds(engine, now, config.rounds, observers)
         seconds = Seconds(
             compiled - began, time.perf_counter() - compiled, time.process_time() - cpu

@@ -1,0 +1,215 @@
+"""The ledger: what the records of clients have been charged with, on disk.
+
+A ledger is a file of JSON lines, each with the hash of the line before, which is only ever appended
+to. A run is charged before its rounds are run: a line is written and synced, and only then are the
+rounds computed. A crash can therefore leave rounds charged that were not run, never the reverse.
+The charges stay when checkpoints are removed, replaced by older ones, or of another run.
+
+    {"kind": "ledger", "format": 1, "data": ..., "clients": N}
+    {"kind": "run", "run": ..., "noise": 1.1, "rates": [...]}
+    {"kind": "charge", "run": ..., "rounds": 12, "steps": [...]}
+
+A charge holds the totals of its run. A run that is repeated with the same settings draws the same
+noise and releases the same values, so its rounds are charged once; a run with any other setting,
+such as another seed, is charged on top of all others.
+
+A last line without its end was not synced: its rounds were not run, and the next line replaces it.
+Any other line that does not fit is an error, and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from fedscaffold.privacy.accounting import Charge
+from fedscaffold.state.files import (
+    StateError,
+    create,
+    make_folder,
+    open_file,
+    reported,
+    sync_folder,
+    write_all,
+)
+
+__all__ = ["Head", "Ledger"]
+
+FORMAT = 1
+START = "0" * 64
+MOST_CLIENTS = 100_000  # a charge is a line with a number for each
+
+
+class Head(NamedTuple):
+    """The end of a ledger: its number of lines and the hash of the last."""
+
+    lines: int
+    hash: str
+
+
+class _Run:
+    """What a run has been charged with."""
+
+    def __init__(self, noise: float, rates: Sequence[float]) -> None:
+        self.noise, self.rates = noise, list(rates)
+        self.rounds, self.steps = 0, [0] * len(self.rates)
+
+
+class Ledger:
+    """The ledger of some clients' records. Its folder must be held by one process.
+
+    Args:
+        path: The file; created if missing.
+        data: Digest of the records: a ledger of others is refused.
+        clients: Number of clients.
+
+    Raises:
+        StateError: The file is damaged, or of other records.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "privacy.ledger")
+    >>> ledger = Ledger(path, data="ab12", clients=2)
+    >>> ledger.begin("first", noise=1.1, rates=[0.1, 0.2])
+    >>> ledger.charge("first", rounds=3, steps=[15, 10])
+    >>> Ledger(path, data="ab12", clients=2).charged(without="second")[0]
+    (Charge(noise=1.1, rate=0.1, steps=15),)
+    """
+
+    def __init__(self, path: Path, data: str, clients: int) -> None:
+        if clients > MOST_CLIENTS:
+            raise StateError(
+                f"a ledger holds up to {MOST_CLIENTS} clients, and there are {clients}"
+            )
+        self.path, self.data, self.clients = path, data, clients
+        self._hashes: list[str] = []
+        self._length = 0
+        self._runs: dict[str, _Run] = {}
+        with reported(f"reading {path}"):
+            self._read()
+        if not self._hashes:
+            self._append({"kind": "ledger", "format": FORMAT, "data": data, "clients": clients})
+
+    @property
+    def head(self) -> Head:
+        """The end of the ledger, which checkpoints hold."""
+        return Head(len(self._hashes), self._hashes[-1])
+
+    def rounds(self, run: str) -> int:
+        """Return how many rounds of a run have been charged."""
+        return self._runs[run].rounds if run in self._runs else 0
+
+    def charged(self, *, without: str) -> list[tuple[Charge, ...]]:
+        """Return what each client's records have been charged with by all runs but one."""
+        found: list[list[Charge]] = [[] for _ in range(self.clients)]
+        for name, run in self._runs.items():
+            for client, (rate, steps) in enumerate(zip(run.rates, run.steps, strict=True)):
+                if steps and name != without:
+                    found[client].append(Charge(run.noise, rate, steps))
+        return [tuple(charges) for charges in found]
+
+    def begin(self, run: str, *, noise: float, rates: Iterable[float]) -> None:
+        """Enter a run, if it is not there yet."""
+        if run not in self._runs:
+            listed = [float(rate) for rate in rates]
+            self._append({"kind": "run", "run": run, "noise": float(noise), "rates": listed})
+
+    def charge(self, run: str, *, rounds: int, steps: Iterable[int]) -> None:
+        """Charge a run with its first rounds, durably, before they are run.
+
+        Args:
+            run: The run.
+            rounds: Number of rounds, the earlier ones included.
+            steps: Steps that each client takes in them.
+        """
+        if rounds > self._runs[run].rounds:
+            listed = [int(one) for one in steps]
+            self._append({"kind": "charge", "run": run, "rounds": int(rounds), "steps": listed})
+
+    def refuse(self, head: Any) -> None:
+        """Raise StateError unless this ledger goes on from a head that a checkpoint holds."""
+        try:
+            lines, digest = head
+            known = self._hashes[lines - 1] == digest and lines > 0
+        except (IndexError, TypeError, ValueError):
+            known = False
+        if not known:
+            self._fail(
+                "it lacks charges that the checkpoint knows of, so it was replaced or cut short; "
+                "put it back"
+            )
+
+    def _append(self, fact: dict[str, Any]) -> None:
+        fact = fact | {"before": self._hashes[-1] if self._hashes else START}
+        line = json.dumps(fact | {"hash": _hash(fact)}, sort_keys=True).encode() + b"\n"
+        with reported(f"charging {self.path}", intact="no round was run for it"):
+            make_folder(self.path.parent)
+            there = os.path.lexists(self.path)
+            fd = open_file(self.path, os.O_RDWR) if there else create(self.path)
+            try:
+                os.ftruncate(fd, self._length)
+                os.lseek(fd, 0, os.SEEK_END)
+                write_all(fd, line)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            if not self._hashes:
+                sync_folder(self.path.parent)
+        self._length += len(line)
+        self._enter(fact, _hash(fact))
+
+    def _read(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        fd = open_file(self.path)
+        with os.fdopen(fd, "rb") as file:
+            *lines, _ = file.read().split(b"\n")
+        for line in lines:
+            try:
+                fact = json.loads(line)
+                digest = fact.pop("hash")
+                before = self._hashes[-1] if self._hashes else START
+                if digest != _hash(fact) or fact["before"] != before:
+                    raise ValueError
+                self._enter(fact, digest)
+            except StateError:
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError):
+                self._fail(f"line {len(self._hashes) + 1} is damaged; put a copy back")
+            self._length += len(line) + 1
+
+    def _enter(self, fact: dict[str, Any], digest: str) -> None:
+        """Take in a line; raise ValueError, KeyError or TypeError if it does not fit."""
+        kind = fact["kind"]
+        if (kind == "ledger") != (not self._hashes):
+            raise ValueError
+        if kind == "ledger":
+            if fact["format"] != FORMAT:
+                self._fail(f"it has format {fact['format']}, and this version reads {FORMAT}")
+            if (fact["data"], fact["clients"]) != (self.data, self.clients):
+                self._fail("it is of other records; take another folder for these")
+        elif kind == "run":
+            self._runs[fact["run"]] = _Run(float(fact["noise"]), self._one_each(fact["rates"]))
+        elif kind == "charge":
+            run = self._runs[fact["run"]]
+            if fact["rounds"] <= run.rounds:
+                raise ValueError
+            run.rounds, run.steps = int(fact["rounds"]), self._one_each(fact["steps"])
+        else:
+            raise ValueError
+        self._hashes.append(digest)
+
+    def _one_each(self, values: Any) -> list[Any]:
+        if len(values) != self.clients or any(value < 0 for value in values):
+            raise ValueError
+        return list(values)
+
+    def _fail(self, why: str) -> NoReturn:
+        raise StateError(f"{self.path} is the ledger of what was spent: {why}; nothing is trained")
+
+
+def _hash(fact: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fact, sort_keys=True).encode()).hexdigest()
