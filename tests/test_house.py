@@ -25,7 +25,7 @@ ARROWS = {
     "simulation": {"state", "privacy", "problems", "data", "algorithms"},
     "conformance": {"algorithms"},
     "estimators": {"simulation", "problems", "algorithms"},
-    "theory": {"simulation", "problems", "data", "algorithms"},
+    "theory": {"simulation", "privacy", "problems", "data", "algorithms"},
     "deploy": {"state", "algorithms"},
     "runs": {"simulation", "problems", "data", "algorithms", "state"},
     "grids": {"runs", "simulation", "problems", "algorithms", "state"},

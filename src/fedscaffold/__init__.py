@@ -47,11 +47,13 @@ if TYPE_CHECKING:
     from fedscaffold.grids.grid import grid
     from fedscaffold.problems import Problem
     from fedscaffold.simulation import (
+        Audit,
         Callback,
         Look,
         Run,
         Simulator,
         Sweep,
+        audit_privacy,
         compression,
         richardson,
         simulate,
@@ -65,6 +67,7 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "Audit",
     "Callback",
     "FederatedClassifier",
     "FederatedRegressor",
@@ -78,6 +81,7 @@ __all__ = [
     "Simulator",
     "Sweep",
     "amplified_scaffold",
+    "audit_privacy",
     "compression",
     "dane",
     "data",
@@ -112,11 +116,13 @@ __all__ = [
 _LATER = {"Problem": "problems", "heterogeneity": "theory", "plan": "theory"}
 _LATER |= dict.fromkeys(
     (
+        "Audit",
         "Callback",
         "Look",
         "Run",
         "Simulator",
         "Sweep",
+        "audit_privacy",
         "compression",
         "richardson",
         "simulate",

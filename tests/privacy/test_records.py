@@ -11,6 +11,7 @@ import pytest
 
 import fedscaffold as fs
 from fedscaffold.privacy.gradients import Mechanism, clipped_sum, private_gradient
+from fedscaffold.problems.batches import Functions, record_gradients
 
 CLIP, NOISE, SEED, LR = 0.7, 0.9, 5, 0.2
 COUNTS = (40, 25, 60, 31)
@@ -36,7 +37,7 @@ def problem():
     return fs.Problem(loss, START, DATA, coupled=False)
 
 
-def record_gradients(z, x, y):
+def gradients_by_hand(z, x, y):
     """(n, 4) gradients by hand."""
     off = x @ z[1:] + z[0] - y
     return off[:, None] * np.column_stack([np.ones(len(x)), x])
@@ -45,7 +46,7 @@ def record_gradients(z, x, y):
 def private(z, rows, client, noise, mistake=None):
     """The private gradient of some records of a client, or one with a mistake that others made."""
     x, y = DATA[client]
-    g = record_gradients(z, x[rows], y[rows])
+    g = gradients_by_hand(z, x[rows], y[rows])
     norms = np.linalg.norm(g, axis=1)
     expected, clip = (8 if len(x) > 8 else len(x)), CLIP
     if mistake == "the clip is the median of the batch's norms":
@@ -332,6 +333,38 @@ def test_random_losses_draw_for_each_record():
     run = fs.simulate(fs.scaffold(), problem, batch_size=8, **given)
     assert np.isfinite(run.vector).all()
     assert run.residual <= run.explained
+
+
+def test_layers_that_stay_at_the_client_are_noised_like_the_rest(problem):
+    given = {"rounds": 2, "local_steps": 2, "lr": 0.05, "batch_size": 8, "precision": "float64"}
+    kept = fs.local_layers(fs.scaffold(), ["b"])
+    run = fs.simulate(kept, problem, privacy=PRIVATE, **given)
+    assert run.fault is None
+    assert len(np.unique(run.clients.models[:, 0])) == len(COUNTS)
+
+
+def test_convolutions_have_gradients_by_record():
+    """Batches of one under a map, rewritten as matrix products, against one gradient at a time."""
+    rng = np.random.default_rng(0)
+    params = {"k": rng.normal(size=(3, 1, 3, 3)), "w": rng.normal(size=(3 * 16,))}
+    images, targets = rng.normal(size=(5, 1, 6, 6)), rng.normal(size=5)
+
+    def convolved(params, batch):
+        x, y = batch
+        seen = jax.lax.conv_general_dilated(x, params["k"], (1, 1), "VALID")
+        return jnp.mean((jnp.tanh(seen).reshape(len(x), -1) @ params["w"] - y) ** 2)
+
+    with jax.enable_x64(True):
+        rows = record_gradients(Functions(convolved), params, (images, targets), jnp.arange(5))
+        for i in range(5):
+            alone = jax.grad(convolved)(params, (images[i : i + 1], targets[i : i + 1]))
+            for name in params:
+                np.testing.assert_allclose(rows[name][i], alone[name], rtol=1e-11, atol=1e-12)
+
+
+def test_two_runs_on_one_seed_are_refused(problem):
+    with pytest.raises(fs.InputError, match="richardson does not take privacy"):
+        fs.richardson(fs.fedavg(), problem, lr=0.1, local_steps=1, privacy=PRIVATE)
 
 
 def test_local_optimisers_act_on_the_private_gradient(problem):

@@ -285,7 +285,8 @@ def spoilt(monkeypatch, field, at, by):
             leaves, structure = jax.tree_util.tree_flatten(getattr(state, field))
             part = np.array(leaves[-1])
             part[..., 0] += by
-            leaves[-1] = engine.jax.device_put(part)
+            with jax.enable_x64(True):  # or a mean would be rounded, if more rounds follow
+                leaves[-1] = engine.jax.device_put(part)
             state = state._replace(**{field: jax.tree_util.tree_unflatten(structure, leaves)})
         return state, rows
 

@@ -23,7 +23,7 @@ __all__ = ["main", "run_program"]
 EXTRAS = dict.fromkeys(("typer", "click", "pydantic", "tomli_w", "packaging"), "cli")
 EXTRAS |= dict.fromkeys(("jax", "scipy", "sklearn", "optax"), "sim")
 EXTRAS |= dict.fromkeys(("flwr", "cryptography"), "deploy")
-EXTRAS |= {"matplotlib": "report", "torch": "torch"}
+EXTRAS |= {"matplotlib": "report", "torch": "torch", "dp_accounting": "privacy"}
 REMEDIES = dict.fromkeys(
     (errno.EACCES, errno.EPERM, errno.EROFS), "mend its permissions or choose another place"
 )
@@ -99,7 +99,7 @@ def _exit_code(name: str, load: Callable[[], typer.Typer]) -> int:
 
 
 def _verbs() -> typer.Typer:
-    from fedscaffold.cli import deploy, doctor, resume, theatre, watch  # noqa: F401 (their verbs)
+    from fedscaffold.cli import deploy, doctor, privacy, resume, theatre, watch  # noqa: F401 (their verbs)
     from fedscaffold.cli.theory import app
 
     return app

@@ -385,6 +385,8 @@ def _fields(done: Run | GridRun) -> dict[str, Any]:
     """Return the fields of a run that its record has."""
     names = ("diverged_at", "advice", "residual", "explained", "digest")
     known = {name: getattr(done, name) for name in names}
+    spent = done.privacy if isinstance(done, Run) else None
+    known["privacy"] = None if spent is None else spent.facts()
     return known | {"columns": done.history, "seconds": done.seconds.wall}
 
 

@@ -1,10 +1,10 @@
 """Differential privacy: what is asked for, what it costs, and what has been spent.
 
 `records` says that single records are protected; a run takes it as `privacy=`. `epsilon` is the
-accountant: the cost of a number of steps. See docs/privacy.md.
+accountant: the cost of a number of steps, and `noise_for` the noise that a budget needs. See docs/privacy.md.
 """
 
-from fedscaffold.privacy.accounting import epsilon
+from fedscaffold.privacy.accounting import epsilon, noise_for
 from fedscaffold.privacy.records import Records, records
 
-__all__ = ["Records", "epsilon", "records"]
+__all__ = ["Records", "epsilon", "noise_for", "records"]

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["Charge", "capacity", "compose", "describe_accountant", "epsilon"]
+__all__ = ["Charge", "capacity", "compose", "describe_accountant", "epsilon", "noise_for"]
 
 LARGE = 50.0  # epsilon above which RDP alone is used: loss distributions would fill the memory
 # width of the intervals of loss distributions, by the largest number of steps: the epsilon they
 # give exceeds that of finer ones by less than about 0.1 %
 INTERVALS = ((1_000, 1e-3), (4_000, 5e-4), (25_000, 2e-4), (checks.LARGEST, 1e-4))
+LEAST_NOISE, MOST_NOISE = 0.3, 1000.0  # range of noise multipliers that are searched
+FINE = 5e-4  # their precision
 OVERFLOW = 1e-60  # bound on the probability that a Poisson batch exceeds its capacity
 RESERVED = 1e-6  # share of delta that is set aside for such batches
 
@@ -59,12 +61,59 @@ def epsilon(*, noise: float, rate: float, steps: int, delta: float) -> float:
     0.0
     """
     checks.number("noise", noise, above=0)
+    _check_step(rate, steps, delta)
+    return compose([Charge(noise, rate, steps)], delta)
+
+
+def _check_step(rate: float, steps: int, delta: float) -> None:
     checks.number("rate", rate, above=0)
     checks.number("delta", delta, above=0)
-    steps = checks.whole("steps", steps, at_least=0)
+    checks.whole("steps", steps, at_least=0)
     if rate > 1 or delta >= 1:
         raise InputError(f"rate must be at most 1 and delta below 1, got {rate} and {delta}")
-    return compose([Charge(noise, rate, steps)], delta)
+
+
+def noise_for(*, epsilon: float, rate: float, steps: int, delta: float) -> float:
+    """Return the least noise multiplier with which some steps stay within an epsilon.
+
+    Args:
+        epsilon: The largest epsilon.
+        rate: Probability with which a step draws a record.
+        steps: Number of steps.
+        delta: The delta at which epsilon is meant.
+
+    Returns:
+        The multiplier, up to 0.1 %; at least 0.3, below which epsilon grows without bounds.
+
+    Raises:
+        InputError: No noise suffices.
+
+    >>> noise = noise_for(epsilon=3.0, rate=0.1, steps=100, delta=1e-5)
+    >>> 2.98 < compose([Charge(noise, rate=0.1, steps=100)], delta=1e-5) <= 3.0
+    True
+    """
+    checks.number("epsilon", epsilon, above=0)
+    _check_step(rate, steps, delta)
+    from scipy.optimize import brentq
+
+    def excess(log_noise: float) -> float:
+        found = compose([Charge(math.exp(log_noise), rate, steps)], delta)
+        return math.log(max(found, 1e-9) / epsilon)
+
+    low, high = 0.0, math.log(MOST_NOISE)
+    if excess(high) > 0:
+        raise InputError(
+            f"no noise multiplier up to {MOST_NOISE:g} keeps {steps} steps within epsilon "
+            f"{epsilon:g} at delta {delta:g}: take fewer steps or smaller batches"
+        )
+    if excess(low) <= 0:
+        low, high = math.log(LEAST_NOISE), low
+        if excess(low) <= 0:
+            return LEAST_NOISE
+    noise = math.exp(brentq(excess, low, high, xtol=FINE))
+    while compose([Charge(noise, rate, steps)], delta) > epsilon:
+        noise *= 1 + FINE
+    return noise
 
 
 def compose(charges: Iterable[Charge], delta: float, overflow: float = 0.0) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,6 +37,20 @@ class Spent(NamedTuple):
     """() -> the (N,) epsilons of all clients; takes the accountant a moment for each rate."""
     accountant: str
     """Accountants and version."""
+    settings: Records
+    rounds: int
+    """Number of rounds that are paid for."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a run's record says of its privacy, as JSON."""
+        asked = asdict(self.settings)
+        return asked | {
+            "epsilon": self.epsilon,
+            "rates": [float(self.rates.min()), float(self.rates.max())],
+            "steps": [int(self.steps.min()), int(self.steps.max())],
+            "rounds": self.rounds,
+            "accountant": self.accountant,
+        }
 
 
 class Budget:
@@ -123,6 +138,8 @@ class Budget:
             rates=self.rates,
             by_client=lambda: self.by_client(rounds),
             accountant=self.accountant,
+            settings=self.privacy,
+            rounds=rounds,
         )
 
     def limit(self, rounds: int) -> int:

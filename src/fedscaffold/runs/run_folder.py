@@ -63,7 +63,16 @@ __all__ = [
 ]
 
 RUN, INDEX, CONFIG, MEMBERS = "run.json", "index.json", "config.toml", "runs"
-PACKAGES = ("fedscaffold", "numpy", "jax", "jaxlib", "optax", "scikit-learn", "scipy")
+PACKAGES = (
+    "fedscaffold",
+    "numpy",
+    "jax",
+    "jaxlib",
+    "optax",
+    "scikit-learn",
+    "scipy",
+    "dp-accounting",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,7 @@ class RunRecord:
         config: Its resolved configuration, as TOML.
         seconds: Time of its rounds, compiling left out.
         clock: (K, 2) rounds, and seconds until the end of each, from the log.
+        privacy: What a private run spent, and how; None for others.
     """
 
     algorithm: str
@@ -99,6 +109,7 @@ class RunRecord:
     config: str = ""
     seconds: float | None = None
     clock: NDArray[Any] | None = None
+    privacy: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"RunRecord({self.algorithm}, seed {self.seed}, {len(self.columns['round'])} rounds)"
@@ -241,6 +252,7 @@ def _write_run(study: Study, run: RunRecord, folder: Path, log: Path | None = No
         "columns": {name: column.dtype.name for name, column in run.columns.items()},
         "rounds": done,
     }
+    about |= {} if run.privacy is None else {"privacy": run.privacy}
     _write_json(folder / RUN, parsing.plain(about) | _shared_fields(study))
 
 
@@ -386,6 +398,7 @@ def _read_run(folder: Path) -> Study:
         "config": config,
         "seconds": about["seconds"].get("wall"),
         "clock": clock,
+        "privacy": about.get("privacy"),
     }
     return _make_study(about, [RunRecord(**known)], [])
 

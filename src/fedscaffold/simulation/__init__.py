@@ -5,6 +5,7 @@ One compiled program for all rounds, clients in cache-sized blocks.
 
 from fedscaffold.simulation import compression, stale
 from fedscaffold.simulation.callbacks import Callback, Look
+from fedscaffold.simulation.canaries import Audit, audit_privacy
 from fedscaffold.simulation.checkpoint import Interrupted
 from fedscaffold.simulation.distributed import Lost, join
 from fedscaffold.simulation.on_disk import problem_on_disk
@@ -14,6 +15,7 @@ from fedscaffold.simulation.simulator import Simulator, simulate
 from fedscaffold.simulation.sweeps import Sweep, sweep
 
 __all__ = [
+    "Audit",
     "Callback",
     "Interrupted",
     "Look",
@@ -22,6 +24,7 @@ __all__ = [
     "Run",
     "Simulator",
     "Sweep",
+    "audit_privacy",
     "compression",
     "join",
     "problem_on_disk",

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.brief import brief
+from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.result import Run
 from fedscaffold.simulation.simulator import simulate
@@ -54,6 +55,8 @@ def richardson(algorithm: Algorithm, problem: Problem, *, lr: float, **same: Any
     True
     """
     lr = checks.number("lr", lr, above=0)
+    if same.get("privacy") is not None:
+        raise InputError("richardson does not take privacy: it runs twice, and both runs spend")
     fine, coarse = (simulate(algorithm, problem, lr=step, **same) for step in (lr, 2 * lr))
     vector = extrapolate(fine.vector, coarse.vector)
     return Richardson(problem.layout.unflatten(vector), vector, fine, coarse)

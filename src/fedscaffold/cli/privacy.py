@@ -1,0 +1,132 @@
+"""`privacy statement`, `privacy plan` and `privacy audit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedscaffold.checks import InputError
+from fedscaffold.cli.verbs import Json, app, prepare_problem, print_answer
+
+__all__ = ["audit", "plan", "statement"]
+
+privacy_app = typer.Typer(
+    help="Privacy of records: statement, plan and audit.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(privacy_app, name="privacy")
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Override a key: a.b=c.")]
+
+
+@privacy_app.command(epilog="Example: fedscaffold privacy statement runs/latest --html page.html")
+def statement(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    html: Annotated[Path | None, typer.Option(help="Write the page to this file too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """State what a run's privacy is, of whom, against whom, by what means, and what it leaves out."""
+    from fedscaffold.runs.privacy_statement import statement as state
+    from fedscaffold.runs.privacy_statement import to_html, to_text
+    from fedscaffold.runs.run_folder import read
+    from fedscaffold.state.files import write_whole
+
+    study = read(folder)
+    if len(study.runs) != 1:
+        raise InputError(f"{folder} is a comparison: give the folder of one of its runs")
+    facts = state(study.runs[0])
+    title = f"{study.runs[0].algorithm} on {study.problem}"
+    if html is not None:
+        write_whole(html, to_html(facts, title))
+    print_answer({"statement": facts, "title": title}, [to_text(facts, title).rstrip()], as_json)
+
+
+@privacy_app.command(epilog="Example: fedscaffold privacy plan config.toml --epsilon 1 --epsilon 8")
+def plan(
+    path: Config,
+    epsilon: Annotated[
+        list[float] | None, typer.Option(help="A budget; repeatable.  [default: 1, 3, 8]")
+    ] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Find the noise for a budget, and on quadratics the error that it leaves.
+
+    SCAFFOLD against FedAvg.
+    """
+    config = _private_config(path, sets)
+    from fedscaffold.theory.privacy import privacy_cost
+
+    costs = privacy_cost(config, epsilon or [1.0, 3.0, 8.0])
+    lines = []
+    for cost in costs:
+        line = f"epsilon {cost.epsilon:g}: noise {cost.noise:.3f}"
+        for name, error in (cost.errors or {}).items():
+            line += f", {name} ends {error:.4g} from the optimum"
+        lines.append(line)
+    if costs and costs[0].errors is None:
+        lines.append("the error is known on quadratics with a stable step size only: run it to see")
+    elif costs and costs[0].clipped > 0:
+        lines.append(
+            f"{costs[0].clipped:.0%} of the records are clipped at the optimum, which the errors "
+            "leave out: a larger clip has less bias and more noise"
+        )
+    print_answer({"plan": [cost._asdict() for cost in costs]}, lines, as_json)
+
+
+@privacy_app.command(epilog="Example: fedscaffold privacy audit config.toml --canaries 2000")
+def audit(
+    path: Config,
+    canaries: Annotated[int, typer.Option(help="Number of canaries.")] = 1000,
+    confidence: Annotated[float, typer.Option(help="Confidence of the lower bound.")] = 0.95,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> int:
+    """Attack the mechanism with the settings of a run: a lower bound on epsilon beside the claim.
+
+    Exit code 1 if the claim is refuted.
+    """
+    config: Any = _private_config(path, sets)
+    import numpy as np
+
+    from fedscaffold.simulation import audit_privacy
+    from fedscaffold.simulation.resolve import local_work, poisson_rates
+
+    found = audit_privacy(
+        config.privacy,
+        rate=float(poisson_rates(config).max()),
+        local_steps=int(np.max(local_work(config)[0])),
+        rounds=config.rounds,
+        canaries=canaries,
+        confidence=confidence,
+        seed=config.seed,
+    )
+    says = "REFUTED: the mechanism is broken" if found.refuted else "not refuted"
+    lines = [
+        f"claimed: epsilon {found.claimed:.4g} for a client that attends all rounds",
+        f"attack: {found.correct} of {found.guesses} guesses right, {found.canaries} canaries",
+        f"epsilon is at least {found.found:.4g} with confidence {found.confidence:g}: {says}",
+    ]
+    print_answer({**found._asdict(), "refuted": found.refuted}, lines, as_json)
+    return int(found.refuted)
+
+
+def _private_config(path: Path, sets: list[str] | None) -> Any:
+    """Return the arguments of a configuration's run, which must be private."""
+    from fedscaffold.experiments.config_file import load, run_arguments
+
+    config = load(path, sets or [])
+    given = run_arguments(config)
+    if given["privacy"] is None:
+        raise InputError(f"{path} has no table [privacy]: give clip, noise and delta")
+    built = prepare_problem(config)
+    from fedscaffold.algorithms import make
+    from fedscaffold.run_config import RunConfig
+
+    algorithm = make(config.algorithm.name, **config.algorithm.parameters)
+    given |= {"progress": False, "every": None}
+    return RunConfig(algorithm, built.problem, **given)

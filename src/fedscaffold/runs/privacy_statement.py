@@ -1,0 +1,102 @@
+"""The privacy statement of a run: one page that a data-protection officer can read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from fedscaffold.checks import InputError
+from fedscaffold.runs.run_folder import RunRecord
+
+__all__ = ["statement", "to_html", "to_text"]
+
+NOT_COVERED = (
+    "metrics computed on the clients' records (loss, accuracy, own metrics): nothing is added to "
+    "them, and a published one is a further release",
+    "the numbers of records, which are taken to be public",
+    "an initial model that was trained on these records",
+    "other runs on the same records outside this folder, such as those that chose the settings",
+    "floating-point arithmetic: clipped norms hold to rounding, and the noise has finitely many "
+    "values",
+)
+SIMULATED = (
+    "This run was SIMULATED: one process held all records, and its noise follows from a seed. It "
+    "says what a deployment with these settings would spend; it protects nobody."
+)
+
+
+def statement(run: RunRecord) -> dict[str, Any]:
+    """Return the facts of a run's privacy statement, by heading.
+
+    Raises:
+        InputError: The run was not private.
+    """
+    held = run.privacy
+    if held is None:
+        raise InputError(
+            f"the run of {run.algorithm} has no privacy to state: run it with a table [privacy]"
+        )
+    low, high = held["rates"]
+    rate = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, by client"
+    fewest, most = held["steps"]
+    steps = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}, by client"
+    budget = held["stop_at_epsilon"]
+    return {
+        "Protected unit": "a single record of a client",
+        "Neighbouring data": "one record of one client is replaced by one that adds nothing",
+        "Adversary": "the server, and everybody who sees all that clients send in all rounds",
+        "Guarantee": f"({held['epsilon']:.4g}, {held['delta']:g})-differential privacy for the "
+        "client that spent most",
+        "Budget": "none was set" if budget is None else f"epsilon {budget:g}",
+        "Mechanism": f"gradients of single records clipped to norm {held['clip']:g} over all "
+        f"parameters jointly; Gaussian noise of {held['noise']:g} times that norm on their sum, "
+        "independent for each client and step",
+        "Sampling assumed": "Poisson: each record with its client's probability, independently",
+        "Sampling used": f"{held['sampling']}, with probability {rate}",
+        "Composition": f"{steps} steps; nothing is gained from the sampling of clients",
+        "Accountant": held["accountant"],
+        "Overflow": "a batch larger than its room ends the run; its probability is part of delta",
+        "Released": f"what {run.algorithm} sends in {held['rounds']} rounds: functions of the "
+        "noised gradients, control variates included",
+        "Not covered": list(NOT_COVERED),
+        "Audit": held.get("audit") or "none was made; see `fedscaffold privacy audit`",
+    }
+
+
+def to_text(facts: Mapping[str, Any], title: str) -> str:
+    """Return a statement as plain text."""
+    lines = [f"PRIVACY STATEMENT: {title}", "", SIMULATED, ""]
+    for heading, fact in facts.items():
+        if isinstance(fact, str):
+            lines.append(f"{heading}: {fact}")
+        else:
+            lines += [f"{heading}:", *(f"  - {one}" for one in fact)]
+    return "\n".join(lines) + "\n"
+
+
+def to_html(facts: Mapping[str, Any], title: str) -> str:
+    """Return a statement as a page that needs nothing else."""
+
+    def cell(fact: Any) -> str:
+        if isinstance(fact, str):
+            return escape(fact)
+        return f"<ul>{''.join(f'<li>{escape(one)}</li>' for one in fact)}</ul>"
+
+    rows = "".join(
+        f'<tr><th scope="row">{escape(heading)}</th><td>{cell(fact)}</td></tr>'
+        for heading, fact in facts.items()
+    )
+    style = (
+        "body{font:16px/1.5 sans-serif;max-width:50em;margin:2em auto;padding:0 1em}"
+        "th{text-align:left;vertical-align:top;padding:.4em 1em .4em 0;white-space:nowrap}"
+        "td{padding:.4em 0}ul{margin:0;padding-left:1.2em}"
+        "table{border-collapse:collapse}tr{border-bottom:1px solid #ccc}"
+        ".note{border-left:4px solid #b40;padding:.2em 1em}"
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Privacy statement: '
+        f"{escape(title)}</title><style>{style}</style><h1>Privacy statement</h1>"
+        f'<p>{escape(title)}</p><p class="note">{escape(SIMULATED)}</p>'
+        f"<table>{rows}</table></html>\n"
+    )
