@@ -29,7 +29,7 @@ def statement(
     html: Annotated[Path | None, typer.Option(help="Write the page to this file too.")] = None,
     as_json: Json = False,
 ) -> None:
-    """State what a run's privacy is, of whom, against whom, by what means, and what it leaves out."""
+    """State a run's privacy: of whom, against whom, by what means, and what it leaves out."""
     from fedscaffold.runs.privacy_statement import statement as state
     from fedscaffold.runs.privacy_statement import to_html, to_text
     from fedscaffold.runs.run_folder import read
