@@ -1,12 +1,13 @@
 """Rewriting of traced functions.
 
-On CPUs, convolutions and pooling become slices and matrix products.
+On CPUs, convolutions and pooling become slices and matrix products, and products that a scan adds up
+become one.
 
-The jaxpr of the user's function is copied with every convolution and every pooling window replaced
-by a call of the rule in `convolutions`, also inside loops, conditionals, `jax.checkpoint` and
-functions with custom derivatives, which keep their derivatives. Functions without any are left
-alone. On accelerators the original runs: which of the two is decided when the program is lowered
-for its platform.
+The jaxpr of the user's function is copied with every convolution, every pooling window and every
+such scan replaced by a call of the rule in `convolutions` or `scans`, also inside loops,
+conditionals, `jax.checkpoint` and functions with custom derivatives, which keep their derivatives.
+Functions without any are left alone. On accelerators the original runs: which of the two is decided
+when the program is lowered for its platform.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.linear_util import wrap_init
 
 from fedscaffold.problems.convolutions import convolution, max_pool, min_pool, sum_pool
+from fedscaffold.problems.scans import adds_up_products, contract_after
 
 __all__ = ["as_products", "patch_bytes"]
 
@@ -118,7 +120,7 @@ def _has_rule(equation: Any) -> bool:
     name = equation.primitive.name
     if name == "reduce_sum":
         return bool(_last_axes(equation.invars[0].aval.shape, equation.params["axes"]))
-    return name in _RULES
+    return adds_up_products(equation) if name == "scan" else name in _RULES
 
 
 def _by_platform(equation: Any) -> bool:
@@ -257,6 +259,11 @@ def _last_axes(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]
     return last if short and len(last) < len(axes) else ()
 
 
+def _scan(*arrays: Array, **params: Any) -> list[Array]:
+    """Scan that adds up products, with whatever else its body has to be rewritten."""
+    return contract_after(*arrays, **params | {"jaxpr": _rewrite(params["jaxpr"])})
+
+
 def _pool_of(select_prim: Any) -> Rule:
     return max_pool if select_prim.name == "ge" else min_pool
 
@@ -273,4 +280,5 @@ _RULES: dict[str, Rule] = {
     "select_and_gather_add": _gather_add,
     "select_and_scatter_add": _scatter_add,
     "reduce_sum": _sum_in_turn,
+    "scan": _scan,
 }

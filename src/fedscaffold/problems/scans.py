@@ -1,0 +1,136 @@
+"""Scans that add up matrix products, with one product after the loop instead.
+
+The gradient of a recurrent network accumulates the gradient of its weights step by step: in each, a
+small product and a pass over an array of the weights' size. Their sum over all steps is one product
+that contracts the steps as well. On CPUs that is a third of the time of an LSTM's gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jax import lax
+from jax.extend.core import Var, jaxpr_as_fun
+
+__all__ = ["adds_up_products", "contract_after"]
+
+Array: TypeAlias = Any
+ADDITIONS = ("add", "add_any")
+LINEAR = ("transpose", "reshape", "squeeze")  # what may stand between a product and its addition
+
+
+class Addition(NamedTuple):
+    """A product that a scan adds to one of its carries, which nothing else in its body reads."""
+
+    carry: int
+    """Place of the carry."""
+    product: Any
+    """The equation of the product."""
+    shaping: tuple[Any, ...]
+    """Equations between the product and the addition, in order."""
+    last: Any
+    """The equation of the addition."""
+
+
+def adds_up_products(equation: Any) -> bool:
+    """Return whether an equation is a scan that adds up products."""
+    return equation.primitive.name == "scan" and any(True for _ in _additions(**equation.params))
+
+
+def contract_after(*arrays: Array, **params: Any) -> list[Array]:
+    """Compute a scan, with the products that it adds up contracted over all its steps afterwards.
+
+    Args:
+        *arrays: Its constants, carries and inputs.
+        **params: The parameters of the primitive.
+    """
+    closed, constants, carries = params["jaxpr"], params["num_consts"], params["num_carry"]
+    body, additions = closed.jaxpr, list(_additions(**params))
+    dropped = {addition.carry for addition in additions}
+    gone = {
+        id(equation)
+        for _, product, shaping, last in additions
+        for equation in (product, *shaping, last)
+    }
+    operands = [atom for addition in additions for atom in addition.product.invars]
+    inputs = list(body.invars[constants + carries :])
+    extra = [atom for atom in dict.fromkeys(operands) if atom not in inputs]
+    kept = [j for j in range(carries) if j not in dropped]
+    reduced = closed.replace(
+        jaxpr=body.replace(
+            invars=[
+                *body.invars[:constants],
+                *(body.invars[constants + j] for j in kept),
+                *inputs,
+            ],
+            outvars=[*(body.outvars[j] for j in kept), *body.outvars[carries:], *extra],
+            eqns=[equation for equation in body.eqns if id(equation) not in gone],
+            debug_info=body.debug_info._replace(arg_names=None, result_paths=None),
+        )
+    )
+    fixed, xs = arrays[:constants], arrays[constants + carries :]
+
+    def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
+        found = jaxpr_as_fun(reduced)(*fixed, *carry, *x)
+        return found[: len(kept)], found[len(kept) :]
+
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    begun = [arrays[constants + j] for j in kept]
+    ended, stacked = lax.scan(step, begun, list(xs), **how)
+    ys, stacks = stacked[: len(stacked) - len(extra)], stacked[len(stacked) - len(extra) :]
+    over_steps = dict(zip([*inputs, *extra], [*xs, *stacks], strict=True))
+    last = dict(zip(kept, ended, strict=True))
+    for addition in additions:
+        total = _contract(addition, [over_steps[atom] for atom in addition.product.invars])
+        last[addition.carry] = arrays[constants + addition.carry] + total
+    return [*(last[j] for j in range(carries)), *ys]
+
+
+def _additions(jaxpr: Any, num_consts: int, num_carry: int, **others: Any) -> Iterator[Addition]:
+    """Yield the products that a scan adds to carries."""
+    body = jaxpr.jaxpr
+    made = {out: equation for equation in body.eqns for out in equation.outvars}
+    atoms = [atom for equation in body.eqns for atom in equation.invars]
+    uses = Counter(atom for atom in [*atoms, *body.outvars] if isinstance(atom, Var))
+    fixed = set(body.invars[:num_consts])
+    for j in range(num_carry):
+        carried, out = body.invars[num_consts + j], body.outvars[j]
+        last = made.get(out) if isinstance(out, Var) else None
+        if last is None or last.primitive.name not in ADDITIONS or carried not in last.invars:
+            continue
+        (term,) = [atom for atom in last.invars if atom is not carried] or [carried]
+        if uses[carried] > 1 or uses[out] > 1:
+            continue
+        found = _product(term, made, uses)
+        if found is not None and not fixed.intersection(found[-1].invars):
+            yield Addition(j, found[-1], tuple(reversed(found[:-1])), last)
+
+
+def _product(term: Any, made: dict[Any, Any], uses: Counter[Any]) -> list[Any] | None:
+    """Return the equations from a term back to the product it is, or None."""
+    found = []
+    while isinstance(term, Var) and uses[term] == 1 and term in made:
+        equation = made[term]
+        found.append(equation)
+        if equation.primitive.name == "dot_general":
+            return found
+        if equation.primitive.name not in LINEAR:
+            return None
+        term = equation.invars[0]
+    return None
+
+
+def _contract(addition: Addition, operands: Sequence[Array]) -> Array:
+    """Return the sum of a product over the steps, which are the first axis of its operands."""
+    params = dict(addition.product.params)
+    contracted, batch = params["dimension_numbers"]
+    params["dimension_numbers"] = (
+        tuple((0, *(axis + 1 for axis in axes)) for axes in contracted),
+        tuple(tuple(axis + 1 for axis in axes) for axes in batch),
+    )
+    total = addition.product.primitive.bind(*operands, **params)
+    for equation in addition.shaping:
+        total = equation.primitive.bind(total, **equation.params)
+    return total

@@ -1,0 +1,136 @@
+"""Scans that add up products: one product after the loop has the same sums."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fedscaffold.problems.rewriting import as_products
+
+STEPS, BATCH, INPUTS, HIDDEN = 5, 3, 4, 2
+
+
+def recurrent(params, x, reverse=False):
+    """An Elman network with all its products in the loop."""
+
+    def step(h, at):
+        h = jnp.tanh(at @ params["in"] + h @ params["hidden"] + params["bias"])
+        return h, h @ params["out"]
+
+    start = jnp.zeros((x.shape[1], HIDDEN), x.dtype)
+    return jnp.sum(jnp.sin(lax.scan(step, start, x, reverse=reverse)[1]))
+
+
+def convolved(params, x):
+    """A loop with a convolution in it beside the products."""
+
+    def step(h, at):
+        at = jnp.apply_along_axis(lambda row: jnp.convolve(row, params["bias"], "same"), 1, at)
+        h = jnp.tanh(at @ params["in"] + h @ params["hidden"])
+        return h, None
+
+    start = jnp.zeros((x.shape[1], HIDDEN), x.dtype)
+    return jnp.sum(jnp.sin(lax.scan(step, start, x)[0]))
+
+
+def of_records(params, x):
+    """The network on each record as a batch of one."""
+    return jnp.mean(jax.vmap(lambda one: recurrent(params, one[:, None]), 1)(x))
+
+
+LOSSES = {
+    "recurrent": recurrent,
+    "reversed": lambda params, x: recurrent(params, x, reverse=True),
+    "with a convolution": convolved,
+    "record by record": of_records,
+    "checkpointed": jax.checkpoint(recurrent),
+}
+
+
+def drawn(rng, *front):
+    shapes = {
+        "in": (INPUTS, HIDDEN),
+        "hidden": (HIDDEN,) * 2,
+        "bias": (HIDDEN,),
+        "out": (HIDDEN, 3),
+    }
+    params = {name: rng.normal(size=(*front, *shape)) for name, shape in shapes.items()}
+    return params, rng.normal(size=(*front, STEPS, BATCH, INPUTS))
+
+
+def products_in_scans(jaxpr, inside=False):
+    """Count the products in the bodies of all scans."""
+    count = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        count += inside and name == "dot_general"
+        for value in equation.params.values():
+            for one in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(one, "jaxpr", one)
+                if hasattr(inner, "eqns"):
+                    count += products_in_scans(inner, inside or name == "scan")
+    return count
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_gradients_of_recurrent_networks(case):
+    slope = jax.grad(LOSSES[case])
+    with jax.enable_x64(True):
+        for found in (slope, jax.vmap(slope)):
+            given = drawn(np.random.default_rng(0), *([2] if found is not slope else []))
+            wanted, seen = jax.jit(found)(*given), jax.jit(as_products(found))(*given)
+            for name in wanted:
+                np.testing.assert_allclose(seen[name], wanted[name], rtol=1e-13, atol=1e-13)
+
+
+def test_gradients_of_weights_are_computed_after_the_loop():
+    given = drawn(np.random.default_rng(0))
+    slope = jax.grad(recurrent)
+    # forward: three products a step; backward: two for cotangents, and three for weights
+    assert products_in_scans(jax.make_jaxpr(slope)(*given).jaxpr) == 8
+    rewritten = jax.make_jaxpr(as_products(slope))(*given).jaxpr
+    (choice,) = [e for e in rewritten.eqns if "branches" in e.params]
+    counts = sorted(products_in_scans(branch.jaxpr) for branch in choice.params["branches"])
+    assert counts == [5, 8]  # on CPUs, and elsewhere
+
+
+def read_elsewhere(total, x):
+    total = total + x.T @ x
+    return total, total[0, 0]
+
+
+def of_constant(total, x):
+    return total + np.ones((2, 3), np.float32) @ x, None
+
+
+def subtracted(total, x):
+    return total - x.T @ x, None
+
+
+@pytest.mark.parametrize("step", [read_elsewhere, of_constant, subtracted])
+def test_other_carries_are_left_alone(step):
+    def total(x):
+        return lax.scan(step, jnp.zeros((2, 2)), x)[0]
+
+    x = jnp.arange(24.0).reshape(4, 3, 2)
+    assert "as_products" not in str(jax.make_jaxpr(as_products(total))(x))
+
+
+def test_a_product_that_begins_at_a_value_and_is_used_by_two_carries():
+    def total(x):
+        def step(carry, at):
+            first, second, h = carry
+            return (first + at.T @ h, second + (h.T @ at).T, jnp.sin(h + at)), first.sum() * 0 + at
+
+        begin = jnp.full((2, 2), 3.0), jnp.ones((2, 2)), jnp.ones((3, 2))
+        return lax.scan(step, begin, x)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3, 2)), jnp.float32)
+    text = str(jax.make_jaxpr(as_products(total))(x))
+    assert "scan_as_products" in text
+    wanted, seen = jax.jit(total)(x), jax.jit(as_products(total))(x)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(seen), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5)
