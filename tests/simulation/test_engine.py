@@ -1,5 +1,6 @@
 """The compiled engine against a NumPy reference written apart, and the promises it makes."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -560,3 +561,14 @@ def test_a_round_costs_its_cohort_not_the_population():
     ]
     allowed = ("parameter(", "get-tuple-element(", "dynamic-update-slice", "while(", "call(")
     assert [line for line in made if not any(word in line for word in allowed)] == []
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_rows_of_clients_are_written_in_place(block):
+    problem = fs.problems.quadratic(num_clients=7, dim=11, mu=0.1, seed=0)
+    simulator = fs.Simulator(
+        fs.scaffold(), problem, local_steps=2, lr=0.1, cohort=4, block=block, precision="float32"
+    )
+    program = simulator._engine.program.as_text()
+    assert "f32[7,11]" in program
+    assert not re.search(r"= f32\[7,11\]\S* copy\(", program)

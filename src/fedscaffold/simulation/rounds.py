@@ -260,13 +260,9 @@ def _mean_gradient(
         return total + _weighted_sum(part.p, _map_clients(spec, one, part))
 
     begin = jnp.zeros_like(state.x)
+    total, heard = _fold_blocks(spec, federation, draw, block, begin, work), work.p.sum()
     if spec.mesh is not None:
-        total = _fold_blocks_of_device(spec, federation, draw, block, begin, work)
-        total, heard = sum_over_devices(spec, (total, work.p.sum()))
-    else:
-        blocks = _split_into_blocks(spec, work)
-        total = jax.lax.scan(lambda value, part: (block(value, part), None), begin, blocks)[0]
-        heard = work.p.sum()
+        total, heard = sum_over_devices(spec, (total, heard))
     return total / jnp.where(heard > 0, heard, 1)
 
 
@@ -275,54 +271,56 @@ def _run_cohort(
 ) -> tuple[ClientState, Sums]:
     """Run the cohort block by block and return the updated client tables and the weighted sums.
 
-    The cohort's rows are gathered once and written once, so XLA updates the tables in place and a
-    round costs O(S), not O(N).
+    The rows of a block are read before its local steps and written after them. XLA updates the
+    tables in place, so a round costs O(S), not O(N). If all clients take part, their tables are
+    replaced instead.
     """
     run = partial(_run_block, spec, federation, state, draw, never)
-    if spec.mesh is not None:
-        return _run_cohort_of_device(spec, federation, state, draw, work, run)
     tables = ClientState(*(getattr(state, name) for name in ClientState._fields))
-    stored = old = _read_clients(spec, tables, work.client)
-    if spec.policy.rate is not None:
-        old = old._replace(memory=decay_memory(spec, state, old.memory, work.client, ahead=1))
-    sums, new = jax.lax.scan(run, _zero_sums(spec, state), _split_into_blocks(spec, (work, old)))
-    rows = jax.tree.map(lambda a: a.reshape(len(work.p), *a.shape[2:]), new)
-    if _runs_to_the_end(spec):
-        rows = jax.tree.map(lambda a, b: jnp.where(state.done, a, b), stored, rows)
-    if spec.everyone:
-        return rows, sums
-    return jax.tree.map(partial(write_rows, spec, draw.cohort), tables, rows), sums
+    begin = _zero_sums(spec, state)
 
+    def read(tables: ClientState, client: Array) -> tuple[ClientState, ClientState]:
+        """Return rows as they are stored, and at the start of this round."""
+        stored = old = _read_clients(spec, tables, client)
+        if spec.policy.rate is not None:
+            old = old._replace(memory=decay_memory(spec, state, old.memory, client, ahead=1))
+        return stored, old
 
-def _run_cohort_of_device(
-    spec: Spec, federation: Federation, state: State, draw: Draws, work: Work, run: Any
-) -> tuple[ClientState, Sums]:
-    """Run the members of the cohort that this device holds, and add up the sums of all devices.
-
-    Rows are gathered and written per block, because a device has room for more members than usually
-    come.
-    """
+    if spec.everyone and spec.mesh is None:
+        stored, old = read(tables, work.client)
+        sums, new = jax.lax.scan(run, begin, _split_into_blocks(spec, (work, old)))
+        rows = jax.tree.map(lambda a: a.reshape(len(work.p), *a.shape[2:]), new)
+        return _unless_ended(spec, state, stored, rows), sums
 
     def turn(carry: tuple[ClientState, Sums], part: tuple[Work, Array]) -> Any:
         (tables, sums), (work, slots) = carry, part
-        old = _read_clients(spec, tables, work.client)
-        if spec.policy.rate is not None:
-            old = old._replace(memory=decay_memory(spec, state, old.memory, work.client, ahead=1))
+        stored, old = read(tables, work.client)
         sums, rows = run(sums, (work, old))
+        rows = _unless_ended(spec, state, stored, rows)
         return jax.tree.map(partial(write_rows, spec, slots), tables, rows), sums
 
-    tables = ClientState(*(getattr(state, name) for name in ClientState._fields))
-    begin = tables, _zero_sums(spec, state)
-    parts = work, draw.cohort
-    tables, sums = _fold_blocks_of_device(spec, federation, draw, turn, begin, parts)
-    return tables, sum_over_devices(spec, sums)
+    tables, sums = _fold_blocks(spec, federation, draw, turn, (tables, begin), (work, draw.cohort))
+    return tables, sums if spec.mesh is None else sum_over_devices(spec, sums)
 
 
-def _fold_blocks_of_device(
+def _unless_ended(spec: Spec, state: State, stored: ClientState, new: ClientState) -> ClientState:
+    """Return the new rows of clients, or the stored ones of a run that ended before others."""
+    if not _runs_to_the_end(spec):
+        return new
+    kept: ClientState = jax.tree.map(lambda a, b: jnp.where(state.done, a, b), stored, new)
+    return kept
+
+
+def _fold_blocks(
     spec: Spec, federation: Federation, draw: Draws, block: Any, begin: Any, cohort: Any
 ) -> Any:
-    """Fold `block` over the blocks of a device that hold members of the cohort."""
+    """Fold `block` over the blocks of a cohort.
+
+    A device has room for more members than usually come: it runs those blocks that hold some.
+    """
     parts = _split_into_blocks(spec, cohort)
+    if spec.mesh is None:
+        return jax.lax.scan(lambda value, part: (block(value, part), None), begin, parts)[0]
     members = jnp.sum(draw.cohort < len(federation.first))
 
     def one(b: Array, value: Any) -> Any:
@@ -352,22 +350,17 @@ def _run_block(
 ) -> tuple[Sums, ClientState]:
     """Run a block of clients; return the updated sums and the clients' new state.
 
-    The result of a conditional is computed once. Without it the compiler may recompute a message
-    for each of its uses and round it differently, so that a client would store another direction
-    than the one the server sums. `never` is false at run time, but unknown to the compiler.
+    `never` is false at run time, but unknown to the compiler.
     """
     work, old = part
+    # rows that are read again after others have been written would make XLA copy their table
+    old = _compute_once(never, old)
     most, p = loop_length(spec, draw, work), work.p
 
     def client(own: tuple[ClientState, Work]) -> tuple[Any, ClientState, Array]:
         return train(spec, federation, state, draw.lr, *own, most)
 
-    message, held, move = jax.lax.cond(
-        never,
-        lambda same: jax.tree.map(jnp.zeros_like, same),
-        lambda same: same,
-        _map_clients(spec, client, (old, work)),
-    )
+    message, held, move = _compute_once(never, _map_clients(spec, client, (old, work)))
     with jax.enable_x64(True):
         if spec.rebuilt is not None and spec.unequal:
             d = getattr(message, str(spec.exchange.d))
@@ -394,6 +387,17 @@ def _run_block(
             buffers=buffers,
         )
         return jax.tree.map(jnp.add, sums, added), held
+
+
+def _compute_once(never: Array, arrays: Any) -> Any:
+    """Return `arrays` unchanged, as the result of a conditional, which is computed once.
+
+    Without it the compiler may recompute a message for each of its uses and round it differently,
+    so that a client would store another direction than the one the server sums.
+    """
+    return jax.lax.cond(
+        never, lambda same: jax.tree.map(jnp.zeros_like, same), lambda same: same, arrays
+    )
 
 
 def _update_memory(
