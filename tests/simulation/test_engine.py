@@ -572,3 +572,28 @@ def test_rows_of_clients_are_written_in_place(block):
     program = simulator._engine.program.as_text()
     assert "f32[7,11]" in program
     assert not re.search(r"= f32\[7,11\]\S* copy\(", program)
+
+
+@pytest.mark.parametrize(
+    ("work", "sizes"),
+    [({"local_epochs": 1, "batch_size": 4}, (2, 4)), ({"local_steps": 2}, (4, 7))],
+)
+def test_heavy_steps_leave_padding_out(work, sizes):
+    rng = np.random.default_rng(0)
+    clients = [(rng.normal(size=(n, 9)), rng.normal(size=(n, 1))) for n in (3, 5, 7, 4)]
+
+    def loss(w, batch):
+        return jnp.mean((jnp.tanh(batch[0] @ w).mean(1) - batch[1][:, 0]) ** 2)
+
+    problem = fs.Problem(loss, rng.normal(size=(9, 9000)), clients)
+    runs = []
+    for block in (1, 2):
+        simulator = fs.Simulator(
+            fs.scaffold(), problem, rounds=3, lr=0.5, precision="float64", block=block, **work
+        )
+        spec = simulator.ready.spec
+        assert spec.heavy
+        assert (spec.batch_sizes or spec.client_sizes) == (sizes if block == 1 else ())
+        runs.append(simulator.run())
+    np.testing.assert_allclose(runs[0].x, runs[1].x, rtol=1e-12)
+    np.testing.assert_allclose(runs[0].server.c, runs[1].server.c, rtol=1e-9, atol=1e-15)

@@ -148,7 +148,8 @@ def gradient(
         params: The model.
         batch: Records, the real ones first.
         weights: Record weights, 0 for padding; None for a batch without padding.
-        sizes: For a coupled function, the possible numbers of real records in ascending order.
+        sizes: Numbers of records, ascending, for which there is a branch each; a batch is cut to
+            the least that holds its real records. A coupled function needs all that occur.
         key: A random key for a function that takes one.
         state: The state of a function that takes one.
         train: Whether it is a step of training; False where the gradient is measured.
@@ -158,13 +159,11 @@ def gradient(
     """
     slope = _slope(functions, key, state, train)
 
-    def on_batch(params: Tree, batch: Tree, weights: Array | None) -> Tree:
-        if weights is None:
-            return call(slope, kinds.gradient, params, batch)
+    def on_padded(params: Tree, batch: Tree, weights: Array) -> Tree:
         if kinds.gradient == "weighted":
             return slope(params, batch, weights=weights)
-        if kinds.gradient == "coupled":
-            return _on_real_records(partial(slope, params), batch, weights, sizes)
+        if kinds.gradient == "coupled":  # not padded any more: there is a branch for its size
+            return slope(params, batch)
         if (
             functions.gradient is None
         ):  # one backward pass: those of all records hold d numbers each
@@ -172,6 +171,13 @@ def gradient(
             return jax.grad(lambda p: weights @ record_values(loss, p, batch))(params)
         each = record_values(slope, params, batch)
         return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), each)
+
+    def on_batch(params: Tree, batch: Tree, weights: Array | None) -> Tree:
+        if weights is None:
+            return call(slope, kinds.gradient, params, batch)
+        if sizes:
+            return _by_size(partial(on_padded, params), batch, weights, sizes)
+        return on_padded(params, batch, weights)
 
     return as_products(on_batch)(params, batch, weights)
 
@@ -242,13 +248,13 @@ def work_bytes(
     return patch_bytes(on_batch, *jax.tree.unflatten(tree, shapes))
 
 
-def _on_real_records(
-    evaluate: Callable[[Tree], Tree], batch: Tree, weights: Array, sizes: Sequence[int]
+def _by_size(
+    evaluate: Callable[[Tree, Array], Tree], batch: Tree, weights: Array, sizes: Sequence[int]
 ) -> Tree:
-    """Evaluate on the real records of a padded batch, with one branch per size."""
+    """Evaluate on the first records of a padded batch, with one branch per size."""
 
-    def branch(size: int) -> Callable[[Tree], Tree]:
-        return lambda batch: evaluate(jax.tree.map(lambda a: a[:size], batch))
+    def branch(size: int) -> Callable[[Any], Tree]:
+        return lambda padded: evaluate(*jax.tree.map(lambda a: a[:size], padded))
 
     place = jnp.searchsorted(jnp.array(sizes), jnp.count_nonzero(weights))
-    return jax.lax.switch(place, [branch(size) for size in sizes], batch)
+    return jax.lax.switch(place, [branch(size) for size in sizes], (batch, weights))

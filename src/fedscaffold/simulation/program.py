@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from fedscaffold.checks import InputError, is_word
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
 from fedscaffold.privacy.accounting import capacity
 from fedscaffold.privacy.budget import Budget
+from fedscaffold.problems.batches import Kinds
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.problems.records import is_float, narrowed
@@ -89,7 +91,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         own = own_metrics(config)
     if config.stop_at is not None:
         stop, target = stop_of(config.stop_at, {} if own is None else own.rises)
-    spec = _make_spec(config, drawer, block, own, stop)
+    spec = _make_spec(config, drawer, block, own, stop, heavy=touched > resolve.CACHE)
     shards = None
     if config.devices not in (None, 1):
         shards = make_shards(config, drawer.size, touched, block)
@@ -156,7 +158,12 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
 
 
 def _make_spec(
-    config: RunConfig, drawer: Drawer, block: int, own: OwnMetrics | None, stop: Stop | None
+    config: RunConfig,
+    drawer: Drawer,
+    block: int,
+    own: OwnMetrics | None,
+    stop: Stop | None,
+    heavy: bool,
 ) -> Spec:
     """Return the static description of the program, for one device."""
     problem, algorithm, steps = config.problem, config.algorithm, drawer.steps
@@ -168,13 +175,11 @@ def _make_spec(
     metrics = _resolve_metrics(config, stop, own)
     kinds = problem.kinds
     ragged = bool((problem.counts != problem.counts[0]).any())
-    branches = kinds.gradient == "coupled"
     refreshes = policy.refresh_after is not None
     whole = drawer.batch is None or refreshes or reads_gradient_at_x(algorithm)
     everyone = drawer.always and drawer.slots == problem.num_clients
-    client_sizes: tuple[int, ...] = ()
-    if branches and ragged and whole:
-        client_sizes = tuple(np.unique(problem.counts).tolist())
+    mechanism = None if config.privacy is None else resolve.mechanism(config)
+    sizes = partial(_branches, kinds, heavy and block == 1 and mechanism is None)
     known, scheduled = exchange(algorithm), drawer.lr(1).ndim > 0
     plain = config.local_optimizer is None and not scheduled
     sent, referred = known.sent(plain), dict(algorithm.references)
@@ -203,12 +208,28 @@ def _make_spec(
         compressor=compressor,
         ages=policy.name != "keep" or "age" in metrics,
         kinds=kinds,
-        batch_sizes=drawer.sizes if branches and drawer.shape[2] else (),
-        client_sizes=client_sizes,
+        batch_sizes=sizes(drawer.sizes) if drawer.shape[2] else (),
+        client_sizes=sizes(np.unique(problem.counts).tolist()) if ragged and whole else (),
         own=() if own is None else own.measures,
-        privacy=None if config.privacy is None else resolve.mechanism(config),
+        privacy=mechanism,
+        heavy=heavy,
         local_buffers=problem.state is not None and config.buffers == "local",
     )
+
+
+def _branches(kinds: Kinds, cuts: bool, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes of batches that have a branch of the program to themselves.
+
+    Args:
+        kinds: Kinds of the problem's functions.
+        cuts: Whether padding is worth a branch: clients run one by one, and their steps are heavy.
+        sizes: All sizes that occur, in ascending order.
+    """
+    if kinds.gradient == "coupled":
+        return tuple(sizes)
+    if kinds.gradient == "mean" and cuts:
+        return tuple(sorted({-(-sizes[-1] // 2), sizes[-1]}))
+    return ()
 
 
 def _resolve_metrics(

@@ -78,13 +78,15 @@ class Spec(NamedTuple):
     kinds: Kinds = Kinds()
     """How each of the functions is evaluated on records."""
     batch_sizes: tuple[int, ...] = ()
-    """Possible sizes of batches (`client_sizes`: of full batches) if each needs a branch of its
-    own; else empty."""
+    """Sizes of batches (`client_sizes`: of full batches) that have a branch of their own: all that
+    occur for a coupled loss, some to cut padding to where steps are heavy; else empty."""
     client_sizes: tuple[int, ...] = ()
     own: tuple[Measure, ...] = ()
     """The user's metrics."""
     privacy: Mechanism | None = None
     """How gradients are made private."""
+    heavy: bool = False
+    """A local step of one client fills the cache."""
     local_buffers: bool = False
     """Each client keeps the state that the loss updates; otherwise it is averaged like the model.
     """
