@@ -103,10 +103,8 @@ def spread(
     """
     lost = lr * small.values * (2 - lr * small.values)
     weights = small.weights * small.values / 2 if gap else small.weights
-    ends: Floats = lr**2 * np.array(
-        [weights @ geometric(lost, local_steps * t) for t in range(1, rounds + 1)]
-    )
-    return np.concatenate([[0.0], ends])
+    counts = local_steps * np.arange(1, rounds + 1)[:, None]
+    return np.concatenate([[0.0], lr**2 * (geometric(lost, counts) @ weights)])
 
 
 def _basis(problem: Problem, best: Floats, p: Floats, most: int) -> Floats:

@@ -24,6 +24,7 @@ V_N), a (d, N d) matrix with E E' = N I, takes the clients' own coordinates to t
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -55,18 +56,20 @@ class Overflows(InputError):
     """Raised for a step size with which a single client overflows within a round."""
 
 
-class Spectra(NamedTuple):
-    """Eigenvalues and eigenvectors of every client's Hessian, and the linear terms."""
-
-    def __repr__(self) -> str:
-        return brief(self)
-
+class _Spectra(NamedTuple):
     values: Floats
     """(N, d) eigenvalues a of A_c, rising."""
     vectors: Floats
     """(N, d, d) eigenvectors of A_c, in columns."""
     linear: Floats
     """(N, d) b_c."""
+
+
+class Spectra(_Spectra):
+    """Eigenvalues and eigenvectors of every client's Hessian, and the linear terms."""
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     @property
     def num_clients(self) -> int:
@@ -78,7 +81,7 @@ class Spectra(NamedTuple):
         """The number of coordinates of the model, d."""
         return int(self.values.shape[1])
 
-    @property
+    @cached_property
     def basis(self) -> Floats:
         """E (d, N d): all eigenvectors side by side."""
         return np.ascontiguousarray(np.swapaxes(self.vectors, 0, 1).reshape(self.dim, -1))
@@ -89,7 +92,7 @@ class Spectra(NamedTuple):
         product: Floats = (basis * (function.ravel() / self.num_clients)) @ basis.T
         return product
 
-    @property
+    @cached_property
     def optimum(self) -> Floats:
         """theta*, the minimiser of the mean loss."""
         mean = self.mean(self.values)
@@ -101,7 +104,7 @@ class Spectra(NamedTuple):
         best: Floats = np.linalg.solve(mean, self.linear.mean(axis=0))
         return best
 
-    @property
+    @cached_property
     def xi(self) -> Floats:
         """(N d,) xi_c* = -grad f_c(theta*), in the clients' own coordinates."""
         basis = self.basis
@@ -214,10 +217,14 @@ class LinearRound(NamedTuple):
     def forward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
         """Apply one round (F4) to r that sum to zero over clients."""
         start = self.basis.T @ u
-        z = self.basis @ (_times(self.upsilon, start) + _times(self.lag, r)) / self.num_clients
-        return u + self.form.server_lr * (z - u), self.centred(
-            _times(self.turn, start) + _times(self.keep, r)
-        )
+        ends = _times(self.upsilon, start) + _times(self.lag, r)
+        z = self.basis @ ends / self.num_clients
+        x = u + self.form.server_lr * (z - u)
+        if not self.form.memory:
+            return x, np.zeros_like(r)
+        if not self.form.at_x:  # option II: r is what the ends differ from their mean by
+            return x, ends - self.basis.T @ z
+        return x, self.centred(_times(self.turn, start) + _times(self.keep, r))
 
     def backward(self, u: Floats, r: Floats) -> tuple[Floats, Floats]:
         """Apply the transpose of `forward` to r that sum to zero over clients."""
