@@ -10,12 +10,14 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from fedscaffold.checks import InputError, shown
 from fedscaffold.cli.interrupts import exit_code_of, interruptible, message_of
 
 if TYPE_CHECKING:
+    import click
     import typer
 
 __all__ = ["main", "run_program"]
@@ -107,13 +109,8 @@ def _verbs() -> typer.Typer:
 
 def _run(name: str, load: Callable[[], typer.Typer]) -> int:
     import click
-    import typer
-    import typer.core
 
-    # we use no rich markup; where rich is installed, typer would still write \\[default: ...] for
-    # it
-    typer.core.HAS_RICH = False
-    command = typer.main.get_command(load())
+    command = _command(load())
     try:
         # not through its main(), which swallows KeyboardInterrupt
         with command.make_context(name, sys.argv[1:]) as context:
@@ -123,6 +120,18 @@ def _run(name: str, load: Callable[[], typer.Typer]) -> int:
     except click.ClickException as error:
         raise InputError(error.format_message().replace("\n", " ")) from None
     return code if isinstance(code, int) else 0
+
+
+@cache
+def _command(app: typer.Typer) -> click.Command:
+    """Return the parser of an application, made once for all commands that a process runs."""
+    import typer
+    import typer.core
+
+    # we use no rich markup; where rich is installed, typer would still write \\[default: ...] for
+    # it
+    typer.core.HAS_RICH = False
+    return typer.main.get_command(app)
 
 
 def _print_error(line: str, code: int) -> int:
