@@ -350,22 +350,20 @@ def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) ->
     compared = {
         verdict.name for verdict in judgement.verdicts if verdict.violation is not None
     } | failed
+    growths = {name: measures.growth(run) for name, run in runs.items()}
+    bounds = {name: rounding_bound(run) for name, run in runs.items()}
     ill = {
         id(case) for identity in IDENTITIES if identity.name in failed for case in identity.cases
     }
     wrong = {
         name
         for name, run in runs.items()
-        if id(FEDERATIONS[name]) in ill and gap(None, name, run) > rounding_bound(run)
+        if id(FEDERATIONS[name]) in ill and gap(None, name, run, growths[name]) > bounds[name]
     }
     likenesses = []
     for name in MISTAKES:
-        gaps = {federation: gap(name, federation, run) for federation, run in runs.items()}
-        same = frozenset(
-            federation
-            for federation, run in runs.items()
-            if gaps[federation] <= rounding_bound(run)
-        )
+        gaps = {where: gap(name, where, run, growths[where]) for where, run in runs.items()}
+        same = frozenset(where for where in runs if gaps[where] <= bounds[where])
         theirs = signatures()[name] & compared
         share = len(theirs & failed) / max(1, len(theirs | failed))
         apart = float(np.median([gaps[federation] for federation in wrong])) if wrong else 0.0
@@ -401,10 +399,11 @@ def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[s
     return said
 
 
-def gap(name: str | None, federation: str, run: Run) -> float:
+def gap(name: str | None, federation: str, run: Run, growth: Array) -> float:
     """Return the distance to a mistake's run; a mistake of None is a correct run.
 
-    c_i is made from gradients or from the move, whichever is closer.
+    It is relative to the growth of the run's numbers. c_i is made from gradients or from the move,
+    whichever is closer.
     """
     mistake, forms = right if name is None else MISTAKES[name], [False]
     if (
@@ -421,7 +420,7 @@ def gap(name: str | None, federation: str, run: Run) -> float:
             differences = [(one - other).reshape(len(one), -1) for one, other in pairs]
             if run.trace.buffers is not None and trace.buffers is not None:
                 differences.append(trace.buffers - run.trace.buffers)
-            gaps.append(scaled_difference(run, np.concatenate(differences, axis=1)))
+            gaps.append(measures.largest(np.concatenate(differences, axis=1) / growth[:, None]))
     return min(gaps)
 
 
