@@ -1,14 +1,15 @@
 """JAX's threads are chosen when a run begins, by the size of its local steps."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 
 SCRIPT = """
 import os
+os.environ.pop("PJRT_NPROC", None)
+os.environ.update({environment})
 import numpy as np
 import fedscaffold as fs
 
@@ -28,11 +29,8 @@ pytestmark = [
 
 
 def threads(rows=4, dim=3, before="", **environment):
-    script = SCRIPT.format(rows=rows, dim=dim, before=before)
-    clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=clean | environment, capture_output=True, text=True
-    )
+    script = SCRIPT.format(rows=rows, dim=dim, before=before, environment=environment)
+    done = forkserver.run(script)  # which starts no backend before it forks
     assert done.returncode == 0, done.stderr
     number, left = done.stdout.split()
     return int(number), left == "True"
