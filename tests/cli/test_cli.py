@@ -288,7 +288,9 @@ def test_a_missing_data_file_says_what_where_and_how():
 @pytest.mark.process
 def test_a_second_process_finds_the_compiled_program(tmp_path):
     """The first process writes every program that the second asks for: a miss would leave a file of its own."""
-    (tmp_path / "config.toml").write_text(CONFIG)
+    (tmp_path / "config.toml").write_text(
+        "rounds = 2\nproblem.dataset = 'quadratic'\nlocal.steps = 1"
+    )
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_COMPILATION_CACHE_DIR": ""}
     compiled = []
     for _ in range(2):
