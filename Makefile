@@ -8,18 +8,25 @@ ALONE := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PYTEST := $(ALONE) -n 3 --dist worksteal
 CODE := src papers tests tools examples benchmarks
 
-.PHONY: demo test quick soak lint papers bench tables architecture arguments docs clean
+.PHONY: demo test quick soak lint all-tests fast-tests papers bench tables architecture arguments docs clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/fedscaffold demo --out runs/demo
 
+# lint runs beside the tests: mypy is one long process, and would keep one core only
+test: $(READY)
+	@$(MAKE) --no-print-directory -j 2 lint all-tests
+
+quick: $(READY)
+	@$(MAKE) --no-print-directory -j 2 lint fast-tests
+
 # tests that failed are run once more, alone: the target fails if one of them fails again, or if anything else is wrong
-test: lint
+all-tests: $(READY)
 	@$(PYTEST) --cache-clear || { code=$$?; test $$code -eq 1 || exit $$code; \
 	  echo "Some tests failed: now each of them once more, alone. The target fails if one fails again."; \
 	  $(ALONE) --last-failed --last-failed-no-failures none; }
 
-quick: lint
+fast-tests: $(READY)
 	$(ALONE) -n 2 --dist worksteal --one-case -m "not slow and not process and not browser and not soak"
 
 soak: $(READY)
