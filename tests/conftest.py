@@ -63,7 +63,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if CACHE not in os.environ:  # workers inherit it
         os.environ[CACHE] = config.own_cache = tempfile.mkdtemp(prefix="fedscaffold-programs-")
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        # smaller programs are compiled again sooner than they are written and read
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 

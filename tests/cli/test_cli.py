@@ -291,7 +291,11 @@ def test_a_second_process_finds_the_compiled_program(tmp_path):
     (tmp_path / "config.toml").write_text(
         "rounds = 2\nproblem.dataset = 'quadratic'\nlocal.steps = 1"
     )
-    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_COMPILATION_CACHE_DIR": ""}
+    env = {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": "",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     compiled = []
     for _ in range(2):
         assert (

@@ -99,8 +99,9 @@ MODULES = {"exercise": "papers.exercises", "bench": "benchmarks", "papers": "pap
 
 @pytest.mark.process
 @pytest.mark.parametrize("verb", LONG)
-def test_every_long_verb_can_be_interrupted(verb, tmp_path):
-    for seconds in (0.2, 0.9):
+@pytest.mark.parametrize("moments", [(0.9,), pytest.param((0.2, 0.9, 2.0), marks=pytest.mark.soak)])
+def test_every_long_verb_can_be_interrupted(verb, moments, tmp_path):
+    for seconds in moments:
         module = MODULES.get(verb)
         start = BEGUN + f"from {module}.__main__ import main; main()" if module else START
         work = begun(tmp_path, *LONG[verb], start=start)

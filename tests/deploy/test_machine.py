@@ -199,7 +199,7 @@ class ClientMachine(Machine):
 
 
 LIMITS = limits(
-    max_examples=20,
+    max_examples=10,
     stateful_step_count=50,
     deadline=None,
     database=None,
@@ -213,6 +213,12 @@ TestServerKeeps = pytest.mark.slow(Machine.TestCase)
 TestServerKeeps.settings = LIMITS
 TestClientKeeps = pytest.mark.slow(ClientMachine.TestCase)
 TestClientKeeps.settings = LIMITS
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("machine", [Machine, ClientMachine])
+def test_many_more_orders(machine):
+    run_state_machine_as_test(machine, settings=limits(LIMITS, max_examples=100))
 
 
 def unscaled_join(algorithm, state, site, member):

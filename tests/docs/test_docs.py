@@ -58,12 +58,14 @@ LIMITS = {
 
 
 def shortened(words):
-    """The words of a comparison, with fewer rounds and seeds."""
-    limits = LIMITS if words[1:2] == ["compare"] else {}
-    return [
-        str(min(int(word), limits[last])) if last in limits else word
+    """The words of a comparison, with fewer rounds and seeds, in one process: `tests/grids` has several."""
+    if words[1:2] != ["compare"]:
+        return words
+    fewer = [
+        str(min(int(word), LIMITS[last])) if last in LIMITS else word
         for last, word in zip(["", *words[:-1]], words, strict=True)
     ]
+    return fewer if {"--workers", "--slurm"} & {*words} else [*fewer, "--workers", "1"]
 
 
 def blocks(page, language):

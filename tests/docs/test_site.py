@@ -377,6 +377,12 @@ def test_the_speed_page_is_the_benchmarks_own(pages):
     assert all(row in shown for row in rows)
 
 
+@pytest.fixture(scope="module")
+def package():
+    extension = griffe.load_extensions(docstrings.Docstrings)
+    return griffe.load("fedscaffold", search_paths=[ROOT / "src"], extensions=extension)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "listed"),
@@ -388,10 +394,8 @@ def test_the_speed_page_is_the_benchmarks_own(pages):
         ("FederatedRegressor", [*OWN_PARAMETERS, *RUN_PARAMETERS]),
     ],
 )
-def test_the_reference_lists_the_arguments_that_are_filled_in_at_run_time(name, listed):
+def test_the_reference_lists_the_arguments_that_are_filled_in_at_run_time(name, listed, package):
     live = getattr(fedscaffold, name)
-    extension = griffe.load_extensions(docstrings.Docstrings)
-    package = griffe.load("fedscaffold", search_paths=[ROOT / "src"], extensions=extension)
     seen = package[f"{live.__module__.removeprefix('fedscaffold.')}.{name}"]
     described = {
         one.name

@@ -1,6 +1,7 @@
 """States that a loss updates beside the gradient (running statistics): trained, averaged, kept and measured as written."""
 
 import operator
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from fedscaffold.checks import InputError
 pytestmark = pytest.mark.slow
 
 N, D, H = 4, 3, 5
-COUNTS = [12, 12, 12, 12]
-RAGGED = [7, 12, 9, 10]
+COUNTS = (12, 12, 12, 12)
+RAGGED = (7, 12, 9, 10)
 MOMENTUM = 0.8
 
 
@@ -68,6 +69,7 @@ def start():
     return {"mean": np.full(H, 0.3), "var": np.full(H, 2.0), "steps": np.array(0)}
 
 
+@cache
 def problem(counts=COUNTS, **more):
     return fs.Problem(loss, begun(), clients(counts), accuracy=score, state=start(), **more)
 

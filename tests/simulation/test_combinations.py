@@ -1,5 +1,6 @@
 """Arguments and algorithms in combination, each of which was once wrong in silence."""
 
+from functools import cache
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ def quadratic(**more):
     return fs.problems.quadratic(**{"num_clients": 4, "dim": 3, "mu": 0.1, "seed": 0} | more)
 
 
+@cache
 def regression(records=12):
     rng = np.random.default_rng(0)
     data = [(rng.normal(size=(records, 3)), rng.normal(size=records) + i) for i in range(4)]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from forked import codes_of
 
+from fedscaffold.algorithms import ALGORITHMS
 from fedscaffold.runs import read
 
 CASES = """
@@ -105,7 +106,7 @@ apart = {}
 hessians, linear = fs.problems.quadratic(num_clients=13, dim=5, mu=0.05, seed=0).records
 known = federation(hessians, linear, np.ones(5), rounds=3, steps=2, lr=0.1)
 QUIET = fs.problems.quadratic(hessians=hessians, linear=linear, x0=np.ones(5))
-for name in fs.algorithms.ALGORITHMS:
+for name in NAMES:
     base = {"rounds": 3, "local_steps": 2, "lr": 0.1, "precision": "float64", "metrics": ()}
     algorithm = fs.algorithms.make(name)
     two = fs.simulate(algorithm, QUIET, devices=2, **base).vector
@@ -207,10 +208,19 @@ def loaded(path):
         return dict(arrays)
 
 
-@pytest.fixture(scope="module")
-def devices(tmp_path_factory):
+# one of each kind of round: no memory, control variates, an exchange before the steps, a coin, personal models, compressed
+# messages; the others differ by formulas, which `tests/simulation/test_conforms.py` compares on one device
+KINDS = ["fedavg", "scaffold", "mime", "scaffnew", "ditto", "scafcom"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[KINDS, pytest.param(sorted(ALGORITHMS), marks=pytest.mark.soak)],
+    ids=["kinds", "all"],
+)
+def devices(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("devices")
-    return folder, forked(DEVICES, folder)[0]
+    return folder, forked(f"NAMES = {request.param}\n{DEVICES}", folder)[0]
 
 
 @pytest.mark.process
@@ -219,7 +229,7 @@ def test_two_and_four_devices_give_what_one_gives(devices):
     for number in range(5):
         agree(loaded(folder / f"many-{number}.npz"), loaded(folder / f"one-{number}.npz"))
     assert loaded(folder / "one-1.npz")["distance"][-1] <= 1.9  # it did end at its target
-    apart = loaded(folder / "apart.npz")  # of every registered algorithm: two devices, and NumPy
+    apart = loaded(folder / "apart.npz")  # of every algorithm: two devices, and NumPy
     assert {name: off for name, off in apart.items() if not off < 1e-12} == {}
     agree(loaded(folder / "resumed.npz"), loaded(folder / "one-0.npz"))
 

@@ -1,10 +1,10 @@
 """A run in a notebook: a table, axes and HTML that say what its history says; missing packages are named."""
 
 import re
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
+import forkserver
 import numpy as np
 import pytest
 
@@ -62,7 +62,7 @@ def test_html_has_the_last_values(run):
 def test_a_missing_package_is_named_in_one_line(package, call):
     code = f"import sys; sys.modules[{package!r}] = None\nimport numpy as np\n"
     code += f"from fedscaffold.simulation import notebook\nnotebook.{call}({{'round': np.arange(2), 'loss': np.zeros(2)}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forkserver.run(code)
     assert (
         f"InputError: run.{call}() needs {package.split('.')[0]}: pip install"
         in done.stderr.splitlines()[-1]

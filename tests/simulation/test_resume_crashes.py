@@ -125,7 +125,7 @@ def forked(script, folder, attempts):
     return codes_of(f"attempts = {attempts}\n" + FORKS + script, folder)
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(25, marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=[3, pytest.param(25, marks=pytest.mark.soak)])
 def command_line(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("command-line")
     return *forked(KILLS, folder, request.param), folder / "runs"
@@ -172,7 +172,8 @@ def bits(folder: Path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("attempts", [3, pytest.param(25, marks=pytest.mark.soak)])
+@pytest.mark.soak  # in short: the command line, killed above, commits and dies by the same signals
+@pytest.mark.parametrize("attempts", [3, 25])
 def test_a_soak_of_tiny_rounds_under_random_kills(attempts, tmp_path):
     codes, said = forked(SOAK, tmp_path, attempts)
     quiet, *kills, last = codes
