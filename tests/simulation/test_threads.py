@@ -1,4 +1,4 @@
-"""JAX's threads are chosen when a run begins, by the size of its local steps."""
+"""JAX starts with one thread, and blocks of large local steps have threads of their own."""
 
 import os
 from pathlib import Path
@@ -40,8 +40,12 @@ def test_small_steps_run_on_one_thread_and_the_environment_is_as_before():
     assert threads() == (1, False)
 
 
-def test_large_steps_run_on_all_threads():
-    assert threads(rows=2000, dim=100_000)[0] == os.cpu_count()
+def test_each_core_has_a_thread_of_its_own_for_blocks_of_large_steps():
+    assert threads(rows=2000, dim=100_000) == (1 + 2, False)
+
+
+def test_the_environment_limits_the_cores():
+    assert threads(rows=2000, dim=100_000, PJRT_NPROC="1") == (1 + 1, True)
 
 
 def test_the_environment_takes_precedence():

@@ -235,8 +235,10 @@ def _jax() -> Finding:
         return Finding(
             "JAX", "missing", "computes 0 + 1 + 2 + 3 wrong", "reinstall jax and jaxlib", True
         )
-    threads = os.environ.get("PJRT_NPROC") or f"{os.cpu_count()}, or 1 for small steps"
-    return Finding("JAX", "ok", f"devices: {devices}; threads: {threads}", "", True)
+    from fedscaffold.simulation.threads import threads
+
+    cores = f"{threads()} for large local steps, 1 for small ones"
+    return Finding("JAX", "ok", f"devices: {devices}; cores of a run: {cores}", "", True)
 
 
 def _data() -> Finding:

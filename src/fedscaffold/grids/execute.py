@@ -1,9 +1,9 @@
 """Run the cells of a grid: in this process, in worker processes, or by an executor.
 
-Every run computes with one thread, wherever it runs, so that results do not depend on the number of
-workers: bits depend on the number of threads. This process runs cells only if it has one thread
-itself, and only short ones, side by side with workers: that spares a small grid their start, and
-others one start and one compilation. Long runs are left to workers, whose death the grid survives.
+Every run computes on one core, wherever it runs, so that runs do not take cores from one another.
+This process runs cells only if it has one thread itself, and only short ones, side by side with
+workers: that spares a small grid their start, and the others one start and one compilation. Long
+runs are left to workers, whose death the grid survives.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from fedscaffold.grids.grid_run import GridRun
 from fedscaffold.grids.progress import GridProgress
 from fedscaffold.grids.store import CELLS, load
 from fedscaffold.grids.worker import Answer, error_line, run_cell, run_task
-from fedscaffold.grids.workers import Board, Crew, cores
+from fedscaffold.grids.workers import Board, Crew
 from fedscaffold.state.files import create, make_folder
+from fedscaffold.state.platforms import cores
 
 __all__ = ["run_cells"]
 

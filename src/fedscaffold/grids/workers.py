@@ -20,16 +20,9 @@ from typing import Any
 
 from fedscaffold.grids.worker import Answer, environment
 
-__all__ = ["Board", "Crew", "cores"]
+__all__ = ["Board", "Crew"]
 
 MAIN = "from fedscaffold.grids.worker import main; main()"
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Board:

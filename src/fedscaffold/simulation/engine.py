@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
+from fedscaffold.simulation.blocks import compile_blocks, compile_sweep
 from fedscaffold.simulation.checkpoint import Progress
 from fedscaffold.simulation.distributed import allreduce_min
 from fedscaffold.simulation.out_of_core import OutOfCoreClients
@@ -249,6 +250,8 @@ def _signature(arguments: Any) -> tuple[Any, Any]:
 def _compile(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
     """Compile the program for one spec and one signature; the state's buffers are donated."""
     arguments = jax.tree.unflatten(structure, leaves)
+    if spec.by_blocks:
+        return (compile_blocks if group is None else compile_sweep)(spec, *arguments)
 
     def swept(federation: Any, state: Any, draws: Any, *lengths: Any) -> Any:
         def one(run: Any) -> Any:

@@ -34,6 +34,7 @@ from fedscaffold.simulation.sampling import Drawer, most_steps
 from fedscaffold.simulation.sharding import Shards, make_shards
 from fedscaffold.simulation.spec import Federation, Spec, State
 from fedscaffold.simulation.spending import budget_of
+from fedscaffold.simulation.threads import HEAVY, choose_threads, client_operations
 
 __all__ = ["PreparedRun", "prepare"]
 
@@ -82,6 +83,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         raise InputError(f"problem must be a Problem, got {type(config.problem).__name__}")
     if config.algorithm.fit is not None:
         config = replace(config, algorithm=fitted(config.algorithm, config.problem.layout))
+    choose_threads()
     drawer = _make_drawer(config, seeds or (config.seed,))
     touched = resolve.footprint(config, drawer)
     block = resolve.block(config, drawer.size, touched)
@@ -96,6 +98,9 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
     if config.devices not in (None, 1):
         shards = make_shards(config, drawer.size, touched, block)
         spec = shards.spec(spec)
+    elif drawer.slots > block and jax.default_backend() == "cpu":
+        work = client_operations(config.problem, drawer.steps, drawer.batch)
+        spec = spec._replace(by_blocks=work >= HEAVY)
     rows = config.problem.num_clients if config.client_state == "array" else drawer.slots
     if shards is not None:
         rows = shards.own.stop - shards.own.start

@@ -31,7 +31,20 @@ from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Draws, Federation, Spec, State
 from fedscaffold.simulation.staleness import apply_policy, decay_memory, needs_refresh
 
-__all__ = ["Sums", "loop_length", "rounds", "select_cohort"]
+__all__ = [
+    "Sums",
+    "begin_round",
+    "client_tables",
+    "end_round",
+    "loop_length",
+    "read_clients",
+    "rounds",
+    "run_block",
+    "select_cohort",
+    "sum_gradients",
+    "trace_in_precision",
+    "write_rows",
+]
 
 
 class Sums(NamedTuple):
@@ -81,13 +94,19 @@ def rounds(
         The new state, and one row of metrics per round.
     """
     given = (federation, state, draws, number, every, start)
-    with jax.enable_x64(state.x.dtype == jnp.float64):
-        traced, shape = jax.make_jaxpr(partial(_loop, spec), return_shape=True)(*given)
-    # Trace here in the run's precision, but map over runs with x64 on: without it vmap would demote
-    # float64 to float32.
-    results = jaxpr_as_fun(traced)(*jax.tree.leaves(given))
-    outcome: tuple[State, Array] = jax.tree.unflatten(jax.tree.structure(shape), results)
+    outcome: tuple[State, Array] = trace_in_precision(state.x.dtype, partial(_loop, spec), given)
     return outcome
+
+
+def trace_in_precision(dtype: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """Call a function that is traced in the precision of a run, in a program with x64 enabled.
+
+    The program is transformed with x64 on: without it vmap would demote float64 to float32.
+    """
+    with jax.enable_x64(dtype == jnp.float64):
+        traced, shape = jax.make_jaxpr(function, return_shape=True)(*given)
+    results = jaxpr_as_fun(traced)(*jax.tree.leaves(given))
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
 def _loop(
@@ -118,19 +137,52 @@ def _round(
     spec: Spec, federation: Federation, state: State, draw: Draws, due: Array, never: Array
 ) -> tuple[State, Array]:
     """Run one round: the clients' local steps, the server's step, the metrics."""
-    if spec.policy.name != "keep":
-        state = apply_policy(spec, federation, state, len(draw.cohort))
-    old, work = state, select_cohort(spec, federation, state, draw)
+    state, work = begin_round(spec, federation, state, draw)
+    told = state
     if spec.algorithm.prepare is not None:
         mean = _mean_gradient(spec, federation, state, draw, work)
-        state = state._replace(server=spec.algorithm.prepare(state.server, mean))
-    clients, sums = _run_cohort(spec, federation, state, draw, work, never)
-    new, drift = _server_step(spec, old, state, draw.lr, sums)
-    new = new._replace(**clients._asdict(), round=state.round + ~state.done)
+        told = state._replace(server=spec.algorithm.prepare(state.server, mean))
+    clients, sums = _run_cohort(spec, federation, told, draw, work, never)
+    return end_round(spec, federation, state, told, draw, clients, sums, due)
+
+
+def begin_round(
+    spec: Spec, federation: Federation, state: State, draw: Draws
+) -> tuple[State, Work]:
+    """Apply the staleness policy and return the state and the work of the cohort."""
+    if spec.policy.name != "keep":
+        state = apply_policy(spec, federation, state, len(draw.cohort))
+    return state, select_cohort(spec, federation, state, draw)
+
+
+def end_round(
+    spec: Spec,
+    federation: Federation,
+    old: State,
+    told: State,
+    draw: Draws,
+    clients: ClientState,
+    sums: Sums,
+    due: Array,
+) -> tuple[State, Array]:
+    """Take the server's step and measure.
+
+    Args:
+        spec: Static description of the program.
+        federation: The clients' data.
+        old: The state before the round.
+        told: The same, with the server's record as the clients were sent it.
+        draw: Cohort and step size of the round.
+        clients: The new client tables.
+        sums: The sums over the cohort.
+        due: Whether to evaluate.
+    """
+    new, drift = _server_step(spec, old, told, draw.lr, sums)
+    new = new._replace(**clients._asdict(), round=told.round + ~told.done)
     if spec.ages:
-        new = new._replace(heard_at=_heard_at(spec, state, draw.cohort))
+        new = new._replace(heard_at=_heard_at(spec, told, draw.cohort))
     if _runs_to_the_end(spec):
-        new = _unless_done(state, new)
+        new = _unless_done(told, new)
     row, done = evaluate(spec, federation, new, drift.astype(new.x.dtype), due)
     return new._replace(done=new.done | done), row
 
@@ -250,20 +302,31 @@ def _mean_gradient(
 ) -> Array:
     """Return the weighted mean of the cohort's gradients at x."""
 
-    def one(work: Work) -> Array:
-        buffers = state.buffers
-        if spec.local_buffers:
-            buffers = jax.tree.map(lambda a: a[work.client], state.own_buffers)
-        return gradient_at_x(spec, federation, state.x, work, buffers)
-
     def block(total: Array, part: Work) -> Array:
-        return total + _weighted_sum(part.p, _map_clients(spec, one, part))
+        return total + sum_gradients(spec, federation, state, part)
 
     begin = jnp.zeros_like(state.x)
     total, heard = _fold_blocks(spec, federation, draw, block, begin, work), work.p.sum()
     if spec.mesh is not None:
         total, heard = sum_over_devices(spec, (total, heard))
     return total / jnp.where(heard > 0, heard, 1)
+
+
+def sum_gradients(spec: Spec, federation: Federation, state: State, work: Work) -> Array:
+    """Return the weighted sum of the gradients at x of a block of clients."""
+
+    def one(work: Work) -> Array:
+        buffers = state.buffers
+        if spec.local_buffers:
+            buffers = jax.tree.map(lambda a: a[work.client], state.own_buffers)
+        return gradient_at_x(spec, federation, state.x, work, buffers)
+
+    return _weighted_sum(work.p, _map_clients(spec, one, work))
+
+
+def client_tables(state: State) -> ClientState:
+    """Return the client tables of a state."""
+    return ClientState(*(getattr(state, name) for name in ClientState._fields))
 
 
 def _run_cohort(
@@ -275,26 +338,17 @@ def _run_cohort(
     tables in place, so a round costs O(S), not O(N). If all clients take part, their tables are
     replaced instead.
     """
-    run = partial(_run_block, spec, federation, state, draw, never)
-    tables = ClientState(*(getattr(state, name) for name in ClientState._fields))
-    begin = _zero_sums(spec, state)
-
-    def read(tables: ClientState, client: Array) -> tuple[ClientState, ClientState]:
-        """Return rows as they are stored, and at the start of this round."""
-        stored = old = _read_clients(spec, tables, client)
-        if spec.policy.rate is not None:
-            old = old._replace(memory=decay_memory(spec, state, old.memory, client, ahead=1))
-        return stored, old
-
+    run = partial(run_block, spec, federation, state, draw, never)
+    tables, begin = client_tables(state), _zero_sums(spec, state)
     if spec.everyone and spec.mesh is None:
-        stored, old = read(tables, work.client)
+        stored, old = read_clients(spec, state, tables, work.client)
         sums, new = jax.lax.scan(run, begin, _split_into_blocks(spec, (work, old)))
         rows = jax.tree.map(lambda a: a.reshape(len(work.p), *a.shape[2:]), new)
         return _unless_ended(spec, state, stored, rows), sums
 
     def turn(carry: tuple[ClientState, Sums], part: tuple[Work, Array]) -> Any:
         (tables, sums), (work, slots) = carry, part
-        stored, old = read(tables, work.client)
+        stored, old = read_clients(spec, state, tables, work.client)
         sums, rows = run(sums, (work, old))
         rows = _unless_ended(spec, state, stored, rows)
         return jax.tree.map(partial(write_rows, spec, slots), tables, rows), sums
@@ -329,28 +383,31 @@ def _fold_blocks(
     return jax.lax.fori_loop(0, -(-members // spec.block), one, begin)
 
 
-def _read_clients(spec: Spec, tables: ClientState, client: Array) -> ClientState:
-    """Return the rows of some clients as they are stored."""
-    if spec.everyone:
-        return tables
-    rows: ClientState = jax.tree.map(
-        lambda table: table.at[client].get(mode="promise_in_bounds"), tables
-    )
-    return rows
+def read_clients(
+    spec: Spec, state: State, tables: ClientState, client: Array
+) -> tuple[ClientState, ClientState]:
+    """Return the rows of some clients as they are stored, and at the start of this round."""
+    stored = tables
+    if not spec.everyone:
+        stored = jax.tree.map(lambda table: table.at[client].get(mode="promise_in_bounds"), tables)
+    if spec.policy.rate is None:
+        return stored, stored
+    memory = decay_memory(spec, state, stored.memory, client, ahead=1)
+    return stored, stored._replace(memory=memory)
 
 
-def _run_block(
+def run_block(
     spec: Spec,
     federation: Federation,
     state: State,
     draw: Draws,
     never: Array,
-    sums: Sums,
+    sums: Sums | None,
     part: tuple[Work, ClientState],
 ) -> tuple[Sums, ClientState]:
     """Run a block of clients; return the updated sums and the clients' new state.
 
-    `never` is false at run time, but unknown to the compiler.
+    Without `sums`, those of the block alone are returned. `never` is false at run time, but unknown to the compiler.
     """
     work, old = part
     # rows that are read again after others have been written would make XLA copy their table
@@ -386,7 +443,7 @@ def _run_block(
             rounded=_weighted_sum(p, rounded),
             buffers=buffers,
         )
-        return jax.tree.map(jnp.add, sums, added), held
+        return added if sums is None else jax.tree.map(jnp.add, sums, added), held
 
 
 def _compute_once(never: Array, arrays: Any) -> Any:

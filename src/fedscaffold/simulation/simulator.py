@@ -34,7 +34,6 @@ from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.result import Run, finish, history_of
 from fedscaffold.simulation.spec import State
 from fedscaffold.simulation.spending import Account, open_account, within_budget
-from fedscaffold.simulation.threads import choose_threads
 from fedscaffold.state.files import owned
 
 __all__ = ["Simulator", "simulate"]
@@ -84,8 +83,6 @@ class Simulator:
         self.config = config
         if config.client_state != "array":
             self.config = resolve_client_state(config)
-        if isinstance(config.problem, Problem):
-            choose_threads(config.problem, config.batch_size)
         with jax.enable_x64(self.config.precision == "float64"):
             self.ready = prepare(self.config)
 

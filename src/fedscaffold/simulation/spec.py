@@ -87,6 +87,8 @@ class Spec(NamedTuple):
     """How gradients are made private."""
     heavy: bool = False
     """A local step of one client fills the cache."""
+    by_blocks: bool = False
+    """Each block of clients is a program of its own, so that several cores share them."""
     local_buffers: bool = False
     """Each client keeps the state that the loss updates; otherwise it is averaged like the model.
     """

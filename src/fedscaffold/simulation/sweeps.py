@@ -26,7 +26,6 @@ from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.resolve import in_precision
 from fedscaffold.simulation.result import Run, finish
 from fedscaffold.simulation.spending import budget_of
-from fedscaffold.simulation.threads import choose_threads
 
 __all__ = ["Sweep", "sweep"]
 
@@ -97,8 +96,6 @@ def sweep(  # noqa: D417
         in_precision(steps, config.precision)
     runs = [[replace(config, lr=one, seed=seed) for seed in chosen] for one in steps]
     grid = [run for row in runs for run in row]
-    if isinstance(problem, Problem):
-        choose_threads(problem, config.batch_size)
     with jax.enable_x64(config.precision == "float64"):
         began = time.perf_counter()
         ready, group = _choose_group(prepare(config, [run.seed for run in grid]), len(grid))
@@ -151,5 +148,7 @@ def _choose_group(ready: PreparedRun, number: int) -> tuple[PreparedRun, int]:
     A divisor of their number that fits the cache, or 1.
     """
     group = max(g for g in range(1, min(number, ready.fitting) + 1) if number % g == 0)
-    group = group if group >= WORTHWHILE and not ready.spec.one_by_one else 1
+    group = (
+        group if group >= WORTHWHILE and not (ready.spec.one_by_one or ready.spec.by_blocks) else 1
+    )
     return ready._replace(spec=ready.spec._replace(side_by_side=group > 1)), group

@@ -18,13 +18,30 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["BINARY", "CLOSE", "NO_LINKS", "NO_WAITING", "lock", "make_private", "require", "sync"]
+__all__ = [
+    "BINARY",
+    "CLOSE",
+    "NO_LINKS",
+    "NO_WAITING",
+    "cores",
+    "lock",
+    "make_private",
+    "require",
+    "sync",
+]
 
 NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 NO_WAITING: int = getattr(os, "O_NONBLOCK", 0)
 CLOSE: int = getattr(os, "O_CLOEXEC", 0)
 BINARY: int = getattr(os, "O_BINARY", 0)
 LOCKED_BYTE = 1 << 30  # Windows locks ranges of bytes, also against reading: one that no file has
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def lock(fd: int) -> None:

@@ -1,0 +1,122 @@
+"""Blocks of clients on several cores: the same bits on any number of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedscaffold as fs
+from fedscaffold.simulation import blocks, program
+
+RNG = np.random.default_rng(0)
+
+
+def clients(counts):
+    return [(RNG.normal(size=(n, 6)), RNG.normal(size=n)) for n in counts]
+
+
+def loss(w, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2)
+
+
+START = {"a": RNG.normal(size=(6, 4)), "b": RNG.normal(size=4)}
+EQUAL = fs.Problem(loss, START, clients([12] * 9))
+UNEQUAL = fs.Problem(loss, START, clients([3, 12, 5, 9, 7, 12, 4, 10, 6]))
+COMMON = {"rounds": 3, "lr": 0.05, "block": 2, "progress": False}
+RUNS = {
+    "fedavg": (fs.fedavg(), EQUAL, {"local_steps": 2, "batch_size": 4, "cohort": 5}),
+    "scaffold": (fs.scaffold(), EQUAL, {"local_steps": 2, "batch_size": 4, "cohort": 5}),
+    "scaffold I": (fs.scaffold(option=1), UNEQUAL, {"local_steps": 2, "cohort": 6}),
+    "everyone": (fs.scaffold(), EQUAL, {"local_steps": 2, "block": 3}),
+    "epochs": (fs.scaffold(), UNEQUAL, {"local_epochs": 1, "batch_size": 4, "cohort": 5}),
+    "float64": (
+        fs.scaffold(),
+        UNEQUAL,
+        {"local_epochs": 1, "batch_size": 4, "cohort": 5, "precision": "float64"},
+    ),
+    "compressed": (
+        fs.scaffold(),
+        EQUAL,
+        {"local_steps": 2, "cohort": 5, "compression": "top_k:0.5"},
+    ),
+    "mime": (fs.mime(), UNEQUAL, {"local_steps": 2, "batch_size": 4, "cohort": 5}),
+    "decayed": (fs.scaffold(), EQUAL, {"local_steps": 2, "cohort": 5, "stale": "decay:0.9"}),
+    "metrics": (
+        fs.scaffold(),
+        UNEQUAL,
+        {"local_steps": 2, "cohort": 5, "metrics": ["loss", "grad_norm", "drift", "age"]},
+    ),
+}
+
+
+def arrays(run):
+    return jax.tree.leaves((run.x, run.server, run.clients, run.history))
+
+
+@pytest.fixture
+def heavy(monkeypatch):
+    monkeypatch.setattr(program, "HEAVY", 0)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_bits_do_not_depend_on_the_number_of_threads(name, heavy, monkeypatch):
+    algorithm, problem, arguments = RUNS[name]
+    simulator = fs.Simulator(algorithm, problem, **COMMON | arguments)
+    assert simulator.ready.spec.by_blocks
+    runs = []
+    for number in (1, 2, 3, 4):
+        monkeypatch.setattr(blocks, "threads", lambda number=number: number)
+        runs.append(simulator.run())
+    for other in runs[1:]:
+        for a, b in zip(arrays(runs[0]), arrays(other), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_parts_of_a_round_are_the_compiled_loop(name, monkeypatch):
+    algorithm, problem, arguments = RUNS[name]
+    exact = COMMON | arguments | {"precision": "float64"}
+    loop = fs.simulate(algorithm, problem, **exact)
+    monkeypatch.setattr(program, "HEAVY", 0)
+    parts = fs.simulate(algorithm, problem, **exact)
+    for a, b in zip(arrays(loop), arrays(parts), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sweep_has_the_bits_of_single_runs(heavy):
+    same = COMMON | {"local_steps": 2, "batch_size": 4, "cohort": 5}
+    del same["lr"]
+    swept = fs.sweep(fs.scaffold(), EQUAL, lr=[0.01, 0.05], seeds=2, **same)
+    for j, lr in enumerate((0.01, 0.05)):
+        for seed in (0, 1):
+            alone = fs.simulate(fs.scaffold(), EQUAL, lr=lr, seed=seed, **same)
+            np.testing.assert_array_equal(swept.runs[j][seed].vector, alone.vector)
+
+
+def test_clients_out_of_core_have_the_bits_of_those_in_memory(heavy):
+    same = COMMON | {"local_steps": 2, "batch_size": 4, "cohort": 5, "metrics": ["drift"]}
+    runs = [
+        fs.simulate(fs.scaffold(), UNEQUAL, client_state=where, **same)
+        for where in ("array", "sparse")
+    ]
+    np.testing.assert_array_equal(runs[0].vector, runs[1].vector)
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(heavy, tmp_path, monkeypatch):
+    same = COMMON | {"local_steps": 2, "batch_size": 4, "cohort": 5}
+    whole = fs.simulate(fs.scaffold(), EQUAL, **same)
+    for rounds, number in ((2, 1), (3, 4)):
+        monkeypatch.setattr(blocks, "threads", lambda number=number: number)
+        run = fs.simulate(
+            fs.scaffold(), EQUAL, **same | {"rounds": rounds, "checkpoint": tmp_path / "run"}
+        )
+    np.testing.assert_array_equal(whole.vector, run.vector)
+
+
+def test_a_run_ends_at_the_round_that_diverges(heavy):
+    run = fs.simulate(
+        fs.fedavg(), EQUAL, **COMMON | {"lr": 1e30, "rounds": 20}, local_steps=3, cohort=4
+    )
+    assert run.diverged_at is not None
+    assert len(run.history["loss"]) == run.diverged_at < 20
