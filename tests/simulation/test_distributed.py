@@ -186,6 +186,17 @@ codes.append(all_ended(*team(2, "resume", "runs/copy", "--rounds", "500")))
 codes.append(all_ended(*team(2, "run", "first.toml", "--fresh", each=lambda i: ("--set", f"local.lr=0.{i + 1}"))))
 codes.append(all_ended(command("run", "first.toml", "--coordinator", address(), "--processes", "2", "--process-id", "1",
                                "--deadline", "2")))
+
+def task(i, host, port):
+    def work():
+        os.environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": host, "SLURM_NTASKS": "2",
+                       "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "JAX_COORDINATOR_PORT": port}
+        sys.argv = ["fedscaffold", "run", "first.toml", "--set", "output.dir=runs/slurm", "--deadline", "40"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            main()
+    return child(work)
+
+codes.append(all_ended(*[task(i, *at) for at in [address().split(":")] for i in range(2)]))
 """
 
 
@@ -313,7 +324,7 @@ def test_any_number_of_processes_goes_on_from_the_last_common_checkpoint(killed)
 
 @pytest.mark.process
 def test_mistakes_at_the_start_are_one_line(killed):
-    (*_, differ, alone), said, _ = killed
+    (*_, differ, alone, _), said, _ = killed
     assert differ == [2, 2], said
     assert (
         said.count("process 1 was asked for another run than process 0 (local.lr: was 0.1, is 0.2)")
@@ -321,6 +332,51 @@ def test_mistakes_at_the_start_are_one_line(killed):
     )
     assert alone == [2], said
     assert "within 2 s (Connection refused): start process 0 there" in said
+
+
+@pytest.mark.process
+def test_processes_of_a_slurm_job_find_one_another_without_flags(killed):
+    (*_, slurm), said, runs = killed
+    assert slurm == [0, 0], said
+    assert bits(runs / "slurm") == bits(runs / "quiet")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (
+            {
+                "SLURM_JOB_ID": "4097",
+                "SLURM_STEP_NODELIST": "node[003-010]",
+                "SLURM_NTASKS": "8",
+                "SLURM_PROCID": "5",
+                "SLURM_LOCALID": "0",
+            },
+            ("node003:61441", 8, 5),
+        ),
+        (
+            {
+                "OMPI_MCA_orte_hnp_uri": "8192.0;tcp://10.96.0.1,10.148.0.1:34911",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            },
+            ("10.96.0.1:61442", 2, 1),
+        ),
+    ],
+)
+def test_a_cluster_is_read_from_the_environment(given, found, monkeypatch):
+    from fedscaffold.cli.multi_process import team_of
+
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    team = team_of()
+    assert (team.coordinator, team.processes, team.process_id) == found
+    alone = team_of(processes=1)
+    assert (alone.coordinator, alone.processes) == (None, 1)
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert team_of().processes == 1
 
 
 def test_a_checkpoint_names_its_parts_and_cannot_lead_elsewhere(tmp_path):

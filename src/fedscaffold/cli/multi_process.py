@@ -27,6 +27,8 @@ from fedscaffold.state.platforms import require
 __all__ = ["SINGLE_PROCESS", "Team", "process_options", "run_supervised", "team_of"]
 
 LOST = 3  # exit code if another process of the run is gone
+# of which one is set in each process that SLURM's srun or Open MPI's mpirun starts
+CLUSTERS = "SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri"
 REPORTED = "."  # the child has printed how it ended
 
 
@@ -87,7 +89,13 @@ def team_of(
             "--coordinator", metavar="HOST:PORT", help="Several processes: where process 0 listens."
         ),
     ] = None,
-    processes: Annotated[int, typer.Option("--processes", help="Several processes: how many.")] = 1,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            help="Several processes: how many; by default those of the SLURM or Open MPI job.",
+        ),
+    ] = None,
     process_id: Annotated[
         int | None,
         typer.Option("--process-id", help="Several processes: which one this is, from 0."),
@@ -109,8 +117,10 @@ def team_of(
     from fedscaffold import checks
 
     checks.whole("--devices", devices)
-    checks.whole("--processes", processes)
     checks.whole("--deadline", deadline, at_least=2)
+    if coordinator is None and processes is None and process_id is None:
+        coordinator, processes, process_id = _detect_cluster()
+    processes = 1 if processes is None else checks.whole("--processes", processes)
     given = (coordinator is not None, processes > 1, process_id is not None)
     if any(given) and not all(given):
         raise InputError(
@@ -121,6 +131,15 @@ def team_of(
     if process_id is not None:
         checks.whole("--process-id", process_id, at_least=0, at_most=processes - 1)
     return Team(devices, coordinator, processes, process_id or 0, deadline)
+
+
+def _detect_cluster() -> tuple[str | None, int | None, int | None]:
+    """Return the coordinator, the number of processes and this one's, if a cluster started them."""
+    if not any(name in os.environ for name in CLUSTERS):
+        return None, None, None
+    from fedscaffold.simulation.distributed import detect_cluster
+
+    return detect_cluster() or (None, None, None)
 
 
 def process_options(verb: Callable[..., int]) -> Callable[..., int]:
@@ -222,8 +241,7 @@ def _refuse_start(team: Team, lines: str) -> None:
     if "CoordinationService/RegisterTask" in lines:
         raise InputError(
             f"not all of the {team.processes} processes came within {team.deadline} s: start each "
-            "with the same "
-            "--coordinator and --processes"
+            "with the same --coordinator and --processes, or one alone with --processes 1"
         )
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "allreduce_max",
     "allreduce_min",
     "check_same_run",
+    "detect_cluster",
     "detect_lost_processes",
     "join",
     "leave",
@@ -188,17 +189,36 @@ def check_same_run(facts: dict[str, Any]) -> None:
     )
 
 
+def detect_cluster() -> tuple[str, int, int] | None:
+    """Return what SLURM or Open MPI say of a run, as JAX reads it from the environment.
+
+    Returns:
+        HOST:PORT of process 0, the number of processes, and the number of this one; None if neither
+        of the two has started this process, or no other beside it.
+    """
+    from jax._src import clusters
+
+    known = clusters.SlurmCluster, clusters.OmpiCluster
+    here = next((cluster for cluster in known if cluster.is_env_present()), None)
+    if here is None or here.get_process_count() == 1:
+        return None
+    port = os.environ.get("JAX_COORDINATOR_PORT")
+    address = here.get_coordinator_address(None, port)
+    return address, here.get_process_count(), here.get_process_id()
+
+
 def join(
-    coordinator: str | None,
-    processes: int = 1,
-    process_id: int = 0,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
     *,
     devices: int = 1,
     deadline: int = 60,
 ) -> None:
     """Join a simulation on several processes; call this before JAX starts.
 
-    Then call `simulate(..., devices=processes * devices)` in all of them.
+    Then call `simulate(..., devices=processes * devices)` in all of them. Without the first three
+    arguments, processes that SLURM or Open MPI have started find one another.
 
     Args:
         coordinator: HOST:PORT at which process 0 listens, reachable by the others.
@@ -217,7 +237,10 @@ def join(
     fedscaffold.checks.InputError: process_id must be a whole number of at least 0 and at most 1,
         got 2
     """
-    checks.whole("processes", processes)
+    if coordinator is None and processes is None and process_id is None:
+        coordinator, processes, process_id = detect_cluster() or (None, 1, 0)
+    processes = 1 if processes is None else checks.whole("processes", processes)
+    process_id = 0 if process_id is None else process_id
     checks.whole("process_id", process_id, at_least=0, at_most=processes - 1)
     try:
         jax.config.update("jax_num_cpu_devices", checks.whole("devices", devices))
