@@ -8,6 +8,7 @@ steps, and what a sweep costs.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 from benchmarks.machine import gemm_flops, sgemm_rate
 from benchmarks.networks import NETWORKS
-from benchmarks.workloads import WORKLOADS, num_steps
+from benchmarks.workloads import WORKLOADS, Workload, num_steps
 from fedscaffold import checks
 
 __all__ = ["everything", "lines"]
@@ -26,6 +27,7 @@ REPEAT = {
     "batched": 3,
     "tight": 3,
     "tutorial": 2,
+    "vectorised": 2,
 }  # ours runs twice: about as many tries for everybody
 PRECISIONS = ("float32", "float64")
 SWEEPS: dict[str, dict[str, Any]] = {
@@ -38,6 +40,7 @@ THREADS = {
     "tight": (1, 2),
     "batched": (1, 2),
 }  # 0: torch's own choice, the tutorial's too
+CORES = (1, 2)
 GROWTH: dict[str, list[dict[str, Any]]] = {
     "W1 clients N": [{"workload": "W1", "clients": n} for n in (50, 500, 5000)],
     "W1 cohort S": [{"workload": "W1", "replace": {"cohort": s}} for s in (5, 10, 20, 40)],
@@ -80,30 +83,67 @@ def everything(only: str | None, growth: bool, tell: Tell) -> dict[str, Any]:
 
 def _side_by_side(name: str, sgemm: float, tell: Tell) -> dict[str, Any]:
     workload = WORKLOADS[name.lower()]()
-    steps = num_steps(workload)
-    loops = (
-        ("tutorial",) if workload.model in NETWORKS else RIVALS
-    )  # the others have their backward pass by hand
+    if workload.model in NETWORKS:  # the other loops have their backward pass by hand
+        return _networks(name, workload, sgemm, tell)
     ours = _best(name, "ours", 1, tell)
     rivals = {
-        loop: min((_best(name, loop, t, tell) for t in THREADS[loop]), key=_cpu) for loop in loops
+        loop: min((_best(name, loop, t, tell) for t in THREADS[loop]), key=_cpu) for loop in RIVALS
     }
     alone = _best(name, "tutorial", 1, tell)
     again = _best(
         name, "ours", 1, tell
     )  # before and after the rivals: the machine may have changed under them
-    best = min(ours, again, key=_cpu)
+    return {
+        **_summary([ours, again], workload, sgemm),
+        **_ratios(rivals, min(ours, again, key=_cpu)),
+        "ratio_tutorial_one_thread": alone["cpu"] / min(ours["cpu"], again["cpu"]),
+    }
+
+
+def _networks(name: str, workload: Workload, sgemm: float, tell: Tell) -> dict[str, Any]:
+    """Ours beside the plain torch loop and torch.func, on one core and on two."""
+    table = {
+        f"{loop}, {cores} core{'s' * (cores > 1)}": _best(name, loop, cores, tell)
+        for loop in ("ours", "tutorial", "vectorised")
+        for cores in CORES
+    }
+    table["ours, 1 core, again"] = _best(name, "ours", 1, tell)
+    ran = {title: one for title, one in table.items() if "failed" not in one}
+    rivals = {
+        loop: min((one for title, one in ran.items() if title.startswith(loop)), key=_cpu)
+        for loop in ("tutorial", "vectorised")
+        if any(title.startswith(loop) for title in ran)
+    }
+    own = [one for title, one in ran.items() if title.startswith("ours, 1")]
+    return {
+        **_summary(own, workload, sgemm),
+        **_ratios(rivals, min(own, key=_cpu)),
+        "ratio_tutorial_one_thread": ran["tutorial, 1 core"]["cpu"] / min(map(_cpu, own)),
+        "prepare_cpu_seconds": max(one["prepare"] for one in own),
+        "contestants": {
+            title: {key: one[key] for key in ("cpu", "wall", "failed") if key in one}
+            for title, one in table.items()
+        },
+    }
+
+
+def _summary(own: list[dict[str, Any]], workload: Workload, sgemm: float) -> dict[str, Any]:
+    best = min(own, key=_cpu)
     return {
         "cpu_seconds": best["cpu"],
         "wall_seconds": best["wall"],
-        "compile_seconds": max(ours["compile"], again["compile"]),
-        "compile_seconds_cached": min(ours["compile"], again["compile"]),
-        "client_steps_per_second": steps / best["cpu"],
+        "compile_seconds": max(one["compile"] for one in own),
+        "compile_seconds_cached": min(one["compile"] for one in own),
+        "client_steps_per_second": num_steps(workload) / best["cpu"],
         "sgemm_fraction": gemm_flops(workload) / best["cpu"] / (sgemm * 1e9),
         "residual": best["residual"],
-        **{f"{loop}_cpu_seconds": rivals[loop]["cpu"] for loop in loops},
-        **{f"ratio_{loop}": rivals[loop]["cpu"] / best["cpu"] for loop in loops},
-        "ratio_tutorial_one_thread": alone["cpu"] / best["cpu"],
+    }
+
+
+def _ratios(rivals: dict[str, dict[str, Any]], best: dict[str, Any]) -> dict[str, float]:
+    """The rivals' CPU time, and over ours."""
+    return {f"{loop}_cpu_seconds": one["cpu"] for loop, one in rivals.items()} | {
+        f"ratio_{loop}": one["cpu"] / best["cpu"] for loop, one in rivals.items()
     }
 
 
@@ -116,19 +156,27 @@ def _best(name: str, contestant: str, threads: int, tell: Tell, **task: Any) -> 
     result = _worked(
         workload=name, contestant=contestant, threads=threads, repeat=REPEAT[contestant], **task
     )
-    result |= {"cpu": min(result["cpu"]), "wall": min(result["wall"])}
     told = "default threads" if threads == 0 else f"{threads} thread{'s' * (threads > 1)}"
-    tell(f"{name} {contestant} ({told}): {result['cpu']:.3f} s CPU")
+    if "failed" in result:
+        tell(f"{name} {contestant} ({told}): {result['failed']}")
+        return result
+    result |= {"cpu": min(result["cpu"]), "wall": min(result["wall"])}
+    tell(f"{name} {contestant} ({told}): {result['cpu']:.3f} s CPU, {result['wall']:.3f} s wall")
     return result
 
 
 def _worked(**task: Any) -> dict[str, Any]:
-    """What a worker process says of a task."""
+    """What a worker process says of a task.
+
+    Our threads are given by PJRT_NPROC for two; one is what a run of these sizes chooses.
+    """
+    variables = {"PJRT_NPROC": str(task["threads"])} if task.get("threads", 1) > 1 else {}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.worker", json.dumps(task)],
         capture_output=True,
         text=True,
         check=False,
+        env=os.environ | variables,
     )
     if done.returncode:
         raise RuntimeError(f"{task} failed: {done.stderr.strip().splitlines()[-1]}")
@@ -173,6 +221,16 @@ def _grown(title: str, tasks: list[dict[str, Any]], tell: Tell) -> list[dict[str
     return rows
 
 
+def _contestant(title: str, one: dict[str, Any]) -> str:
+    """A line for a contestant.
+
+    >>> _contestant("tutorial, 2 cores", {"cpu": 5.5, "wall": 3.0})
+    '    tutorial, 2 cores      CPU   5.500 s  wall   3.000 s'
+    """
+    said = one.get("failed") or f"CPU {one['cpu']:7.3f} s  wall {one['wall']:7.3f} s"
+    return f"    {title:<22} {said}"
+
+
 def lines(answer: dict[str, Any]) -> list[str]:
     """The answer as lines of text.
 
@@ -192,10 +250,11 @@ def lines(answer: dict[str, Any]) -> list[str]:
                 "thread)"
                 + "".join(
                     f", {row['ratio_' + loop]:.1f}x the {loop} one"
-                    for loop in RIVALS[1:]
+                    for loop in (*RIVALS[1:], "vectorised")
                     if "ratio_" + loop in row
                 )
             )
+            out += [_contestant(title, one) for title, one in row.get("contestants", {}).items()]
     for title, rows in answer.get("growth", {}).items():
         out.append(title)
         out += [

@@ -9,7 +9,15 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from benchmarks import machine, measure, networks, torch_loops, torch_tight, workloads  # noqa: E402
+from benchmarks import (  # noqa: E402
+    machine,
+    measure,
+    networks,
+    torch_func,
+    torch_loops,
+    torch_tight,
+    workloads,
+)
 from benchmarks.workloads import L2, Workload, initial, sampled, widths  # noqa: E402
 from fedscaffold.checks import InputError  # noqa: E402
 
@@ -118,6 +126,16 @@ def test_tight_loop_is_scaffold(model):
     result = torch_tight.tight(workload, ROUNDS, SEED, 1, cohorts, draws)
     assert_same_model(result.x, reference(workload, cohorts, draws))
     assert result.residual < 100 * EPS
+
+
+@pytest.mark.parametrize("local_steps", [5, 0])
+def test_vectorised_loop_is_scaffold(local_steps):
+    workload = small("mlp", 6)._replace(local_steps=local_steps)
+    expected = torch_loops.tutorial(workload, ROUNDS, SEED, 1)
+    result = torch_func.vectorised(workload, ROUNDS, SEED, 1)
+    assert_same_model(result.x, expected.x)
+    assert result.residual < 100 * EPS
+    assert result.client_steps == expected.client_steps
 
 
 def test_all_loops_draw_the_same_rounds_from_a_seed():
