@@ -81,6 +81,12 @@ OTHER_NAME = {
     "erfc": lambda x: lax.erfc(_floating(x)),
     "erfinv": lambda x: lax.erf_inv(_floating(x)),
     "lgamma": lambda x: lax.lgamma(_floating(x)),
+    "digamma": lambda x: lax.digamma(_floating(x)),
+    "hypot": jnp.hypot,
+    "copysign": jnp.copysign,
+    "fmax": jnp.fmax,
+    "fmin": jnp.fmin,
+    "linalg_matrix_exp": lambda x: jax.scipy.linalg.expm(x),
     "reciprocal": lambda x: 1 / x,
     "round": lambda x, *, decimals=0: jnp.round(x, decimals),
 }
@@ -148,6 +154,13 @@ def _pow(a: Array, b: Any) -> Array:
 def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
     x = x if low is None else jnp.where(x < low, low, x)
     return x if high is None else jnp.where(x > high, high, x)
+
+
+@operator("hardsigmoid")
+def _hardsigmoid(x: Array) -> Array:
+    inner = jnp.where((x > -3) & (x < 3), x, lax.stop_gradient(jnp.clip(x, -3, 3)))
+    sixth = jnp.asarray(np.float32(1) / np.float32(6), x.dtype)  # torch's slope in any precision
+    return lax.stop_gradient((inner + 3) / 6 - inner * sixth) + inner * sixth
 
 
 @operator("leaky_relu")
@@ -375,12 +388,31 @@ def _cumprod(x: Array, dim: int, **_: Any) -> Array:
     return jnp.cumprod(x, dim)
 
 
+@operator("logcumsumexp")
+def _logcumsumexp(x: Array, dim: int) -> Array:
+    return lax.cumlogsumexp(x, dim % x.ndim) if jnp.ndim(x) else x
+
+
 @operator("sort")
 def _sort(
     x: Array, dim: int = -1, descending: bool = False, *, stable: Any = None
 ) -> tuple[Array, Array]:
     order = jnp.argsort(x, axis=dim, descending=descending)
     return jnp.take_along_axis(x, order, dim), order
+
+
+@operator("kthvalue")
+def _kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    found = [lax.slice_in_dim(one, k - 1, k, axis=dim % x.ndim) for one in _sort(x, dim)]
+    value, place = found if keepdim else [one.squeeze(dim) for one in found]
+    return value, place
+
+
+@operator("median")
+def _median(x: Array, dim: int | None = None, keepdim: bool = False) -> Any:
+    if dim is None:
+        return _kthvalue(x.reshape(-1), (x.size + 1) // 2)[0]
+    return _kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
 
 
 @operator("topk")
@@ -512,6 +544,13 @@ def _slice(x: Array, dim: int = 0, start: Any = None, end: Any = None, step: int
     return x[_window(x, dim, start, end, step)]
 
 
+@operator("unfold")
+def _unfold(x: Array, dim: int, size: int, step: int) -> Array:
+    dim %= x.ndim
+    starts = np.arange(0, x.shape[dim] - size + 1, step)
+    return jnp.moveaxis(jnp.take(x, starts[:, None] + np.arange(size), dim), dim + 1, -1)
+
+
 @operator("slice_scatter")
 def _slice_scatter(
     x: Array, source: Array, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
@@ -585,6 +624,38 @@ def _embedding(
         if padding < 0
         else jnp.where((index == padding)[..., None], lax.stop_gradient(rows), rows)
     )
+
+
+@operator("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(
+    weight: Array,
+    index: Array,
+    offsets: Array,
+    by_frequency: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    weights: Array | None = None,
+    last_offset: bool = False,
+    padding: int = -1,
+) -> tuple[Array, None, None, None]:
+    """Embeddings summed (mode 0), averaged (1) or maximised (2) over bags that begin at offsets."""
+    if by_frequency:
+        raise Unsupported("with scale_grad_by_freq=True")
+    bags = len(offsets) - bool(last_offset)
+    bag = jnp.searchsorted(offsets[:bags], jnp.arange(len(index)), side="right") - 1
+    rows = jnp.take(weight, _outside(index, weight.shape[0]), 0, mode="fill")
+    rows = rows if weights is None else rows * weights[:, None]
+    real = (index != padding)[:, None] if padding >= 0 else jnp.ones((len(index), 1), bool)
+
+    def total(values: Array) -> Array:
+        return jax.ops.segment_sum(values, bag, bags)
+
+    if mode == 2:
+        fixed = lax.stop_gradient(jnp.where(real, rows, -jnp.inf))
+        real = real & (fixed == jax.ops.segment_max(fixed, bag, bags)[bag])
+    kept = total(jnp.where(real, rows, 0))
+    counts = total(real.astype(rows.dtype))
+    return (kept / jnp.maximum(counts, 1) if mode else kept), None, None, None
 
 
 def _places(indices: Sequence[Array | None]) -> tuple[Any, ...]:
@@ -677,6 +748,15 @@ def _attention(
         )
     weights, _ = _dropout(_safe_softmax(scores, -1), dropout, True, key=key)
     return weights @ value, None
+
+
+@operator("_trilinear")
+def _trilinear(
+    a: Array, b: Array, c: Array, new_a: Any, new_b: Any, new_c: Any, summed: Any, *_: Any
+) -> Array:
+    """The product of three arrays that get new axes, summed over some of them."""
+    product = jnp.expand_dims(a, new_a) * jnp.expand_dims(b, new_b) * jnp.expand_dims(c, new_c)
+    return product.sum(tuple(summed))
 
 
 @operator("_cdist_forward")

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from fedscaffold.problems.aten import OPERATORS, Unsupported, operator
+from fedscaffold.problems.aten import OPERATORS, operator
 
 __all__: list[str] = []
 
@@ -363,17 +363,22 @@ def _bilinear(x: Array, size: Any, align_corners: bool, factors: Any = None) -> 
 
 
 def _lstm_cell(
-    state: tuple[Array, Array], gates: Array, weight: Array, bias: Any
+    state: tuple[Array, Array], gates: Array, weights: Sequence[Array], bias: Any
 ) -> tuple[Any, Array]:
     h, c = state
+    weight, *projection = weights
     i, f, g, o = jnp.split(gates + h @ weight.T + bias, 4, -1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    for one in projection:
+        h = h @ one.T
     return (h, c), h
 
 
-def _gru_cell(state: tuple[Array], gates: Array, weight: Array, bias: Any) -> tuple[Any, Array]:
-    (h,) = state
+def _gru_cell(
+    state: tuple[Array], gates: Array, weights: Sequence[Array], bias: Any
+) -> tuple[Any, Array]:
+    (h,), (weight,) = state, weights
     reset, update, new = jnp.split(gates, 3, -1)
     own_reset, own_update, own_new = jnp.split(h @ weight.T + bias, 3, -1)
     z = jax.nn.sigmoid(update + own_update)
@@ -382,8 +387,10 @@ def _gru_cell(state: tuple[Array], gates: Array, weight: Array, bias: Any) -> tu
 
 
 def _plain_cell(activation: Callable[[Array], Array]) -> Callable[..., Any]:
-    def cell(state: tuple[Array], gates: Array, weight: Array, bias: Any) -> tuple[Any, Array]:
-        h = activation(gates + state[0] @ weight.T + bias)
+    def cell(
+        state: tuple[Array], gates: Array, weights: Sequence[Array], bias: Any
+    ) -> tuple[Any, Array]:
+        h = activation(gates + state[0] @ weights[0].T + bias)
         return (h,), h
 
     return cell
@@ -409,9 +416,8 @@ def _recurrent(cell: Callable[..., Any]) -> Callable[..., Any]:
         key: Array = None,
     ) -> Any:
         states = tuple(states) if isinstance(states, (list, tuple)) else (states,)
-        ways, number = (2 if bidirectional else 1), (4 if has_biases else 2)
-        if len(weights) != layers * ways * number:
-            raise Unsupported("with proj_size")
+        ways = 2 if bidirectional else 1
+        number = len(weights) // (layers * ways)  # and one more if an LSTM projects its state
         x = jnp.swapaxes(x, 0, 1) if batch_first else x
         ends: list[Any] = []
         for layer in range(layers):
@@ -422,11 +428,12 @@ def _recurrent(cell: Callable[..., Any]) -> Callable[..., Any]:
             found = []
             for way in range(ways):
                 place = layer * ways + way
-                from_input, from_state, *biases = weights[place * number : (place + 1) * number]
-                first, second = biases or (0.0, 0.0)
+                from_input, from_state, *more = weights[place * number : (place + 1) * number]
+                first, second = more[:2] if has_biases else (0.0, 0.0)
+                held = [from_state, *more[2 if has_biases else 0 :]]
                 gates = x @ from_input.T + first
 
-                def step(state: Any, now: Array, w: Array = from_state, b: Any = second) -> Any:
+                def step(state: Any, now: Array, w: Any = held, b: Any = second) -> Any:
                     return cell(state, now, w, b)
 
                 end, path = lax.scan(step, tuple(s[place] for s in states), gates, reverse=way == 1)

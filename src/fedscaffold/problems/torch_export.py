@@ -16,10 +16,14 @@ import contextlib
 import copy
 import io
 import logging
+import math
 import re
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -128,6 +132,30 @@ class Graph:
     def random(self) -> bool:
         """Whether the function may draw random numbers."""
         return any(node.random for node in self.nodes)
+
+    def in_double(self) -> Graph:
+        """Return the graph with double precision wherever it has single precision."""
+
+        def widened(value: Any) -> Any:
+            if isinstance(value, (Precision, Result)):
+                return type(value)(value[0].replace("float32", "float64"), *value[1:])
+            if isinstance(value, (list, tuple)) and not isinstance(value, Reference):
+                return type(value)(map(widened, value))
+            return value
+
+        nodes = tuple(
+            node._replace(
+                args=widened(node.args),
+                by_name={name: widened(value) for name, value in node.by_name.items()},
+                results=widened(node.results),
+            )
+            for node in self.nodes
+        )
+        constants = {
+            at: value.astype(np.float64) if value.dtype == np.float32 else value
+            for at, value in self.constants.items()
+        }
+        return replace(self, nodes=nodes, constants=constants)
 
     def __call__(
         self, arrays: Mapping[str, Array], leaves: Sequence[Array], key: Array | None
@@ -264,11 +292,14 @@ class TracedFunction:
         leaves = jax.tree.leaves(batch)
         precision = str(jnp.result_type(*arrays.values()))
         graph = self.graph(precision, train, [jnp.shape(leaf) for leaf in leaves])
-        held = {
+        return graph(self.held(precision) | dict(buffers or {}) | dict(arrays), leaves, key)
+
+    def held(self, precision: str) -> dict[str, Array]:
+        """Return frozen parameters and buffers by name, in a precision."""
+        return {
             n: jnp.asarray(a, _dtype(precision if a.dtype.kind == "f" else a.dtype))
             for n, a in self.constants.items()
         }
-        return graph(held | dict(buffers or {}) | dict(arrays), leaves, key)
 
     def graph(self, precision: str, train: bool, shapes: Sequence[tuple[int, ...]]) -> Graph:
         """Return the graph for batches of these shapes, made on first use."""
@@ -339,8 +370,8 @@ class TracedFunction:
                     "batch_size that leaves no last batch of one, or draw='replacement'"
                 ) from error
             raise InputError(
-                f"torch.export cannot record {self.name}(module, batch): {first_line(error)}; "
-                f"{WAY_OUT}"
+                f"torch.export cannot record {self.name}(module, batch){_raised_at(error)}: "
+                f"{_cause(error)}; {WAY_OUT}"
             ) from error
 
     def _occurs(self, leaf: int, number: int) -> bool:
@@ -384,7 +415,8 @@ def _whole(structure: Any, module: Module, function: Callable[[Module, Any], Any
             self.module = module
 
         def forward(self, leaves: Any) -> Any:
-            value = function(self.module, jax.tree.unflatten(structure, leaves))
+            with _unchecked():
+                value = function(self.module, jax.tree.unflatten(structure, leaves))
             if value is None:
                 raise InputError(
                     "a loss that skips batches by None cannot be simulated; return a loss for "
@@ -393,6 +425,35 @@ def _whole(structure: Any, module: Module, function: Callable[[Module, Any], Any
             return value
 
     return Whole().train(module.training)
+
+
+def _unchecked() -> Any:
+    """Return a context in which losses that check their arguments by a branch on data do not."""
+    import torch
+
+    def gaussian_nll_loss(
+        input: Any,
+        target: Any,
+        var: Any,
+        full: bool = False,
+        eps: float = 1e-6,
+        reduction: str = "mean",
+    ) -> Any:
+        var = torch.as_tensor(var, dtype=input.dtype)
+        var = var.unsqueeze(-1) if var.dim() and var.shape == input.shape[:-1] else var
+        var = var + (var.clamp(min=eps) - var).detach()  # as in torch, its derivative is 1
+        loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var + full * math.log(2 * math.pi))
+        return {"mean": loss.mean, "sum": loss.sum}.get(reduction, lambda: loss)()
+
+    instead = {torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss}
+
+    class Unchecked(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(
+            self, called: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return instead.get(called, called)(*args, **(kwargs or {}))
+
+    return Unchecked()
 
 
 @contextlib.contextmanager
@@ -405,6 +466,9 @@ def _quiet() -> Iterator[None]:
         logging.root.manager.disable,
         "torch.__trace",
     )
+    law = torch.distributions.Distribution
+    validating = law._validate_args
+    law.set_default_validate_args(False)  # which branches on data
     handlers = logging.getLogger(trace).handlers
     torch.backends.mha.set_fastpath_enabled(False)
     logging.getLogger(trace).handlers = []  # with a handler it writes every graph down, for nobody
@@ -416,6 +480,7 @@ def _quiet() -> Iterator[None]:
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
             yield
     finally:
+        law.set_default_validate_args(validating)
         torch.backends.mha.set_fastpath_enabled(fast)
         logging.getLogger(trace).handlers = handlers
         logging.disable(level)
@@ -439,8 +504,10 @@ def _decomposed(program: Any) -> Any:
                 )
             part.recompile()
     table = torch.export.default_decompositions()
-    for kept in (detach, *(getattr(torch.ops.aten, name).input for name in WHOLE)):
+    kept_whole = (getattr(torch.ops.aten, name).input for name in WHOLE)
+    for kept in (detach, torch.ops.aten.hardsigmoid.default, *kept_whole):
         table.pop(kept, None)
+    table.update(torch._decomp.get_decompositions([torch.ops.aten.grid_sampler_2d]))
     return program.run_decompositions(table)
 
 
@@ -591,16 +658,37 @@ def _results(value: Any) -> Any:
 def _line(node: Any) -> str:
     """Return " (file:line, layer)" of the user's code, where torch knows it."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
-    own = [
-        (file, line)
-        for file, line in frames
-        if "<" not in file and "/torch/" not in file and file != __file__
-    ]
     layers = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     layer = layers[-1].removeprefix("module").removeprefix(".") if layers else ""
-    said = [f"{own[-1][0]}:{own[-1][1]}"] if own else []
-    said += [f"layer {layer}"] if layer else []
+    said = [*_own(frames), *([f"layer {layer}"] if layer else [])]
     return f" ({', '.join(said)})" if said else ""
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return " (file:line)" of the user's code that an error came through."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    return "".join(f" ({place})" for place in _own(frames))
+
+
+def _own(frames: Sequence[tuple[str, Any]]) -> list[str]:
+    """Return the last place in code that is neither torch's nor of this package's exports."""
+    import torch
+
+    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith(libraries)]
+    return [one for one in own if not one.startswith(sys.prefix)][-1:]
+
+
+def _cause(error: BaseException) -> str:
+    """Return what kept torch from recording a function, in words where they are known."""
+    through = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
+    if "rnn.py" in through and "FakeTensor" in str(error):
+        return "the size of a packed sequence depends on the data; pad, and gather the last states"
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return (
+            "a branch or a number (if, int, item) depends on the data; torch.where writes a branch"
+        )
+    return first_line(error)
 
 
 def first_line(error: BaseException) -> str:

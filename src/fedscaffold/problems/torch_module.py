@@ -12,17 +12,24 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedscaffold.checks import InputError, one_number
+from fedscaffold.checks import InputError
 from fedscaffold.metrics import Metric, metric
+from fedscaffold.problems.batches import Kinds
 from fedscaffold.problems.problem import Problem
-from fedscaffold.problems.torch_export import WAY_OUT, TracedFunction, first_line
+from fedscaffold.problems.torch_export import WAY_OUT, Graph, TracedFunction, first_line
+from fedscaffold.problems.torch_kinds import (
+    inspect_torch,
+    moved_module,
+    tensors_of,
+    value_and_slopes,
+)
 
 __all__ = ["StateDict", "TorchProblem", "torch_problem"]
 
@@ -120,6 +127,12 @@ class TorchProblem(Problem):
     metrics: tuple[Metric, ...] = ()
     """The module's metrics other than accuracy, which torch evaluates; `simulate` takes them in its
     `metrics`."""
+    inspect: Callable[[], Kinds]
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """Kinds of the problem's functions, found on first use by torch."""
+        return self.inspect()
 
 
 def torch_problem(
@@ -191,7 +204,7 @@ def torch_problem(
     sample = jax.tree.map(
         lambda a: a[:RECORDS], held[int(np.argmax([_rows(client) for client in held]))]
     )
-    in_jax, changed = _loss(recorded, made, sample)
+    in_jax, changed, draws = _loss(recorded, made, sample)
     measured = (
         []
         if metrics is None
@@ -211,6 +224,8 @@ def torch_problem(
         evaluation_batch=evaluation_batch,
         state={name: made.state_dict()[name].numpy() for name in changed} or None,
     )
+    score = partial(_entry, metrics, "accuracy") if metrics is not None and accuracy else None
+    problem.inspect = partial(inspect_torch, problem, made, loss, score, draws)
     others = [one for one in measured if one != "accuracy"]
     problem.metrics = tuple(_on_host(made, metrics, one, kept_apart is not None) for one in others)
     return problem
@@ -285,32 +300,24 @@ def _rows(client: Tree) -> int:
     return len(leaves[0]) if leaves and np.ndim(leaves[0]) else 0
 
 
-def _tensors(records: Tree, dtype: Any) -> Any:
-    """Return arrays as torch tensors, floating-point ones with the module's dtype."""
-    import torch
-
-    def tensor(leaf: Any) -> Any:
-        made = torch.from_numpy(np.array(leaf))
-        return made.to(dtype) if made.is_floating_point() else made
-
-    return jax.tree.map(tensor, records)
-
-
 def _loss(
     recorded: TracedFunction, module: Module, sample: Tree
-) -> tuple[Callable[..., Any], list[str]]:
-    """Return the loss in JAX, and the buffers that it changes in training.
+) -> tuple[Callable[..., Any], list[str], bool]:
+    """Return the loss in JAX, the buffers that it changes in training, and whether it is random.
 
     It takes a random key if training is another function than evaluation, and the buffers as its
     state.
     """
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(sample)]
-    precision = "float64"
+    precision = "float32"
     try:
         train = recorded.graph(precision, True, shapes)
-    except InputError:  # single precision written into it, or it fails in any
-        precision = "float32"
-        train = recorded.graph(precision, True, shapes)
+    except InputError as error:  # double precision written into it, or it fails in any
+        precision = "float64"
+        try:
+            train = recorded.graph(precision, True, shapes)
+        except InputError:
+            raise error from None
     if not set(train.parameters.values()) & {
         name for name, p in module.named_parameters() if p.requires_grad
     }:
@@ -324,7 +331,7 @@ def _loss(
             "loss(module, batch) draws random numbers in evaluation mode; draw them if "
             "module.training"
         )
-    _check_gradient(recorded, module, sample, precision, not differ)
+    _check_gradient(recorded, module, sample, not train.random)
 
     def loss(params: StateDict, batch: Tree) -> Array:
         return recorded(params.arrays, batch, train=True)
@@ -345,54 +352,79 @@ def _loss(
         return value, state | changed
 
     if train.changed:
-        return random_stateful_loss if train.random else stateful_loss, list(train.changed)
-    return random_loss if differ else loss, []
+        in_jax = random_stateful_loss if train.random else stateful_loss
+        return in_jax, list(train.changed), train.random
+    return random_loss if differ else loss, [], train.random
 
 
-def _check_gradient(
-    recorded: TracedFunction, module: Module, sample: Tree, precision: str, train: bool
-) -> None:
+def _check_gradient(recorded: TracedFunction, module: Module, sample: Tree, train: bool) -> None:
     """Raise unless JAX's gradient is torch's, at random parameters.
 
-    An export leaves custom derivatives out.
+    An export leaves custom derivatives out. What is compared is a derivative in a random
+    direction, in double precision: first of the graph for single precision, computed in double,
+    which spares an export; if that differs, of the graph for double precision. Where the module
+    runs in single precision only, it is compared in that.
     """
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(sample)]
+    failure, compared = None, False
+    for recorded_in, precision in (("float32", "float64"), ("float64",) * 2, ("float32",) * 2):
+        if compared and precision == "float32":
+            break
+        try:
+            graph = recorded.graph(recorded_in, train, shapes)
+            graph = graph.in_double() if recorded_in != precision else graph
+            apart, size = _compare_slopes(recorded, graph, module, sample, precision, train)
+        except InputError as error:
+            failure = failure or error
+            continue
+        compared = True
+        if not np.isfinite(size) or apart <= (1e-8 if precision == "float64" else 1e-3) * size:
+            return
+    if not compared and failure is not None:
+        raise failure
+    raise InputError(
+        f"the gradient of loss(module, batch) is not torch's (its derivative in a random direction "
+        f"is off by {apart:.2g} of {size:.2g}): torch.export leaves custom autograd functions and "
+        f"hooks out; {WAY_OUT}"
+    )
+
+
+def _compare_slopes(
+    recorded: TracedFunction,
+    graph: Graph,
+    module: Module,
+    sample: Tree,
+    precision: str,
+    train: bool,
+) -> tuple[float, float]:
+    """Return how far JAX's derivative in a random direction is from torch's, and its scale."""
     import torch
 
-    copied = copy.deepcopy(module).to(dtype=getattr(torch, precision)).train(train)
-    trained = {name: p for name, p in copied.named_parameters() if p.requires_grad}
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for p in trained.values():
-            noise = torch.randn(p.shape, dtype=p.dtype, generator=generator)
-            p.add_(0.1 * (p.square().mean().sqrt() + 0.1) * noise if p.numel() else noise)
-    arrays = {name: p.detach().numpy().copy() for name, p in trained.items()}
-    try:
-        value = recorded.function(copied, _tensors(sample, getattr(torch, precision)))
-    except Exception as error:  # an export does not look at everything, such as the dtype of labels
-        raise InputError(f"loss(module, batch) fails in torch: {first_line(error)}") from error
-    one_number("loss(module, batch)", tuple(value.shape))
-    slopes = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-    expected = {
-        n: np.zeros(p.shape) if g is None else g.detach().numpy()
-        for (n, p), g in zip(trained.items(), slopes, strict=True)
+    moved = moved_module(module, precision, 0.1).train(train)
+    trained = {name: p for name, p in moved.named_parameters() if p.requires_grad}
+    _, slopes = value_and_slopes(recorded.function, moved, tensors_of(sample, precision))
+    generator = torch.Generator().manual_seed(2)
+    along = {
+        name: torch.randn(p.shape, dtype=p.dtype, generator=generator)
+        for name, p in trained.items()
     }
+    expected = sum(float(torch.sum(slopes[name] * way)) for name, way in along.items())
+    size = math.sqrt(sum(float(slope.square().sum()) for slope in slopes.values()))
     with jax.enable_x64(precision == "float64"):
-        cast = jax.tree.map(
-            lambda a: jnp.asarray(a, precision) if a.dtype.kind == "f" else jnp.asarray(a), sample
+        cast = [
+            jnp.asarray(a, precision if a.dtype.kind == "f" else None)
+            for a in jax.tree.leaves(sample)
+        ]
+        held = recorded.held(precision)
+
+        def slope(arrays: dict[str, Array], way: dict[str, Array], leaves: list[Array]) -> Array:
+            return jax.jvp(lambda p: graph(held | p, leaves, None)[0], (arrays,), (way,))[1]
+
+        arrays, way = (
+            {name: t.detach().numpy() for name, t in tensors.items()}
+            for tensors in (trained, along)
         )
-        found = jax.jit(jax.grad(lambda p: recorded(p, cast, train=train)))(arrays)
-        apart = {
-            name: float(np.linalg.norm(np.asarray(found[name]) - expected[name])) for name in found
-        }
-    size = np.sqrt(sum(float(np.sum(np.square(one))) for one in expected.values()))
-    tolerance = (1e-8 if precision == "float64" else 1e-3) * size
-    worst = max(apart, key=lambda name: apart[name])
-    if np.isfinite(size) and not apart[worst] <= tolerance:
-        raise InputError(
-            f"the gradient of loss(module, batch) in {worst!r} is not torch's (off by "
-            f"{apart[worst]:.2g} of "
-            f"{size:.2g}): torch.export leaves custom autograd functions and hooks out; {WAY_OUT}"
-        )
+        return abs(float(jax.jit(slope)(arrays, way, cast)) - expected), size
 
 
 def _entry(
@@ -427,7 +459,7 @@ def _names(module: Module, metrics: Callable[..., Any], records: Tree) -> list[s
     """Return the names of the metrics, from a call on some records."""
     import torch
 
-    some = _tensors(jax.tree.map(lambda a: a[:RECORDS], records), next(module.parameters()).dtype)
+    some = tensors_of(jax.tree.map(lambda a: a[:RECORDS], records), next(module.parameters()).dtype)
     with torch.no_grad():
         found = metrics(copy.deepcopy(module).eval(), some)
     if not isinstance(found, Mapping):
@@ -454,7 +486,7 @@ def _accuracy(
 
     held = copy.deepcopy(module).to(torch.float32).eval()
     with torch.no_grad():
-        expected = float(metrics(held, _tensors(some, torch.float32))["accuracy"])
+        expected = float(metrics(held, tensors_of(some, torch.float32))["accuracy"])
     arrays = {name: p.detach().numpy() for name, p in held.named_parameters() if p.requires_grad}
     found = float(jax.jit(partial(traced, train=False))(arrays, some))
     if not abs(found - expected) <= 1e-4 * max(1.0, abs(expected)):
@@ -473,6 +505,6 @@ def _on_host(module: Module, metrics: Any, name: str, tested: bool) -> Metric:
         held = copy.deepcopy(module).eval()
         held.load_state_dict(params | state)
         with torch.no_grad():
-            return float(metrics(held, _tensors(data, next(held.parameters()).dtype))[name])
+            return float(metrics(held, tensors_of(data, next(held.parameters()).dtype))[name])
 
     return metric(function, on="test" if tested else "train", compiled=False, name=name)
