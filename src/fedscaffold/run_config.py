@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from fedscaffold.algorithms import Algorithm
     from fedscaffold.metrics import Metric
-    from fedscaffold.privacy import Records
+    from fedscaffold.privacy import Clients, Records
     from fedscaffold.problems.problem import Problem
     from fedscaffold.simulation.callbacks import Callback, Look
     from fedscaffold.simulation.compression import Compressor
@@ -152,10 +152,13 @@ def _callbacks(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _privacy(name: str, value: Any) -> Any:
-    from fedscaffold.privacy import Records
+    from fedscaffold.privacy import Clients, Records
 
-    if not isinstance(value, Records):
-        raise InputError(f"{name} must be fs.privacy.records(...), got {checks.shown(value)}")
+    if not isinstance(value, (Records, Clients)):
+        raise InputError(
+            f"{name} must be fs.privacy.records(...) or fs.privacy.clients(...), got "
+            f"{checks.shown(value)}"
+        )
     return value
 
 
@@ -343,10 +346,10 @@ class RunConfig:
         '(over the clients heard, with their weights) or "local" (each client keeps its own)',
         _choice("average", "local"),
     )
-    privacy: Records | None = _argument(
+    privacy: Records | Clients | None = _argument(
         None,
-        "differential privacy of the records: `fs.privacy.records(...)`; batches are then Poisson "
-        "samples of expected size `batch_size`",
+        "differential privacy: of records, `fs.privacy.records(...)`, where batches are Poisson "
+        "samples of expected size `batch_size`; or of whole clients, `fs.privacy.clients(...)`",
         _privacy,
     )
     checkpoint: Path | str | None = _argument(
@@ -436,23 +439,28 @@ FILE_ARGUMENTS: dict[str, Argument] = {
         sentence="momentum of the server's optimiser",
         check=partial(checks.number, at_least=0),
     ),
+    "privacy.unit": Argument(
+        default="records",
+        sentence="what is protected: single records, or whole clients",
+        check=_choice("records", "clients"),
+    ),
     "privacy.clip": Argument(
         default=None,
-        sentence="privacy of records: largest norm of a record's gradient",
+        sentence="largest norm of a record's gradient, or of a client's message",
         check=partial(checks.number, above=0),
     ),
     "privacy.noise": Argument(
         default=None,
-        sentence="its noise multiplier",
+        sentence="the noise multiplier",
         check=partial(checks.number, above=0),
     ),
     "privacy.delta": Argument(
         default=None,
-        sentence="the delta of its epsilon",
+        sentence="the delta at which epsilon is meant",
         check=partial(checks.number, above=0),
     ),
     "privacy.sampling": Argument(
-        default="poisson", sentence="how its batches are drawn", check=checks.text
+        default="poisson", sentence="how batches of records are drawn", check=checks.text
     ),
     "privacy.stop_at_epsilon": Argument(
         default=None,

@@ -220,6 +220,8 @@ def test_files_have_a_table_of_privacy():
     wanted = fs.privacy.records(clip=0.5, noise=1.1, delta=1e-5, stop_at_epsilon=8)
     assert run_arguments(config)["privacy"] == wanted
     assert parse(to_toml(config)) == config
+    clients = run_arguments(parse(to_toml(config), ["privacy.unit=clients"]))["privacy"]
+    assert clients == fs.privacy.clients(clip=0.5, noise=1.1, delta=1e-5, stop_at_epsilon=8)
     with pytest.raises(fs.InputError, match=r"privacy\.noise must be given"):
         run_arguments(parse("[privacy]\nclip = 0.5"))
     with pytest.raises(fs.InputError, match=r"did you mean 'privacy\.noise'"):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.parsing import NotToml, format_of, toml
-from fedscaffold.privacy import Records, records
+from fedscaffold.privacy import Clients, Records, clients, records
 from fedscaffold.run_config import ARGUMENTS, KEYS, Argument
 
 __all__ = ["Algorithm", "Cohort", "Config", "Local", "Output", "ProblemConfig", "Section", "Server"]
@@ -268,15 +268,19 @@ def _server_optimizer(section: Server) -> Any:
     return adaptive(lr, b1=momentum, b2=0.99, eps=ADAPTIVITY)
 
 
-def _privacy(section: Privacy) -> Records | None:
-    """Return the privacy of records; None if the table is empty."""
+def _privacy(section: Privacy) -> Records | Clients | None:
+    """Return the privacy of records or clients; None if the table is empty."""
     needed = ("clip", "noise", "delta")
     missing = [key for key in needed if getattr(section, key) is None]
     if len(missing) == len(needed) and section.stop_at_epsilon is None:
         return None
     if missing:
         raise InputError(f"privacy.{missing[0]} must be given: [privacy] takes clip, noise, delta")
-    return records(**section.model_dump())
+    given = section.model_dump(exclude={"unit"})
+    if section.unit == "records":
+        return records(**given)
+    del given["sampling"]
+    return clients(**given)
 
 
 def _load_availability(path: str | None) -> NDArray[Any] | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
 from fedscaffold.privacy.accounting import Charge, compose, describe_accountant
+from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.records import Records
 
 __all__ = ["Budget", "Spent"]
@@ -37,7 +38,7 @@ class Spent(NamedTuple):
     """() -> the (N,) epsilons of all clients; takes the accountant a moment for each rate."""
     accountant: str
     """Accountants and version."""
-    settings: Records
+    settings: Records | Clients
     rounds: int
     """Number of rounds that are paid for."""
 
@@ -45,6 +46,7 @@ class Spent(NamedTuple):
         """Return what a run's record says of its privacy, as JSON."""
         asked = asdict(self.settings)
         return asked | {
+            "unit": "record" if isinstance(self.settings, Records) else "client",
             "epsilon": self.epsilon,
             "rates": [float(self.rates.min()), float(self.rates.max())],
             "steps": [int(self.steps.min()), int(self.steps.max())],
@@ -71,7 +73,7 @@ class Budget:
 
     def __init__(
         self,
-        privacy: Records,
+        privacy: Records | Clients,
         rates: NDArray[np.float64],
         overflows: NDArray[np.float64],
         attended: Callable[[int], tuple[Ints, Ints]],

@@ -37,30 +37,55 @@ def statement(run: RunRecord) -> dict[str, Any]:
         raise InputError(
             f"the run of {run.algorithm} has no privacy to state: run it with a table [privacy]"
         )
-    low, high = held["rates"]
-    rate = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, by client"
-    fewest, most = held["steps"]
-    steps = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}, by client"
     budget = held["stop_at_epsilon"]
-    return {
-        "Protected unit": "a single record of a client",
-        "Neighbouring data": "one record of one client is replaced by one that adds nothing",
+    shared = {
         "Adversary": "the server, and everybody who sees all that clients send in all rounds",
         "Guarantee": f"({held['epsilon']:.4g}, {held['delta']:g})-differential privacy for the "
         "client that spent most",
         "Budget": "none was set" if budget is None else f"epsilon {budget:g}",
+    }
+    how = _of_records(held) if held["unit"] == "record" else _of_clients(held)
+    sent = "noised gradients" if held["unit"] == "record" else "noised sums"
+    facts = how | {heading: fact for heading, fact in shared.items() if heading not in how}
+    facts["Accountant"] = held["accountant"]
+    facts["Released"] = (
+        f"what {run.algorithm} makes known in {held['rounds']} rounds: functions of the {sent}, "
+        "control variates included"
+    )
+    facts["Not covered"] = list(NOT_COVERED)
+    facts["Audit"] = held.get("audit") or "none was made; see `fedscaffold privacy audit`"
+    return facts
+
+
+def _of_clients(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "Protected unit": "a whole client, with all its records",
+        "Neighbouring data": "one client is replaced by one that adds nothing",
+        "Adversary": "everybody who sees all models and sums of all rounds, and who takes part; "
+        "not the server, unless sums are made without it seeing single messages",
+        "Mechanism": f"messages clipped to norm {held['clip']:g}, all vectors jointly; Gaussian "
+        f"noise of {held['noise']:g} times that norm on their sum, once a round",
+        "Sampling assumed": "none: cohorts may be known",
+        "Composition": f"up to {held['steps'][1]:,} rounds that a client attends",
+        "Gauge": "c holds the noise, and the c_i do not: c - mean c_i is not zero, by design",
+    }
+
+
+def _of_records(held: Mapping[str, Any]) -> dict[str, Any]:
+    low, high = held["rates"]
+    rate = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, by client"
+    fewest, most = held["steps"]
+    steps = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}, by client"
+    return {
+        "Protected unit": "a single record of a client",
+        "Neighbouring data": "one record of one client is replaced by one that adds nothing",
         "Mechanism": f"gradients of single records clipped to norm {held['clip']:g} over all "
         f"parameters jointly; Gaussian noise of {held['noise']:g} times that norm on their sum, "
         "independent for each client and step",
         "Sampling assumed": "Poisson: each record with its client's probability, independently",
         "Sampling used": f"{held['sampling']}, with probability {rate}",
         "Composition": f"{steps} steps; nothing is gained from the sampling of clients",
-        "Accountant": held["accountant"],
         "Overflow": "a batch larger than its room ends the run; its probability is part of delta",
-        "Released": f"what {run.algorithm} sends in {held['rounds']} rounds: functions of the "
-        "noised gradients, control variates included",
-        "Not covered": list(NOT_COVERED),
-        "Audit": held.get("audit") or "none was made; see `fedscaffold privacy audit`",
     }
 
 

@@ -81,6 +81,8 @@ def audit_privacy(
     >>> fs.audit_privacy(private, rate=0.2, local_steps=5, rounds=2, canaries=300)
     Audit(epsilon at least ..., claimed 4...: not refuted)
     """
+    if not isinstance(privacy, Records):
+        raise InputError("the audit is of the privacy of records: give fs.privacy.records(...)")
     canaries = checks.whole("canaries", canaries, at_least=100, at_most=20_000)
     if not 0 < checks.number("confidence", confidence, above=0) < 1:
         raise InputError(f"confidence must be below 1, got {confidence}")

@@ -13,6 +13,7 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.base import Walk
 from fedscaffold.algorithms.round import exchange, needs, reply_of, shift_of, start_of
 from fedscaffold.checks import InputError, is_word
+from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.methods import refuse_algorithm
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import stale
@@ -65,7 +66,31 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
     if not is_word(config.stale, "keep"):
         _refuse_policy(config, stale.of(config.stale))
     if config.privacy is not None:
-        _refuse_privacy(config)
+        if config.devices not in (None, 1):
+            raise InputError("privacy keeps one ledger: run on one device, without devices")
+        if isinstance(config.privacy, Clients):
+            _refuse_client_privacy(config, steps)
+        else:
+            _refuse_privacy(config)
+
+
+def _refuse_client_privacy(config: RunConfig, steps: NDArray[np.int64]) -> None:
+    """Raise an InputError for what clipped messages and a noised sum do not cover."""
+    algorithm = config.algorithm
+    reasons = {
+        f"{algorithm.name} exchanges more than one message a round": algorithm.prepare is not None,
+        f"{algorithm.name} sends numbers, which nothing clips": bool(exchange(algorithm).numbers),
+        "weights that differ tell of clients": not is_word(config.weights, "equal"),
+        "numbers of local_steps that differ tell of clients": bool((steps != steps[0]).any()),
+        "compression changes what was clipped": not (
+            config.compression is None or str(config.compression) == "none"
+        ),
+        "a policy for stale control variates reads them": not is_word(config.stale, "keep"),
+        "the state that a loss updates is averaged without noise": config.problem.state is not None,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise InputError(f"{reason}: this cannot be private for whole clients")
 
 
 def _refuse_privacy(config: RunConfig) -> None:
@@ -78,8 +103,6 @@ def _refuse_privacy(config: RunConfig) -> None:
             f"{given} passes over records in batches that are no Poisson samples, and their "
             "epsilon is another: with privacy give local_steps and batch_size"
         )
-    if config.devices not in (None, 1):
-        raise InputError("privacy keeps one ledger: run on one device, without devices")
     if problem.state is not None:
         raise InputError(
             "the loss updates a state from whole batches, such as running statistics, which nothing "

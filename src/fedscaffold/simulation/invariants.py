@@ -100,7 +100,9 @@ def check_means(
     limit = explained(round, config.problem.num_clients, float(state.scale))
     if not exact or not all(np.isfinite(a).all() for a in (state.x, *exact)):
         return residual, limit, None
-    return residual, limit, complaint(round, max(residual, running), limit)
+    # where clients are protected, c is the server's own: it holds the noise, and the c_i do not
+    worst = running if spec.message_privacy is not None else max(residual, running)
+    return residual, limit, complaint(round, worst, limit)
 
 
 def find_fault(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from fedscaffold.algorithms import Walk, travelled
 from fedscaffold.algorithms.round import each, reply_of, shift_of, start_of
 from fedscaffold.privacy.gradients import private_gradient
+from fedscaffold.privacy.messages import clip_message
 from fedscaffold.problems.batches import gradient as slope_on_batch
 from fedscaffold.problems.batches import record_gradients
 from fedscaffold.simulation.normals import normals
@@ -177,6 +178,9 @@ def train(
     errors = move = None
     if spec.compressor is not None:
         message, errors = _compress_message(spec, told, held.errors, work, message)
+    if spec.message_privacy is not None:
+        known = {name: of(told) for name, of in spec.algorithm.references}
+        message = clip_message(spec.message_privacy, message, known, spec.sent)
     if "drift" in spec.metrics:
         move = walk.move[0] if isinstance(walk.move, tuple) else walk.move
     return message, ClientState(renewed, own, errors, buffers), move

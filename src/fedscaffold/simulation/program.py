@@ -18,6 +18,7 @@ from fedscaffold.checks import InputError, is_word
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
 from fedscaffold.privacy.accounting import capacity
 from fedscaffold.privacy.budget import Budget
+from fedscaffold.privacy.records import Records
 from fedscaffold.problems.batches import Kinds
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
@@ -131,7 +132,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
     problem = config.problem
     steps, batch, shuffle = resolve.local_work(config)
     rates = None
-    if config.privacy is not None and batch is not None:
+    if isinstance(config.privacy, Records) and batch is not None:
         rates = resolve.poisson_rates(config)
         rooms = [capacity(n, q)[0] for n, q in zip(problem.counts.tolist(), rates, strict=True)]
         batch = np.array(rooms, np.int64)
@@ -217,6 +218,7 @@ def _make_spec(
         client_sizes=sizes(np.unique(problem.counts).tolist()) if ragged and whole else (),
         own=() if own is None else own.measures,
         privacy=mechanism,
+        message_privacy=None if config.privacy is None else resolve.message_mechanism(config),
         heavy=heavy,
         local_buffers=problem.state is not None and config.buffers == "local",
     )

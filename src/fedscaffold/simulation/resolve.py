@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
+from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.gradients import Mechanism, records_at_once
+from fedscaffold.privacy.messages import MessageMechanism
+from fedscaffold.privacy.records import Records
 from fedscaffold.problems.batches import work_bytes
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import MOST, RunConfig
@@ -35,6 +38,7 @@ __all__ = [
     "in_precision",
     "local_work",
     "mechanism",
+    "message_mechanism",
     "poisson_rates",
     "sampling",
     "schedule_of",
@@ -155,16 +159,23 @@ def poisson_rates(config: RunConfig) -> NDArray[np.float64]:
     return np.full(len(count), float(size))
 
 
-def mechanism(config: RunConfig) -> Mechanism:
-    """Return how the gradients of a private run are clipped and noised."""
+def mechanism(config: RunConfig) -> Mechanism | None:
+    """Return how the gradients of a run are clipped and noised that protects records."""
     asked = config.privacy
-    assert asked is not None
+    if not isinstance(asked, Records):
+        return None
     rates = poisson_rates(config)
     problem, itemsize = config.problem, np.dtype(config.precision).itemsize
     mean = float((rates * problem.counts).max())
     size = None if (rates == 1).all() else config.batch_size
     at_once = records_at_once(mean, problem.dim, itemsize)
     return Mechanism(clip=asked.clip, noise=asked.noise, batch=size, at_once=at_once)
+
+
+def message_mechanism(config: RunConfig) -> MessageMechanism | None:
+    """Return how the messages of a run are clipped and noised that protects clients."""
+    asked = config.privacy
+    return MessageMechanism(asked.clip, asked.noise) if isinstance(asked, Clients) else None
 
 
 def cohort_size(config: RunConfig) -> int:
@@ -277,9 +288,8 @@ def footprint(config: RunConfig, drawer: Drawer) -> int:
     checks.fits(f"{steps} local steps on {rows} records drawn for each", drawn)
     patches = _patches(problem, rows, config.precision)
     checks.fits(f"the convolutions of a local step on {rows} records", patches)
-    single = 0
-    if config.privacy is not None:
-        single = mechanism(config).at_once * problem.dim * itemsize
+    private = None if config.privacy is None else mechanism(config)
+    single = 0 if private is None else private.at_once * problem.dim * itemsize
     return int(model + rows * row + drawn + patches + single)
 
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from fedscaffold.algorithms.round import absorb, shift_of
+from fedscaffold.privacy.messages import noise_sum
 from fedscaffold.simulation.evaluation import evaluate
 from fedscaffold.simulation.local import ClientState, Work, gradient_at_x, train
 from fedscaffold.simulation.sharding import sum_over_devices
@@ -45,6 +46,9 @@ __all__ = [
     "trace_in_precision",
     "write_rows",
 ]
+
+
+SERVER = 2**31  # stream of the run's key: noise at the server; clients' streams follow the round
 
 
 class Sums(NamedTuple):
@@ -177,6 +181,8 @@ def end_round(
         sums: The sums over the cohort.
         due: Whether to evaluate.
     """
+    if spec.message_privacy is not None:
+        sums = _noised(spec, federation, old, draw, sums)
     new, drift = _server_step(spec, old, told, draw.lr, sums)
     new = new._replace(**clients._asdict(), round=told.round + ~told.done)
     if spec.ages:
@@ -185,6 +191,17 @@ def end_round(
         new = _unless_done(told, new)
     row, done = evaluate(spec, federation, new, drift.astype(new.x.dtype), due)
     return new._replace(done=new.done | done), row
+
+
+def _noised(spec: Spec, federation: Federation, state: State, draw: Draws, sums: Sums) -> Sums:
+    """Return the sums of a run that protects clients, with noise of this round."""
+    assert spec.message_privacy is not None
+    weights = federation.weights if federation.shares is None else federation.shares
+    key = jax.random.fold_in(jax.random.fold_in(draw.key, SERVER), state.round)
+    with jax.enable_x64(True):
+        share = jnp.max(weights)  # all are equal, but for padding
+        message = noise_sum(spec.message_privacy, sums.message, share, spec.sent, key)
+    return sums._replace(message=message)
 
 
 def _runs_to_the_end(spec: Spec) -> bool:
@@ -228,7 +245,9 @@ def _server_step(
             move = (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))
             mean = mean._replace(**{spec.rebuilt: move})
         server = algorithm.update(server, told, mean, sums.heard)
-        for changes in (sums.renewed, sums.rounded):
+        # where clients are protected, what their memories lost by rounding is not told
+        hidden = None if spec.message_privacy is not None else sums.rounded
+        for changes in (sums.renewed, hidden):
             server = server if changes is None else absorb(algorithm, server, changes)
         drift = jnp.zeros((), sums.heard.dtype)
         if sums.move is not None:

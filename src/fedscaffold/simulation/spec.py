@@ -11,6 +11,7 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import Exchange
 from fedscaffold.metrics import Stop
 from fedscaffold.privacy.gradients import Mechanism
+from fedscaffold.privacy.messages import MessageMechanism
 from fedscaffold.problems.batches import Functions, Kinds
 from fedscaffold.problems.layout import Layout
 from fedscaffold.simulation.stale import KEEP, Policy
@@ -84,7 +85,9 @@ class Spec(NamedTuple):
     own: tuple[Measure, ...] = ()
     """The user's metrics."""
     privacy: Mechanism | None = None
-    """How gradients are made private."""
+    """How gradients are made private, where records are protected."""
+    message_privacy: MessageMechanism | None = None
+    """How messages are, where clients are protected."""
     heavy: bool = False
     """A local step of one client fills the cache."""
     by_blocks: bool = False

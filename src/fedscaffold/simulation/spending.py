@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fedscaffold.privacy.accounting import capacity
 from fedscaffold.privacy.budget import Budget, Spent
+from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.ledger import Ledger
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.sampling import Drawer, Streams, draw_local_steps
@@ -29,6 +30,13 @@ def budget_of(config: RunConfig, drawer: Drawer) -> Budget | None:
         return None
     streams, clients = Streams(config.seed), len(drawer.counts)
     rates, overflows = np.ones(clients), np.zeros(clients)
+    if isinstance(config.privacy, Clients):  # a round is one step of each client that attends it
+
+        def came(round: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            cohort = drawer.cohort(streams, round)
+            return cohort, np.ones(len(cohort), np.int64)
+
+        return Budget(config.privacy, rates, overflows, came)
     if drawer.rates is not None:
         rates = drawer.rates
         pairs = zip(drawer.counts.tolist(), rates.tolist(), strict=True)

@@ -24,6 +24,7 @@ import numpy as np
 from fedscaffold.algorithms import Algorithm, fedavg, scaffold
 from fedscaffold.checks import InputError
 from fedscaffold.privacy.accounting import noise_for
+from fedscaffold.privacy.records import Records
 from fedscaffold.problems.batches import record_gradients
 from fedscaffold.problems.problem import Floats
 from fedscaffold.run_config import RunConfig
@@ -76,7 +77,7 @@ def privacy_cost(
     >>> dear.noise > cheap.noise, dear.errors["scaffold"] > cheap.errors["scaffold"]
     (True, True)
     """
-    if config.privacy is None:
+    if not isinstance(config.privacy, Records):
         raise InputError("privacy_cost is of a private run: give privacy=fs.privacy.records(...)")
     found = []
     for wanted in epsilons:
