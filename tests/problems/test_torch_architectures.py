@@ -345,8 +345,25 @@ class Packed(nn.LSTM):
         return super().forward(packed)[1][0][-1]
 
 
+def measured_without_gradient(module, batch):
+    with torch.set_grad_enabled(module.training):
+        return F.cross_entropy(module(batch[0]), batch[1])
+
+
+def test_a_loss_may_have_no_gradient_where_it_is_measured():
+    problem = fs.problems.torch(nn.Linear(4, 3), measured_without_gradient, [(normal(4), labels())])
+    assert problem.kinds == ("mean", "mean", "mean")
+
+
+def with_old_weight_norm():
+    module = nn.Linear(4, 3)
+    module.__dict__["weight"] = 2 * module.weight  # what torch.nn.utils.weight_norm leaves
+    return module
+
+
 LINEAR = nn.Linear(4, 3)
 REFUSED = {
+    "weight norm": (with_old_weight_norm(), cross_entropy, "parametrizations.weight_norm"),
     "packed": (Packed(4, 3, batch_first=True), cross_entropy, "packed sequence"),
     "branch": (
         LINEAR,

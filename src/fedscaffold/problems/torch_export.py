@@ -34,7 +34,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.problems import aten_layers  # noqa: F401 (registers its operators)
 from fedscaffold.problems.aten import OPERATORS, RANDOM, Unsupported
 
-__all__ = ["WAY_OUT", "Graph", "TracedFunction", "first_line"]
+__all__ = ["WAY_OUT", "Graph", "TracedFunction", "copied_module", "first_line"]
 
 Array: TypeAlias = Any
 Module: TypeAlias = Any
@@ -383,12 +383,22 @@ class TracedFunction:
         import torch
 
         if precision not in self._modules:
-            try:
-                copied = copy.deepcopy(self._module)
-            except Exception as error:
-                raise InputError(f"the module cannot be copied: {first_line(error)}") from error
+            copied = copied_module(self._module)
             self._modules[precision] = copied.to(device="cpu", dtype=getattr(torch, precision))
         return self._modules[precision]
+
+
+def copied_module(module: Module) -> Module:
+    """Return a copy of a module, or raise in one line why there is none."""
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        if "weight_norm" in str(error):
+            raise InputError(
+                "a module with torch.nn.utils.weight_norm cannot be copied; "
+                "torch.nn.utils.parametrizations.weight_norm can"
+            ) from error
+        raise InputError(f"the module cannot be copied: {first_line(error)}") from error
 
 
 def _fixed(module: Module) -> dict[str, Any]:

@@ -202,7 +202,9 @@ def value_and_slopes(
     one_number("loss(module, batch)", tuple(value.shape))
     if not slopes:
         return value.detach(), {}
-    found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+    found: Any = (None,) * len(trained)  # a loss under torch.no_grad where it is measured
+    if value.requires_grad:
+        found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     return value.detach(), {
         name: torch.zeros_like(p) if slope is None else slope.detach()
         for (name, p), slope in zip(trained.items(), found, strict=True)

@@ -23,7 +23,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.metrics import Metric, metric
 from fedscaffold.problems.batches import Kinds
 from fedscaffold.problems.problem import Problem
-from fedscaffold.problems.torch_export import WAY_OUT, Graph, TracedFunction, first_line
+from fedscaffold.problems.torch_export import WAY_OUT, Graph, TracedFunction, copied_module
 from fedscaffold.problems.torch_kinds import (
     inspect_torch,
     moved_module,
@@ -240,10 +240,7 @@ def _make(module: Module | Callable[[], Module]) -> Module:
             "fs.problems.torch needs torch: pip install 'fedscaffold[torch]'"
         ) from None
     if isinstance(module, torch.nn.Module):
-        try:
-            made = copy.deepcopy(module)
-        except Exception as error:
-            raise InputError(f"the module cannot be copied: {first_line(error)}") from error
+        made = copied_module(module)
     elif callable(module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
