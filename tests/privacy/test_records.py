@@ -74,8 +74,10 @@ def noise_of(round, client, step, mistake):
     at = 0 if mistake == "every step draws the same noise" else step
     for word in (round, who, 4, at):
         key = jax.random.fold_in(key, word)
-    with jax.enable_x64(True):
-        return np.asarray(jax.random.normal(key, (4,), np.float64))
+    high, low, turn = np.asarray(jax.random.bits(key, (3, 2), np.uint32)).astype(np.float64)
+    radius = np.sqrt(-2 * np.log((high + (low + 0.5) / 2**32) / 2**32))
+    angle = 2 * np.pi * turn / 2**32
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
 
 
 def by_hand(draws, rounds, p, mistake=None, corrected=True):

@@ -21,6 +21,7 @@ from fedscaffold.algorithms import Walk, travelled
 from fedscaffold.algorithms.round import each, reply_of, shift_of, start_of
 from fedscaffold.privacy.gradients import private_gradient
 from fedscaffold.privacy.messages import clip_message
+from fedscaffold.privacy.noise import gaussian_noise
 from fedscaffold.problems.batches import gradient as slope_on_batch
 from fedscaffold.problems.batches import record_gradients
 from fedscaffold.simulation.normals import normals
@@ -343,7 +344,7 @@ def _private_gradient(
     assert spec.privacy is not None
     params = spec.layout.tree(y)
     stream = jax.random.fold_in(jax.random.fold_in(_typed_key(work.key), PRIVACY), k)
-    noise = spec.layout.leaves(jax.random.normal(stream, (spec.layout.size,), y[0].dtype))
+    noise = spec.layout.leaves(gaussian_noise(stream, spec.layout.size, y[0].dtype))
 
     def gradients(records: Any, places: Array) -> list[Any]:
         return jax.tree.leaves(record_gradients(spec.functions, params, records, places, key))
