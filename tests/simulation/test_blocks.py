@@ -23,6 +23,19 @@ def loss(w, batch):
 START = {"a": RNG.normal(size=(6, 4)), "b": RNG.normal(size=4)}
 EQUAL = fs.Problem(loss, START, clients([12] * 9))
 UNEQUAL = fs.Problem(loss, START, clients([3, 12, 5, 9, 7, 12, 4, 10, 6]))
+
+
+def coupled(w, batch):
+    score = jnp.tanh(batch[0] @ w["a"]) @ w["b"]
+    return jax.nn.logsumexp(score) - jnp.mean(score * batch[1])
+
+
+def near(w, batch):
+    return jnp.mean(jnp.abs(jnp.tanh(batch[0] @ w["a"]) @ w["b"] - batch[1]) < 1)
+
+
+COUPLED = fs.Problem(coupled, START, clients([3, 12, 5, 9, 7]), evaluation_batch=4)
+TESTED = fs.Problem(loss, START, clients([12] * 5), accuracy=near, test=clients([40])[0])
 COMMON = {"rounds": 3, "lr": 0.05, "block": 2, "progress": False}
 RUNS = {
     "fedavg": (fs.fedavg(), EQUAL, {"local_steps": 2, "batch_size": 4, "cohort": 5}),
@@ -46,6 +59,12 @@ RUNS = {
         fs.scaffold(),
         UNEQUAL,
         {"local_steps": 2, "cohort": 5, "metrics": ["loss", "grad_norm", "drift", "age"]},
+    ),
+    "coupled": (fs.scaffold(), COUPLED, {"local_steps": 2, "batch_size": 3, "cohort": 4}),
+    "test": (
+        fs.fedavg(),
+        TESTED,
+        {"local_steps": 2, "cohort": 4, "evaluate_every": 2, "metrics": ["accuracy"]},
     ),
 }
 

@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from fedscaffold.simulation.evaluation import SHARES, sum_records
 from fedscaffold.simulation.local import ClientState, Work
 from fedscaffold.simulation.rounds import (
     Sums,
     begin_round,
     client_tables,
     end_round,
+    measure_round,
     read_clients,
     run_block,
     sum_gradients,
@@ -37,41 +39,41 @@ from fedscaffold.simulation.threads import lane, threads
 __all__ = ["RoundsByBlocks", "compile_blocks", "compile_sweep"]
 
 
+ON_RECORDS = {"loss", "gap", "grad_norm", "accuracy"}
+
+
 class Lanes:
     """Threads that run the blocks of a cohort, each with a device of its own.
 
     Args:
         pool: The threads.
         number: Number of lanes.
-        blocks: Number of blocks.
         federation: The clients' data, which all lanes share.
     """
 
-    def __init__(
-        self, pool: ThreadPoolExecutor, number: int, blocks: int, federation: Federation
-    ) -> None:
-        self._pool, self._blocks = pool, blocks
+    def __init__(self, pool: ThreadPoolExecutor, number: int, federation: Federation) -> None:
+        self._pool = pool
         self._devices = [lane(i) for i in range(number)]
         self._federations = [jax.device_put(federation, device) for device in self._devices]
         self._home = jax.devices()[0]
 
-    def map(self, programs: Sequence[Any], *given: Any) -> Iterator[Any]:
-        """Yield the result of each block, in their order; `programs` has one for each lane."""
+    def map(self, programs: Sequence[Any], parts: int, *given: Any) -> Iterator[Any]:
+        """Yield the result of each of `parts`, in their order; `programs` has one for each lane."""
         with jax.enable_x64(True):
             placed = [jax.device_put(given, device) for device in self._devices]
         free: SimpleQueue[int] = SimpleQueue()
         for i in range(len(placed)):
             free.put(i)
 
-        def run(block: int) -> Any:
+        def run(part: int) -> Any:
             i = free.get()
             try:
-                result = programs[i](self._federations[i], *placed[i], np.int32(block))
+                result = programs[i](self._federations[i], *placed[i], np.int32(part))
                 return jax.block_until_ready(result)
             finally:
                 free.put(i)
 
-        for result in self._pool.map(run, range(self._blocks)):
+        for result in self._pool.map(run, range(parts)):
             yield jax.device_put(result, self._home)
         placed.clear()  # these arrays share memory with the state, which is to be donated
 
@@ -91,6 +93,12 @@ class RoundsByBlocks(NamedTuple):
     add: Any
     add_slopes: Any
     end: Any
+    shares: Any
+    """For each lane, sums over a share of the records, if metrics need them."""
+    add_shares: Any
+    nothing: Any
+    """Sums of a round that is not measured."""
+    measure: Any
 
     def __call__(
         self,
@@ -104,7 +112,7 @@ class RoundsByBlocks(NamedTuple):
         """Run the first `number` rounds of `draws`, as `rounds` does."""
         table = np.full((len(draws.cohort), len(self.spec.metrics)), np.nan, state.x.dtype)
         with jax.enable_x64(True), ThreadPoolExecutor(len(self.block)) as pool:
-            lanes = Lanes(pool, len(self.block), self.blocks, federation)
+            lanes = Lanes(pool, len(self.block), federation)
             federation = jax.device_put(federation)
             for r in range(int(number)):
                 draw = jax.device_put(jax.tree.map(lambda a, r=r: a[r], draws))
@@ -122,11 +130,15 @@ class RoundsByBlocks(NamedTuple):
         draw = draw._replace(rows=None, row_weights=None)  # they are part of the work
         server = None
         if self.slope is not None:
-            slopes = lanes.map(self.slope, state, work)
+            slopes = lanes.map(self.slope, self.blocks, state, work)
             server = self.prepare(state, reduce(self.add_slopes, slopes), work)
-        replies = lanes.map(self.block, state, server, draw, np.bool_(False), work)
+        replies = lanes.map(self.block, self.blocks, state, server, draw, np.bool_(False), work)
         sums, rows = self._fold(replies)
-        outcome: tuple[State, Any] = self.end(federation, state, server, draw, sums, rows, due)
+        state, drift = self.end(federation, state, server, draw, sums, rows)
+        totals = self.nothing
+        if due and self.shares is not None:
+            totals = reduce(self.add_shares, lanes.map(self.shares, SHARES, state))
+        outcome: tuple[State, Any] = self.measure(federation, state, drift, due, totals)
         return outcome
 
     def _fold(self, replies: Iterable[tuple[Sums, ClientState]]) -> tuple[Sums, list[ClientState]]:
@@ -170,8 +182,28 @@ def compile_blocks(
     block, (sums, rows) = on_lanes(_block, federation, state, server, draw, never, work, number)
     add, _ = compiled(_add, sums, sums, donate=0)
     replies = sums, [rows] * blocks
-    end, _ = compiled(_end, federation, state, server, draw, *replies, never, donate=1)
-    return RoundsByBlocks(spec, blocks, begin, slope, prepare, block, add, add_slopes, end)
+    end, (state, drift) = compiled(_end, federation, state, server, draw, *replies, donate=1)
+    shares = add_shares = totals = None
+    if set(spec.metrics) & ON_RECORDS:
+        shares, totals = on_lanes(sum_records, federation, state, number)
+        add_shares, _ = compiled(_add, totals, totals, donate=0)
+    measure, _ = compiled(measure_round, federation, state, drift, never, totals, donate=1)
+    nothing = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), totals)
+    return RoundsByBlocks(
+        spec=spec,
+        blocks=blocks,
+        begin=begin,
+        slope=slope,
+        prepare=prepare,
+        block=block,
+        add=add,
+        add_slopes=add_slopes,
+        end=end,
+        shares=shares,
+        add_shares=add_shares,
+        nothing=nothing,
+        measure=measure,
+    )
 
 
 def _jit(
@@ -269,11 +301,9 @@ def _end(
     draw: Draws,
     sums: Sums,
     rows: list[ClientState],
-    due: Array,
 ) -> tuple[State, Array]:
-    told = _told(state, server)
     clients = jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
     if not spec.everyone:
         write = partial(write_rows, spec, draw.cohort)
         clients = jax.tree.map(write, client_tables(state), clients)
-    return end_round(spec, federation, state, told, draw, clients, sums, due)
+    return end_round(spec, federation, state, _told(state, server), draw, clients, sums)

@@ -19,7 +19,10 @@ from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Federation, Spec, State
 from fedscaffold.simulation.staleness import ages, decay_memory
 
-__all__ = ["default_metrics", "evaluate"]
+__all__ = ["SHARES", "default_metrics", "evaluate", "sum_records"]
+
+Totals = dict[str, Any]
+SHARES = 16  # of the records, for several cores to sum; their number shows in the bits
 
 
 def default_metrics(problem: Problem) -> tuple[str, ...]:
@@ -34,15 +37,23 @@ def default_metrics(problem: Problem) -> tuple[str, ...]:
 
 
 def evaluate(
-    spec: Spec, federation: Federation, state: State, drift: Array, due: Array
+    spec: Spec,
+    federation: Federation,
+    state: State,
+    drift: Array,
+    due: Array,
+    totals: Totals | None = None,
 ) -> tuple[Array, Array]:
-    """Return one row of metrics, NaN if the round is not due, and whether the run has ended."""
+    """Return one row of metrics, NaN if the round is not due, and whether the run has ended.
+
+    `totals` are those of `sum_records`, if they are known.
+    """
     names = spec.metrics
     unknown = jnp.full(len(names), jnp.nan, state.x.dtype)
     measured = unknown
     if names != ("residual",):
         measured = jax.lax.cond(
-            due, lambda: _evaluate_row(spec, federation, state), lambda: unknown
+            due, lambda: _evaluate_row(spec, federation, state, totals), lambda: unknown
         )
     # the distance of the server's fields from the running means they must equal
     residual = jnp.zeros((), state.x.dtype)
@@ -62,47 +73,77 @@ def evaluate(
     return row, broken | spec.stop.met(row[names.index(spec.stop.metric)], federation.target)
 
 
-def _evaluate_row(spec: Spec, federation: Federation, state: State) -> Array:
+def sum_records(
+    spec: Spec, federation: Federation, state: State, share: Array | None = None
+) -> Totals:
+    """Return the weighted sums over records that the metrics need, by the function summed.
+
+    Args:
+        spec: Static description of the program.
+        federation: The clients' data.
+        state: The state to measure.
+        share: Which of `SHARES` equal parts of the records to sum over; None for all of them.
+            Functions that are no means over records are part of the first.
+    """
     leaves = spec.layout.leaves(state.x)
     params, buffers = spec.layout.tree(leaves), state.buffers
     if spec.local_buffers:
         buffers = mean_buffers(spec, federation, state)
-    kinds = spec.kinds
+    kinds, asked = spec.kinds, set(spec.metrics)
 
-    def everywhere(kind: Kind, measure: Callable[[Any, Array], Any]) -> Any:
+    def total(
+        records: Any, weights: Array, batches: Any, kind: Kind, measure: Callable[..., Any]
+    ) -> Any:
         if kind == "mean":
-            total = _sum_over_records(federation.records, federation.record_weights, measure)
-        else:
-            total = sum_over(federation.records, federation.evaluation[kind], kind, measure)
-        return total if spec.mesh is None else sum_over_devices(spec, total)
+            return _sum_over_records(records, weights, measure, share)
+        whole = partial(sum_over, records, batches[kind], kind, measure)
+        if share is None:
+            return whole()
+        shape = jax.eval_shape(whole)
+        return jax.lax.cond(
+            share == 0,
+            whole,
+            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape),
+        )
 
-    def loss() -> Array:
-        of_batch = partial(value, spec.functions.loss, kinds.loss, params, state=buffers)
-        return everywhere(kinds.loss, of_batch)
+    def everywhere(kind: Kind, measure: Callable[..., Any]) -> Any:
+        found = total(
+            federation.records, federation.record_weights, federation.evaluation, kind, measure
+        )
+        return found if spec.mesh is None else sum_over_devices(spec, found)
 
-    def accuracy() -> Array:
+    def of_batch(batch: Any, weights: Array) -> Any:
+        return gradient(spec, leaves, batch, weights, buffers=buffers, train=False)[0]
+
+    totals: Totals = {}
+    if asked & {"loss", "gap"}:
+        loss = partial(value, spec.functions.loss, kinds.loss, params, state=buffers)
+        totals["loss"] = everywhere(kinds.loss, loss)
+    if "grad_norm" in asked:
+        totals["gradient"] = everywhere(kinds.gradient, of_batch)
+    if "accuracy" in asked:
         assert spec.functions.accuracy is not None
-        kind = kinds.accuracy
-        of_batch = partial(value, spec.functions.accuracy, kind, params, state=buffers)
-        if federation.test is None:
-            return everywhere(kind, of_batch)
-        if kind != "mean":
-            return sum_over(federation.test, federation.test_evaluation[kind], kind, of_batch)
-        size = len(jax.tree.leaves(federation.test)[0])
-        return _sum_over_records(federation.test, jnp.full(size, 1 / size, state.x.dtype), of_batch)
+        right = partial(value, spec.functions.accuracy, kinds.accuracy, params, state=buffers)
+        totals["accuracy"] = everywhere(kinds.accuracy, right) if federation.test is None else None
+        if federation.test is not None:
+            size = len(jax.tree.leaves(federation.test)[0])
+            weights = jnp.full(size, 1 / size, state.x.dtype)
+            batches = federation.test_evaluation
+            totals["accuracy"] = total(federation.test, weights, batches, kinds.accuracy, right)
+    return totals
+
+
+def _evaluate_row(spec: Spec, federation: Federation, state: State, totals: Totals | None) -> Array:
+    sums = sum_records(spec, federation, state) if totals is None else totals
 
     def grad_norm() -> Array:
-        def of_batch(batch: Any, weights: Array) -> Any:
-            return gradient(spec, leaves, batch, weights, buffers=buffers, train=False)[0]
-
-        total = everywhere(kinds.gradient, of_batch)
-        return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in total))
+        return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in sums["gradient"]))
 
     measures: dict[str, Callable[[], Array]] = {
-        "loss": loss,
-        "accuracy": accuracy,
+        "loss": lambda: sums["loss"],
+        "accuracy": lambda: sums["accuracy"],
         "grad_norm": grad_norm,
-        "gap": lambda: loss() - federation.optimal_loss,
+        "gap": lambda: sums["loss"] - federation.optimal_loss,
         "distance": lambda: jnp.linalg.norm(state.x - federation.optimum),
         "control_error": lambda: _control_error(spec, federation, state),
         "age": lambda: sum_over_devices(
@@ -131,8 +172,13 @@ def _control_error(spec: Spec, federation: Federation, state: State) -> Array:
     )
 
 
-def _sum_over_records(records: Any, weights: Array, measure: Callable[[Any, Array], Any]) -> Any:
-    """Sum `measure(batch, weights)` over all records in chunks.
+def _sum_over_records(
+    records: Any,
+    weights: Array,
+    measure: Callable[[Any, Array], Any],
+    share: Array | None = None,
+) -> Any:
+    """Sum `measure(batch, weights)` over all records in chunks, or over a share of the chunks.
 
     The last chunk may overlap, with weight 0.
     """
@@ -152,4 +198,10 @@ def _sum_over_records(records: Any, weights: Array, measure: Callable[[Any, Arra
         start = jnp.minimum(i * stretch, total - stretch)
         return jax.tree.map(jnp.add, sums, part(start, i * stretch - start))
 
-    return jax.lax.fori_loop(1, -(-total // stretch), add, part(0, 0))
+    chunks = -(-total // stretch)
+    if share is None:
+        return jax.lax.fori_loop(1, chunks, add, part(0, 0))
+    shape = jax.eval_shape(part, 0, 0)
+    nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape)
+    first, end = share * chunks // SHARES, (share + 1) * chunks // SHARES
+    return jax.lax.fori_loop(first, end, add, nothing)

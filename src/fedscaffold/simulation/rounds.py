@@ -38,6 +38,7 @@ __all__ = [
     "client_tables",
     "end_round",
     "loop_length",
+    "measure_round",
     "read_clients",
     "rounds",
     "run_block",
@@ -147,7 +148,8 @@ def _round(
         mean = _mean_gradient(spec, federation, state, draw, work)
         told = state._replace(server=spec.algorithm.prepare(state.server, mean))
     clients, sums = _run_cohort(spec, federation, told, draw, work, never)
-    return end_round(spec, federation, state, told, draw, clients, sums, due)
+    new, drift = end_round(spec, federation, state, told, draw, clients, sums)
+    return measure_round(spec, federation, new, drift, due)
 
 
 def begin_round(
@@ -167,9 +169,8 @@ def end_round(
     draw: Draws,
     clients: ClientState,
     sums: Sums,
-    due: Array,
 ) -> tuple[State, Array]:
-    """Take the server's step and measure.
+    """Take the server's step; return the new state and the drift of the cohort.
 
     Args:
         spec: Static description of the program.
@@ -179,7 +180,6 @@ def end_round(
         draw: Cohort and step size of the round.
         clients: The new client tables.
         sums: The sums over the cohort.
-        due: Whether to evaluate.
     """
     if spec.message_privacy is not None:
         sums = _noised(spec, federation, old, draw, sums)
@@ -189,8 +189,15 @@ def end_round(
         new = new._replace(heard_at=_heard_at(spec, told, draw.cohort))
     if _runs_to_the_end(spec):
         new = _unless_done(told, new)
-    row, done = evaluate(spec, federation, new, drift.astype(new.x.dtype), due)
-    return new._replace(done=new.done | done), row
+    return new, drift.astype(new.x.dtype)
+
+
+def measure_round(
+    spec: Spec, federation: Federation, state: State, drift: Array, due: Array, totals: Any = None
+) -> tuple[State, Array]:
+    """Return the state, which says whether the run has ended, and the round's row of metrics."""
+    row, done = evaluate(spec, federation, state, drift, due, totals)
+    return state._replace(done=state.done | done), row
 
 
 def _noised(spec: Spec, federation: Federation, state: State, draw: Draws, sums: Sums) -> Sums:
