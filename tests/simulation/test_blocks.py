@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedscaffold as fs
-from fedscaffold.simulation import blocks, program
+from fedscaffold.simulation import blocks, engine, program
 
 RNG = np.random.default_rng(0)
 
@@ -111,6 +111,21 @@ def test_a_sweep_has_the_bits_of_single_runs(heavy):
         for seed in (0, 1):
             alone = fs.simulate(fs.scaffold(), EQUAL, lr=lr, seed=seed, **same)
             np.testing.assert_array_equal(swept.runs[j][seed].vector, alone.vector)
+
+
+def test_a_run_of_a_sweep_that_has_ended_waits_for_the_others(heavy, monkeypatch):
+    monkeypatch.setattr(engine, "STRETCH_SECONDS", 0)  # chunks of one round
+    lrs, same = [0.01, 0.05], COMMON | {"rounds": 6, "local_steps": 2, "cohort": 5}
+    del same["lr"]
+    first = fs.simulate(fs.scaffold(), EQUAL, lr=0.05, **same).history["loss"][1]
+    swept = fs.sweep(fs.scaffold(), EQUAL, lr=lrs, seeds=1, stop_at={"loss": first}, **same)
+    ends = []
+    for lr, (run,) in zip(lrs, swept.runs, strict=True):
+        alone = fs.simulate(fs.scaffold(), EQUAL, lr=lr, stop_at={"loss": first}, **same)
+        for a, b in zip(arrays(run), arrays(alone), strict=True):
+            np.testing.assert_array_equal(a, b)
+        ends.append(len(run.history["loss"]))
+    assert ends[1] < ends[0]
 
 
 def test_clients_out_of_core_have_the_bits_of_those_in_memory(heavy):

@@ -115,12 +115,12 @@ class RoundsByBlocks(NamedTuple):
             lanes = Lanes(pool, len(self.block), federation)
             federation = jax.device_put(federation)
             for r in range(int(number)):
+                if bool(state.done):  # also before the first: a run of a sweep that ended earlier
+                    break
                 draw = jax.device_put(jax.tree.map(lambda a, r=r: a[r], draws))
                 due = (int(start) + r + 1) % int(every) == 0
                 state, row = self._round(lanes, federation, state, draw, np.bool_(due))
                 table[r] = row
-                if bool(state.done):
-                    break
         return state, table
 
     def _round(
