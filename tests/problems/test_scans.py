@@ -110,7 +110,12 @@ def subtracted(total, x):
     return total - x.T @ x, None
 
 
-@pytest.mark.parametrize("step", [read_elsewhere, of_constant, subtracted])
+def of_number(total, x):
+    """A product with a number that is written in the body."""
+    return total + lax.dot_general(np.float32(2), x[:2], (((), ()), ((), ()))), None
+
+
+@pytest.mark.parametrize("step", [read_elsewhere, of_constant, of_number, subtracted])
 def test_other_carries_are_left_alone(step):
     def total(x):
         return lax.scan(step, jnp.zeros((2, 2)), x)[0]

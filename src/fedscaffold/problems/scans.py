@@ -104,7 +104,7 @@ def _additions(jaxpr: Any, num_consts: int, num_carry: int, **others: Any) -> It
         if uses[carried] > 1 or uses[out] > 1:
             continue
         found = _product(term, made, uses)
-        if found is not None and not fixed.intersection(found[-1].invars):
+        if found is not None and not any(_is_fixed(atom, fixed) for atom in found[-1].invars):
             yield Addition(j, found[-1], tuple(reversed(found[:-1])), last)
 
 
@@ -120,6 +120,11 @@ def _product(term: Any, made: dict[Any, Any], uses: Counter[Any]) -> list[Any] |
             return None
         term = equation.invars[0]
     return None
+
+
+def _is_fixed(atom: Any, constants: set[Any]) -> bool:
+    """Return whether an operand is the same in all steps: a constant of the scan, or a literal."""
+    return not isinstance(atom, Var) or atom in constants
 
 
 def _contract(addition: Addition, operands: Sequence[Array]) -> Array:
