@@ -1,28 +1,30 @@
 """The order of tests for `pytest --dist worksteal`: long files first on every worker, short tests last."""
 
-LONGEST = (  # files of more than about 30 s, the longest first
+LONGEST = (  # files of more than about 25 s of CPU time, the longest first
     "tests/deploy/test_federation.py",
-    "tests/conformance/test_conformance.py",
     "tests/problems/test_torch_module.py",
     "tests/papers/test_reproduce.py",
     "tests/docs/test_docs.py",
+    "tests/estimators/test_estimator.py",
     "tests/simulation/test_distributed.py",
-    "tests/theory/test_heterogeneity.py",
-    "tests/simulation/test_conforms.py",
+    "tests/conformance/test_conformance.py",
     "tests/problems/test_coupled_losses.py",
-    "tests/simulation/test_gauge.py",
-    "tests/simulation/test_engine.py",
     "tests/cli/test_interrupts.py",
-    "tests/simulation/test_own_metrics.py",
-    "tests/cli/test_cli.py",
-    "tests/algorithms/test_family.py",
     "tests/papers/test_exercises.py",
-    "tests/docs/test_site.py",
+    "tests/theory/test_heterogeneity.py",
     "tests/docs/test_examples.py",
+    "tests/simulation/test_conforms.py",
     "tests/theory/test_exact.py",
-    "tests/deploy/test_machine.py",
-    "tests/runs/test_compare_resume.py",
+    "tests/simulation/test_engine.py",
+    "tests/docs/test_site.py",
     "tests/theory/test_plan.py",
+    "tests/algorithms/test_family.py",
+    "tests/simulation/test_random_losses.py",
+    "tests/problems/test_state.py",
+    "tests/simulation/test_own_metrics.py",
+    "tests/simulation/test_gauge.py",
+    "tests/cli/test_cli.py",
+    "tests/runs/test_compare_resume.py",
 )
 
 
