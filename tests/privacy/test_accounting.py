@@ -82,7 +82,7 @@ def test_without_sampling_epsilon_is_the_closed_form(noise, steps):
 def test_epsilon_is_that_of_losses_convolved_here(noise, rate, steps):
     own = by_convolution(noise, rate, steps)
     found = fs.privacy.epsilon(noise=noise, rate=rate, steps=steps, delta=DELTA)
-    assert found == pytest.approx(own, rel=4e-3)
+    assert own * (1 - 1e-5) <= found <= own * (1 + 1e-3)
 
 
 def test_kinds_of_steps_compose():
