@@ -19,7 +19,7 @@ SETTINGS = {"clip": 1.0, "noise": 1.1, "delta": DELTA}
 def charged(path):
     """A ledger with two charges of one run."""
     ledger = Ledger(path, "data", 2)
-    ledger.begin("a", noise=1.1, rates=[0.1, 0.2])
+    ledger.begin("a", seed=0, noise=1.1, rates=[0.1, 0.2])
     ledger.charge("a", rounds=1, steps=[5, 0])
     ledger.charge("a", rounds=3, steps=[15, 5])
     return ledger
@@ -139,11 +139,12 @@ def test_an_old_checkpoint_put_back_forgets_nothing(tmp_path):
         simulate(folder, 6)
 
 
-@pytest.mark.parametrize("more", [{"seed": 1}, {"lr": 0.2}, {"privacy": {"noise": 1.3}}])
+@pytest.mark.parametrize("more", [{}, {"lr": 0.2}, {"privacy": {"noise": 1.3}}])
 def test_a_restart_with_other_settings_is_charged_on_top(tmp_path, more):
     first = simulate(tmp_path, 4)
     for path in tmp_path.glob("state-*"):  # what --fresh does
         path.unlink()
+    more = more | {"seed": 1}
     second = simulate(tmp_path, 3, **more)
     noise = more.get("privacy", {}).get("noise", 1.1)
     both = zip(charges(first), charges(second, noise), strict=True)
@@ -153,6 +154,19 @@ def test_a_restart_with_other_settings_is_charged_on_top(tmp_path, more):
     limited = more | {"privacy": more.get("privacy", {}) | {"stop_at_epsilon": 0.9 * wanted}}
     with pytest.raises(fs.InputError, match="is spent; after these rounds epsilon would be"):
         simulate(tmp_path, 9, **limited)
+
+
+def test_other_settings_on_one_seed_would_draw_the_same_noise_and_are_refused(tmp_path):
+    """What two such runs release differs by what no noise hides: the ledger adds up only independent runs."""
+    given = {"precision": "float64", "cohort": 2, "batch_size": None}
+    runs = [simulate(tmp_path / str(lr), 1, lr=lr, **given) for lr in (0.1, 0.2)]
+    noise = SETTINGS["noise"] / 40 / np.sqrt(2)  # of a mean over two steps
+    assert np.abs(runs[0].clients.c_i - runs[1].clients.c_i).max() < noise / 10
+    for path in (tmp_path / "0.1").glob("state-*"):
+        path.unlink()
+    with pytest.raises(fs.InputError, match="drawn the noise of seed 0"):
+        simulate(tmp_path / "0.1", 1, lr=0.2, **given)
+    assert simulate(tmp_path / "0.1", 1, lr=0.1, **given).digest == runs[0].digest
 
 
 def test_a_crash_between_charge_and_rounds_leaves_them_charged(tmp_path, monkeypatch):

@@ -383,3 +383,21 @@ def test_local_optimisers_act_on_the_private_gradient(problem):
         fs.scaffold(), problem, local_optimizer=optax.sgd(LR, momentum=0.9), **given
     )
     np.testing.assert_allclose(momentum.vector, sgd.vector, rtol=1e-12)
+
+
+def test_steps_by_hand_draw_the_noise_of_a_round_for_one_state_only(problem, tmp_path):
+    """Rolled back, a round gives the same again; from another state its noise would cancel."""
+    given = {"rounds": 3, "local_steps": 2, "lr": LR, "batch_size": 8, "privacy": PRIVATE}
+    simulator = fs.Simulator(fs.scaffold(), problem, **given)
+    start = simulator.init()
+    first, _ = simulator.step(start)
+    second, _ = simulator.step(first)
+    again, rows = simulator.step(first)
+    np.testing.assert_array_equal(again.x, second.x)
+    assert rows["epsilon"].shape == (1,)
+    moved = first._replace(server=first.server._replace(x=np.asarray(first.x) + 1))
+    with pytest.raises(fs.InputError, match="a round would draw the same noise"):
+        simulator.step(moved)
+    kept = fs.Simulator(fs.scaffold(), problem, checkpoint=tmp_path, **given)
+    with pytest.raises(fs.InputError, match="a ledger is charged by run"):
+        kept.step(kept.init())

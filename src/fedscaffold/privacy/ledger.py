@@ -6,12 +6,13 @@ rounds computed. A crash can therefore leave rounds charged that were not run, n
 The charges stay when checkpoints are removed, replaced by older ones, or of another run.
 
     {"kind": "ledger", "format": 1, "data": ..., "clients": N}
-    {"kind": "run", "run": ..., "noise": 1.1, "rates": [...]}
+    {"kind": "run", "run": ..., "seed": 0, "noise": 1.1, "rates": [...]}
     {"kind": "charge", "run": ..., "rounds": 12, "steps": [...]}
 
 A charge holds the totals of its run. A run that is repeated with the same settings draws the same
-noise and releases the same values, so its rounds are charged once; a run with any other setting,
-such as another seed, is charged on top of all others.
+noise and releases the same values, so its rounds are charged once; a run with another seed is
+charged on top of all others. A run with other settings and the seed of another is refused: the two
+draw the same noise, which cancels in the difference of what they release.
 
 A last line without its end was not synced: its rounds were not run, and the next line replaces it.
 Any other line that does not fit is an error, and nothing is trained.
@@ -54,8 +55,8 @@ class Head(NamedTuple):
 class _Run:
     """What a run has been charged with."""
 
-    def __init__(self, noise: float, rates: Sequence[float]) -> None:
-        self.noise, self.rates = noise, list(rates)
+    def __init__(self, seed: int, noise: float, rates: Sequence[float]) -> None:
+        self.seed, self.noise, self.rates = seed, noise, list(rates)
         self.rounds, self.steps = 0, [0] * len(self.rates)
 
 
@@ -73,7 +74,7 @@ class Ledger:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "privacy.ledger")
     >>> ledger = Ledger(path, data="ab12", clients=2)
-    >>> ledger.begin("first", noise=1.1, rates=[0.1, 0.2])
+    >>> ledger.begin("first", seed=0, noise=1.1, rates=[0.1, 0.2])
     >>> ledger.charge("first", rounds=3, steps=[15, 10])
     >>> Ledger(path, data="ab12", clients=2).charged(without="second")[0]
     (Charge(noise=1.1, rate=0.1, steps=15),)
@@ -111,11 +112,21 @@ class Ledger:
                     found[client].append(Charge(run.noise, rate, steps))
         return [tuple(charges) for charges in found]
 
-    def begin(self, run: str, *, noise: float, rates: Iterable[float]) -> None:
-        """Enter a run, if it is not there yet."""
+    def begin(self, run: str, *, seed: int, noise: float, rates: Iterable[float]) -> None:
+        """Enter a run, if it is not there yet.
+
+        Raises:
+            StateError: Another run with this seed has been charged.
+        """
+        for name, other in self._runs.items():
+            if other.seed == seed and other.rounds and name != run:
+                self._fail(
+                    f"a run with other settings has drawn the noise of seed {seed}, which would "
+                    "cancel in the difference of the two; take another seed"
+                )
         if run not in self._runs:
-            listed = [float(rate) for rate in rates]
-            self._append({"kind": "run", "run": run, "noise": float(noise), "rates": listed})
+            fact = {"kind": "run", "run": run, "seed": int(seed), "noise": float(noise)}
+            self._append(fact | {"rates": [float(rate) for rate in rates]})
 
     def charge(self, run: str, *, rounds: int, steps: Iterable[int]) -> None:
         """Charge a run with its first rounds, durably, before they are run.
@@ -192,7 +203,10 @@ class Ledger:
             if (fact["data"], fact["clients"]) != (self.data, self.clients):
                 self._fail("it is of other records; take another folder for these")
         elif kind == "run":
-            self._runs[fact["run"]] = _Run(float(fact["noise"]), self._one_each(fact["rates"]))
+            if fact["run"] in self._runs:
+                raise ValueError
+            rates = self._one_each(fact["rates"])
+            self._runs[fact["run"]] = _Run(int(fact["seed"]), float(fact["noise"]), rates)
         elif kind == "charge":
             run = self._runs[fact["run"]]
             if fact["rounds"] <= run.rounds:

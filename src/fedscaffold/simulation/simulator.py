@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -43,7 +44,8 @@ class Simulator:
     """Simulator of a federation: `run` runs all rounds, `init` and `step` some at a time.
 
     Both ways give bit-identical results. States are immutable: `step` returns a new state and does
-    not modify its argument, so a run can continue from any earlier state, or from a modified one
+    not modify its argument, so a run can continue from any earlier state, or, unless it is private,
+    from a modified one
     (`state._replace(server=state.server._replace(x=...))`). `state.server` is the algorithm's
     server record, in which `x` is the model as a flat vector; `state.memory` and `state.own` are
     the clients' records, each field an array with one row per client.
@@ -103,10 +105,11 @@ class Simulator:
             later calls return no rows.
 
         Raises:
-            InputError: The state is not one of this simulator, or `cohorts` does not cover the
-                rounds asked for.
+            InputError: The state is not one of this simulator, `cohorts` does not cover the rounds
+                asked for, or a private run would draw the same noise at another state.
         """
         state = self._check_state(state)
+        self._refuse_second_use_of_noise(state)
         done = int(state.round)
         stop = done + checks.whole("rounds", rounds)
         self._refuse_rounds(done, stop)
@@ -121,6 +124,8 @@ class Simulator:
                 state, table = self._engine.advance(state, at, number)
                 tables.append(table)
                 at += number
+        if self.ready.budget is not None:
+            self._known.add(_digest(self._check_state(state)))
         stop = int(state.round)
         rows = np.concatenate(tables)
         return state, history_of(self.config, self.ready, rows, done, stop, heard_at)
@@ -139,6 +144,29 @@ class Simulator:
             raise InputError("state must be one of this simulator, from init() or step()")
         typed: State = jax.tree.map(lambda a, b: np.asarray(a, np.asarray(b).dtype), state, start)
         return typed
+
+    def _refuse_second_use_of_noise(self, state: State) -> None:
+        """Raise an InputError if a private run would draw the noise of a round for another state.
+
+        From the states that `init` and `step` return, rounds that are run again give the same.
+        """
+        if self.ready.budget is None:
+            return
+        if self.config.checkpoint is not None:
+            raise InputError(
+                "a ledger is charged by run(), not by step(): with privacy and step() "
+                "give no checkpoint"
+            )
+        if _digest(state) not in self._known:
+            raise InputError(
+                "with privacy a state must be as init() or step() of this simulator returned it: "
+                "from another one a round would draw the same noise, which cancels in differences"
+            )
+
+    @cached_property
+    def _known(self) -> set[bytes]:
+        """Digests of the states of a private run that rounds may start from."""
+        return {_digest(self._check_state(self.ready.start))}
 
     @property
     def size(self) -> Forecast:
@@ -298,6 +326,13 @@ def simulate(algorithm: Algorithm, problem: Problem, **arguments: Any) -> Run:  
     (True, None)
     """
     return Simulator(algorithm, problem, **arguments).run()
+
+
+def _digest(state: State) -> bytes:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.digest()
 
 
 def _claim(config: RunConfig, ready: PreparedRun, stack: ExitStack) -> dict[str, Any]:
