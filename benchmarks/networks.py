@@ -1,8 +1,9 @@
-"""The networks of the benchmark, in JAX as a user of JAX writes them and in torch as one of torch does.
+"""Networks of the benchmark, as users of JAX and users of torch write them.
 
     lenet     5x5x32, pool, 5x5x64, pool, 512, classes
     cnn       3x3x32, 3x3x64, pool, 128, classes
-    resnet8   3x3x16, a residual block each of 16, 32 and 64 features, group normalisation, mean over space, classes
+    resnet8   3x3x16, residual blocks of 16, 32 and 64 features with group normalisation, mean
+              over space, classes
     lstm      characters embedded in 8 features, one layer of 128, classes at every place
 
 Pictures are (n, height, width, channels) in JAX and (n, channels, height, width) in torch.
@@ -26,7 +27,7 @@ EMBEDDED, HIDDEN = 8, 128  # features of the LSTM
 
 
 class Network(NamedTuple):
-    """A network: the shapes of its arrays, how it scores pictures in JAX, and how torch builds it."""
+    """A network: shapes of its arrays, its scores in JAX, and its torch module."""
 
     shapes: Callable[[int], dict[str, tuple[int, ...]]]
     """(classes) -> shape of every array; kernels are (height, width, in, out), matrices (in, out).

@@ -1,8 +1,8 @@
 """Utility against epsilon: private SCAFFOLD and FedAvg, tuned alike, over three seeds.
 
-`python -m benchmarks.privacy_utility digits heart` prints one table for each data set. Step sizes and
-clips are chosen by the mean accuracy of the three seeds, for each algorithm and epsilon alike; each
-such run spends anew, so the epsilon of a table is that of a single run, not of choosing.
+`python -m benchmarks.privacy_utility digits heart` prints one table for each data set. Step sizes
+and clips are chosen by the mean accuracy of the three seeds, for each algorithm and epsilon alike;
+each such run spends anew, so the epsilon of a table is that of a single run, not of choosing.
 """
 
 import sys
@@ -23,7 +23,7 @@ CLIPS = (0.3, 1.0)
 
 
 def best(algorithm, problem, epsilon):
-    """Return mean and range of the final accuracy, with the step size and the clip that it is best with."""
+    """Return mean and range of the final accuracy, at the best step size and clip."""
     given = {"rounds": ROUNDS, "local_steps": STEPS, "batch_size": RATE, "metrics": ("accuracy",)}
     settings = [None]
     if epsilon is not None:

@@ -135,7 +135,7 @@ def zeros(model: Any) -> State:
 def train_client(
     model: Any, c: State, c_i: State, loader: Any, workload: Workload
 ) -> tuple[State, State, State]:
-    """One client's round: its model, the change of its control variate, and the new control variate."""
+    """One client's round: its model, and the change and new value of its control variate."""
     local = copy.deepcopy(model)
     optimizer = torch.optim.SGD(local.parameters(), lr=workload.lr)
     running_loss = 0.0
@@ -166,7 +166,7 @@ def mean_loss(model: Any, features: Tensor, labels: Tensor, workload: Workload) 
 
 
 def aggregate(model: Any, c: State, replies: list[tuple[State, State]], num_clients: int) -> None:
-    """The server's half: the mean of the models, and c moved by the changes, shared among all N clients."""
+    """The server's half: x is the mean of the models, c moves by the sum of the changes / N."""
     model.load_state_dict(
         {name: sum(state[name] for state, _ in replies) / len(replies) for name in c}
     )
@@ -312,7 +312,7 @@ def local_steps(fed: Federation, b: Block, step: Step, rows: Tensor) -> None:
 
 
 def serve(workload: Workload, fed: Federation) -> None:
-    """The server's half: x takes the mean move, c goes S/N of the way to the mean direction of the cohort."""
+    """The server's half: x takes the mean move, c goes S/N of the way to the mean direction."""
     num_clients = len(workload.clients)
     fed.x.sub_(fed.move, alpha=1 / workload.cohort)
     fed.c.mul_(1 - workload.cohort / num_clients)

@@ -376,7 +376,7 @@ class TorchLearner:
         return self.g.clone()
 
     def _make_optimizer(self, work: Work) -> tuple[Any, Any]:
-        """Create the optimiser of a round (SGD, momentum, Adam, or the app's own), and a scheduler."""
+        """Create the optimiser of a round (SGD, momentum, Adam or the app's), and a scheduler."""
         local = work.local
         if local.optimizer == "own":
             if self.optimizer is None:

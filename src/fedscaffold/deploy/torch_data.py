@@ -113,7 +113,7 @@ class Records(NamedTuple):
                 raise Hint("no batch", records=self.number)
 
     def parts(self, size: int) -> Iterator[Part]:
-        """Yield all records in batches of `size`, or as a loader makes them that chooses records."""
+        """Yield all records in batches of `size`, or as a loader that chooses records does."""
         if self.take is None:
             yield from self._loaded(self.loader)
             return

@@ -2,7 +2,8 @@
 
 `records` says that single records are protected, `clients` that whole clients are; a run takes
 either as `privacy=`. `epsilon` is the
-accountant: the cost of a number of steps, and `noise_for` the noise that a budget needs. See docs/privacy.md.
+accountant: the cost of a number of steps, and `noise_for` the noise that a budget needs.
+See docs/privacy.md.
 """
 
 from fedscaffold.privacy.accounting import epsilon, noise_for

@@ -51,7 +51,8 @@ def clipped_sum(gradients: Tree, real: Array, clip: float) -> Tree:
         clip: The largest norm.
 
     >>> rows = {"a": jnp.array([[3.0], [0.1]]), "b": jnp.array([[4.0], [0.0]])}
-    >>> [round(float(leaf[0]), 3) for leaf in clipped_sum(rows, jnp.array([True, True]), 1.0).values()]
+    >>> total = clipped_sum(rows, jnp.array([True, True]), clip=1.0)
+    >>> [round(float(leaf[0]), 3) for leaf in total.values()]
     [0.7, 0.8]
     """
     squares = [

@@ -1,6 +1,6 @@
 """Convolution and pooling in the forms that are fast on CPUs.
 
-Inside compiled loops XLA's CPU back end runs the gradients of convolutions and of pooling windows as
+Inside compiled loops XLA's CPU back end runs the gradients of convolutions and of pooling as
 plain loops: ten to a hundred times slower than the same arithmetic in other forms. The functions
 here compute what `jax.lax` does, equal up to the rounding of sums. A convolution takes one of four
 forms:
@@ -9,8 +9,8 @@ direct      XLA's own, which calls a fast kernel if the operands are float32, im
             (batch, space, features), and kernels as (space, inputs, outputs).
 patched     Along the last axes the entries of every window are copied side by side, so that one
             matrix product contracts them with the kernel; the positions along the other axes have a
-            product each, and the products are added. Patches along fewer axes take less memory, more
-            of them make larger products.
+            product each, and the products are added. Patches along fewer axes take less memory,
+            more of them make larger products.
 scattered   The transpose of the above, where results outnumber the operand's entries (gradients of
             images): one product with the kernel, and its parts added up at shifted places.
 correlated  Where windows are larger than the number of their places (gradients of kernels): one
@@ -265,7 +265,7 @@ def _direct(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
 
 
 def _scattered(lhs: Array, rhs: Array, sliding: Sliding, counts: tuple[int, ...]) -> Array | None:
-    """Transpose the patched form of the convolution that takes the results' shape to the operand's."""
+    """Transpose the patched form of the convolution from the results' shape to the operand's."""
     other = sliding.transposed(lhs.shape[1:-1], rhs.shape[:-2], counts)
     kernel = jnp.swapaxes(lax.rev(rhs, range(rhs.ndim - 2)), -1, -2).astype(sliding.dtype)
 
@@ -350,7 +350,7 @@ def _depthwise(lhs: Array, rhs: Array, windows: Sequence[Windows]) -> Array:
 
 
 def _patched(lhs: Array, rhs: Array, sliding: Sliding, groups: int = 1) -> Array | None:
-    """Sum a product for each entry of the window along the first axes, with patches along the others.
+    """Sum a product per window entry along the first axes, with patches along the others.
 
     None if the window is too large.
     """
@@ -386,7 +386,7 @@ def _patches(x: Array, axis: int, windows: Windows) -> Array:
 
 
 def _contract(patches: Array, kernel: Array, entries: int, groups: int, sliding: Sliding) -> Array:
-    """Contract patches (..., entries x groups x inputs) with a kernel (..., inputs, groups x outputs)."""
+    """Contract patches (..., entries x groups x inputs) with a kernel (..., groups x outputs)."""
     inputs, outputs = kernel.shape[-2:]
     how = {"precision": sliding.precision, "preferred_element_type": sliding.dtype}
     last = patches.ndim - 1

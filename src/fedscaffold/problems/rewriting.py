@@ -1,7 +1,7 @@
 """Rewriting of traced functions.
 
-On CPUs, convolutions and pooling become slices and matrix products, and products that a scan adds up
-become one.
+On CPUs, convolutions and pooling become slices and matrix products, and products that a scan adds
+up become one.
 
 The jaxpr of the user's function is copied with every convolution, every pooling window and every
 such scan replaced by a call of the rule in `convolutions` or `scans`, also inside loops,
@@ -38,7 +38,7 @@ _told: set[str] = set()
 
 
 def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Wrap a function so that, on CPUs, its convolutions and pooling windows are computed as matrix products.
+    """Wrap a function so that, on CPUs, its convolutions and pooling run as matrix products.
 
     Args:
         function: Any function of pytrees of arrays that JAX can trace.
@@ -124,7 +124,7 @@ def _has_rule(equation: Any) -> bool:
 
 
 def _by_platform(equation: Any) -> bool:
-    """Whether an equation chooses between platforms already, as a function that has been rewritten does."""
+    """Return whether an equation chooses between platforms, as rewritten functions do."""
     return equation.params.get("branches_platforms") is not None
 
 
@@ -237,7 +237,7 @@ def _gather_add(tangents: Array, operand: Array, *, select_prim: Any, **params: 
 
 
 def _sum_in_turn(x: Array, *, axes: tuple[int, ...], **params: Any) -> Array:
-    """Sum over axes with others between them, the last ones last: XLA sums over all as plain loops."""
+    """Sum over separated axes, the last ones last: XLA would sum over all in plain loops."""
     last = _last_axes(x.shape, axes)
     outer = jax.lax.reduce_sum_p.bind(
         x, axes=tuple(axis for axis in axes if axis not in last), **params
@@ -249,7 +249,7 @@ def _sum_in_turn(x: Array, *, axes: tuple[int, ...], **params: Any) -> Array:
 
 
 def _last_axes(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those axes of a sum that are better summed over after the others: short ones at the end.
+    """Return the axes that are better summed over after the others: short ones at the end.
 
     Empty if one sum is best.
     """

@@ -312,7 +312,7 @@ class TracedFunction:
     def _recorded(
         self, precision: str, train: bool, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Any, Any]:
-        """Return the program for batches of these shapes, for any number of records where there is one."""
+        """Return the program for batches of these shapes, and any number of records if possible."""
         rows, number = tuple(shape[1:] for shape in shapes), shapes[0][0]
         any_number, this = (precision, train, rows, None), (precision, train, rows, number)
         if number > 1 and any_number not in self._programs:  # tried once
@@ -468,7 +468,7 @@ def _unchecked() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's warnings, logs and printed graphs of an export to itself, and attention in its plain form."""
+    """Silence torch during an export, and keep attention in its plain form."""
     import torch
 
     fast, level, trace = (
@@ -497,7 +497,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _decomposed(program: Any) -> Any:
-    """Return the program in core ATen operators, with `detach` after what `torch.no_grad` computes."""
+    """Return the program in core ATen operators, with `detach` for `torch.no_grad`."""
     import torch
 
     detach = torch.ops.aten.detach.default
@@ -575,7 +575,7 @@ def _always(x: Array, _: int) -> Array:
 def _without_absent(
     nodes: Sequence[Node], leaves: Sequence[str], occurs: Callable[[int, int], bool]
 ) -> Any:
-    """Replace comparisons of labels with numbers that no record has, such as cross_entropy's ignore_index.
+    """Replace comparisons with labels that no record has, such as cross_entropy's ignore_index.
 
     A mean over the records that are not ignored is a ratio of sums; where none is, it is a mean
     over records.

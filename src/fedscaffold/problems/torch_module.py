@@ -427,13 +427,13 @@ def _compare_slopes(
 def _entry(
     metrics: Callable[[Module, Any], dict[str, Any]], name: str, module: Module, batch: Any
 ) -> Any:
-    """Return an entry of the metrics as a tensor, also where the function makes it a number by `float` or `item`."""
+    """Return an entry of the metrics as a tensor, even if made a number by `float` or `item`."""
     import torch
 
     numbers: dict[float, Any] = {}
 
     class Recorded(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
-        """Stands unlikely numbers in for tensors, to find them again in what the function returns."""
+        """Replaces tensors by unlikely numbers, to find them in what the function returns."""
 
         def __torch_function__(
             self, called: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,9 +1,10 @@
 """Rounds whose blocks of clients run on several cores: one program per block, called by threads.
 
-The compiled loop of `rounds` runs one block after another, on one core. Where a client's local steps
-take long, the parts of a round (its begin, a block, its end) are compiled apart instead, and the
-host calls the program of a block from several threads. The sums of the blocks are added in the order
-of the blocks and every block is the same program, so results do not depend on the number of threads.
+The compiled loop of `rounds` runs one block after another, on one core. Where a client's local
+steps take long, the parts of a round (its begin, a block, its end) are compiled apart instead, and
+the host calls the program of a block from several threads. The sums of the blocks are added in the
+order of the blocks and every block is the same program, so results do not depend on the number of
+threads.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def _refuse_privacy(config: RunConfig) -> None:
         )
     if problem.state is not None:
         raise InputError(
-            "the loss updates a state from whole batches, such as running statistics, which nothing "
-            "clips or noises: with privacy take group or layer normalisation"
+            "the loss updates a state from whole batches, such as running statistics, which "
+            "nothing clips or noises: with privacy take group or layer normalisation"
         )
     kinds, functions = problem.kinds, problem.functions
     # what a loss draws with a key depends on the batch's shape: its mean is seen without one

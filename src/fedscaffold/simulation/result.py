@@ -132,8 +132,8 @@ class Run(NamedTuple):
     rounds: int
     """Number of rounds run."""
     outcome: str
-    """How the run ended: "finished" (all rounds), "target", "diverged", or "stopped" by a callback, or
-    "budget" (no further round within `stop_at_epsilon`)."""
+    """How the run ended: "finished" (all rounds), "target", "diverged", or "stopped" by a callback,
+    or "budget" (no further round within `stop_at_epsilon`)."""
     reached_at: int | None
     """Round in which `stop_at` was reached, or None."""
     diverged_at: int | None

@@ -433,7 +433,8 @@ def run_block(
 ) -> tuple[Sums, ClientState]:
     """Run a block of clients; return the updated sums and the clients' new state.
 
-    Without `sums`, those of the block alone are returned. `never` is false at run time, but unknown to the compiler.
+    Without `sums`, those of the block alone are returned. `never` is false at run time, but
+    unknown to the compiler.
     """
     work, old = part
     # rows that are read again after others have been written would make XLA copy their table
