@@ -27,7 +27,7 @@ ARROWS = {
     "estimators": {"simulation", "problems", "algorithms"},
     "theory": {"simulation", "privacy", "problems", "data", "algorithms"},
     "deploy": {"state", "algorithms"},
-    "runs": {"simulation", "problems", "data", "algorithms", "state"},
+    "runs": {"simulation", "privacy", "problems", "data", "algorithms", "state"},
     "grids": {"runs", "simulation", "problems", "algorithms", "state"},
     "diagnose": {
         "runs",

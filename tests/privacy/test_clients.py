@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import fedscaffold as fs
+from fedscaffold.privacy.accounting import round_up
 from fedscaffold.runs.privacy_statement import statement, to_text
 from fedscaffold.runs.run_folder import RunRecord
 from fedscaffold.simulation.rounds import SERVER
@@ -89,7 +90,7 @@ def test_a_client_is_charged_for_the_rounds_that_it_attends(tmp_path):
     held = RunRecord(algorithm="fedavg", seed=0, columns=run.history, privacy=run.privacy.facts())
     text = to_text(statement(held), "a run")
     assert "a whole client, with all its records" in text
-    assert f"({worst:.4g}, 0.001)-differential privacy" in text
+    assert f"({round_up(worst)}, 0.001)-differential privacy" in text
 
 
 @pytest.mark.parametrize(

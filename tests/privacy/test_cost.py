@@ -111,8 +111,17 @@ def test_the_command_line_runs_states_plans_and_audits(tmp_path, capsys, monkeyp
     page = tmp_path / "page.html"
     code, text, _ = said(capsys, monkeypatch, "privacy", "statement", out, "--html", page)
     assert code == 0
-    shown = f"({held['epsilon']:.4g}, 1e-05)-differential privacy"
-    for words in (shown, "SIMULATED", "Poisson", "dp-accounting 0.6", "Not covered", "Adversary"):
+    stated = float(text.partition("Guarantee: (")[2].partition(",")[0])
+    assert held["epsilon"] <= stated <= 1.001 * held["epsilon"]  # rounded up, never down
+    assert "Recorded without noise: accuracy, loss" in text
+    for words in (
+        ", 1e-05)-differential privacy",
+        "SIMULATED",
+        "Poisson",
+        "dp-accounting 0.6",
+        "Not covered",
+        "Adversary",
+    ):
         assert words in text
         assert words in page.read_text(encoding="utf-8")
     code, text, _ = said(capsys, monkeypatch, "privacy", "statement", out, "--json")
@@ -138,4 +147,4 @@ def test_a_run_that_is_not_private_has_no_statement(tmp_path, capsys, monkeypatc
     assert said(capsys, monkeypatch, "run", path)[0] == 0
     code, _, error = said(capsys, monkeypatch, "privacy", "statement", out)
     assert code == 2
-    assert "has no privacy to state" in error
+    assert "holds no privacy" in error

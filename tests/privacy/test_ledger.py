@@ -9,6 +9,8 @@ import pytest
 import fedscaffold as fs
 from fedscaffold.privacy.accounting import Charge, compose
 from fedscaffold.privacy.ledger import Ledger
+from fedscaffold.runs.privacy_statement import statement
+from fedscaffold.runs.run_folder import RunRecord
 from fedscaffold.simulation.engine import Engine
 from fedscaffold.state import StateError
 
@@ -151,6 +153,9 @@ def test_a_restart_with_other_settings_is_charged_on_top(tmp_path, more):
     wanted = max(compose(pair, DELTA) for pair in both)
     assert second.privacy.epsilon == pytest.approx(wanted, rel=1e-6)
     assert second.history["epsilon"][0] > first.history["epsilon"][-1] * (1 - 1e-9)
+    assert second.privacy.before == pytest.approx(first.privacy.epsilon, rel=1e-6)
+    held = RunRecord(algorithm="a", seed=1, columns={}, privacy=second.privacy.facts())
+    assert "had spent epsilon" in statement(held)["Composition"]
     limited = more | {"privacy": more.get("privacy", {}) | {"stop_at_epsilon": 0.9 * wanted}}
     with pytest.raises(fs.InputError, match="is spent; after these rounds epsilon would be"):
         simulate(tmp_path, 9, **limited)

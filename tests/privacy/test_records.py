@@ -279,6 +279,12 @@ def test_every_algorithm_that_can_be_private_is(algorithm, problem):
         (fs.scaffold(), {"stale": "refresh:3", "cohort": 2}, "stale='refresh' takes gradients"),
         (fs.scaffold(), {"local_steps": None, "local_epochs": 1, "batch_size": 5}, "local_epochs"),
         (fs.scaffold(), {"draw": "shuffle", "batch_size": 5}, "draw passes over records"),
+        (fs.scaffold(), {"stop_at": "loss:0.1"}, "stop_at ends a run by a metric"),
+        (
+            fs.scaffold(),
+            {"privacy": dataclasses.replace(PRIVATE, delta=0.1)},
+            "delta must be below",
+        ),
         (fs.scaffold(), {"privacy": 3.0}, "privacy must be fs.privacy.records"),
     ],
 )
@@ -308,7 +314,7 @@ def test_losses_that_mix_records_or_keep_a_state_are_refused():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"clip": 0.0}, "clip must be a number above 0"),
+        ({"clip": 0.0}, "clip must be a number of at least 1e-12"),
         ({"noise": 0.0}, "noise must be a number of at least 0.05"),
         ({"noise": float("nan")}, "noise must be a number"),
         ({"delta": 1.0}, "delta must be a number above 0 and below 1"),

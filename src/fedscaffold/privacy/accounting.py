@@ -12,13 +12,22 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from decimal import ROUND_CEILING, Context
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["Charge", "capacity", "compose", "describe_accountant", "epsilon", "noise_for"]
+__all__ = [
+    "Charge",
+    "capacity",
+    "compose",
+    "describe_accountant",
+    "epsilon",
+    "noise_for",
+    "round_up",
+]
 
 LARGE = 50.0  # epsilon above which RDP alone is used: loss distributions would fill the memory
 # width of the intervals of loss distributions, by the largest number of steps: the epsilon they
@@ -185,6 +194,15 @@ def _losses_of_step(noise: float, rate: float, interval: float) -> Any:
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise, sampling_prob=rate, value_discretization_interval=interval
     )
+
+
+def round_up(epsilon: float) -> str:
+    """Return an epsilon with four digits, which is never less.
+
+    >>> round_up(8.00049), round_up(8.0)
+    ('8.001', '8')
+    """
+    return f"{Context(prec=4, rounding=ROUND_CEILING).create_decimal_from_float(epsilon):.4g}"
 
 
 def describe_accountant() -> str:

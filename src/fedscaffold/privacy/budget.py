@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
-from fedscaffold.privacy.accounting import Charge, compose, describe_accountant
+from fedscaffold.privacy.accounting import Charge, compose, describe_accountant, round_up
 from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.records import Records
 
@@ -25,7 +25,7 @@ class Spent(NamedTuple):
     """What a run has spent."""
 
     def __repr__(self) -> str:
-        return f"Spent(epsilon {self.epsilon:.4g}, delta {self.delta:g})"
+        return f"Spent(epsilon {round_up(self.epsilon)}, delta {self.delta:g})"
 
     epsilon: float
     """The largest epsilon of any client."""
@@ -41,6 +41,8 @@ class Spent(NamedTuple):
     settings: Records | Clients
     rounds: int
     """Number of rounds that are paid for."""
+    before: float = 0.0
+    """The largest epsilon that other runs had spent before; `epsilon` includes them."""
 
     def facts(self) -> dict[str, Any]:
         """Return what a run's record says of its privacy, as JSON."""
@@ -48,6 +50,7 @@ class Spent(NamedTuple):
         return asked | {
             "unit": "record" if isinstance(self.settings, Records) else "client",
             "epsilon": self.epsilon,
+            "before": self.before,
             "rates": [float(self.rates.min()), float(self.rates.max())],
             "steps": [int(self.steps.min()), int(self.steps.max())],
             "rounds": self.rounds,
@@ -142,6 +145,7 @@ class Budget:
             accountant=self.accountant,
             settings=self.privacy,
             rounds=rounds,
+            before=float(self._column[0]),
         )
 
     def limit(self, rounds: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
-from fedscaffold.privacy.records import LEAST_NOISE
+from fedscaffold.privacy.records import LEAST_CLIP, LEAST_NOISE
 
 __all__ = ["Clients", "clients"]
 
@@ -21,7 +21,7 @@ class Clients:
     stop_at_epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        checks.number("clip", self.clip, above=0)
+        checks.number("clip", self.clip, at_least=LEAST_CLIP)
         checks.number("noise", self.noise, at_least=LEAST_NOISE)
         if checks.number("delta", self.delta, above=0) >= 1:
             raise InputError(f"delta must be a number above 0 and below 1, got {self.delta}")

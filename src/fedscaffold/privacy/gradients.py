@@ -65,7 +65,7 @@ def clipped_sum(gradients: Tree, real: Array, clip: float) -> Tree:
 
     def total(leaf: Array) -> Array:
         rows = jnp.where(counts.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
-        return jnp.tensordot(factor, rows, 1)
+        return jnp.tensordot(factor, rows, 1, precision="highest")
 
     return jax.tree.map(total, gradients)
 

@@ -9,6 +9,7 @@ from fedscaffold.checks import InputError
 
 __all__ = ["Records", "records"]
 
+LEAST_CLIP = 1e-12  # below, squares of a gradient vanish in float32, and nothing is clipped
 LEAST_NOISE = 0.05  # below, a single step has an epsilon of hundreds, and accountants overflow
 
 
@@ -23,7 +24,7 @@ class Records:
     stop_at_epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        checks.number("clip", self.clip, above=0)
+        checks.number("clip", self.clip, at_least=LEAST_CLIP)
         checks.number("noise", self.noise, at_least=LEAST_NOISE)
         if checks.number("delta", self.delta, above=0) >= 1:
             raise InputError(f"delta must be a number above 0 and below 1, got {self.delta}")

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from fedscaffold.checks import InputError
+from fedscaffold.privacy.accounting import round_up
 from fedscaffold.runs.run_folder import RunRecord
 
 __all__ = ["statement", "to_html", "to_text"]
@@ -16,10 +17,14 @@ NOT_COVERED = (
     "them, and a published one is a further release",
     "the numbers of records, which are taken to be public",
     "an initial model that was trained on these records",
-    "other runs on the same records outside this folder, such as those that chose the settings",
+    "other runs on the same records outside this folder, such as those that chose the settings: "
+    "each spends anew, and those with the same seed draw the same noise, which cancels in their "
+    "difference",
+    "a folder that was put back as a whole, ledger and checkpoints, or deleted",
     "floating-point arithmetic: clipped norms hold to rounding, and the noise has finitely many "
     "values",
 )
+PUBLIC = {"round", "bytes_up", "bytes_down", "epsilon"}
 SIMULATED = (
     "This run was SIMULATED: one process held all records, and its noise follows from a seed. It "
     "says what a deployment with these settings would spend; it protects nobody."
@@ -35,13 +40,14 @@ def statement(run: RunRecord) -> dict[str, Any]:
     held = run.privacy
     if held is None:
         raise InputError(
-            f"the run of {run.algorithm} has no privacy to state: run it with a table [privacy]"
+            f"the record of the run of {run.algorithm} holds no privacy: run it by itself, with a "
+            "table [privacy]; runs of comparisons keep no ledger"
         )
     budget = held["stop_at_epsilon"]
     shared = {
         "Adversary": "the server, and everybody who sees all that clients send in all rounds",
-        "Guarantee": f"({held['epsilon']:.4g}, {held['delta']:g})-differential privacy for the "
-        "client that spent most",
+        "Guarantee": f"({round_up(held['epsilon'])}, {held['delta']:g})-differential privacy "
+        "for the client that spent most",
         "Budget": "none was set" if budget is None else f"epsilon {budget:g}",
     }
     how = _of_records(held) if held["unit"] == "record" else _of_clients(held)
@@ -52,6 +58,17 @@ def statement(run: RunRecord) -> dict[str, Any]:
         f"what {run.algorithm} makes known in {held['rounds']} rounds: functions of the {sent}, "
         "control variates included"
     )
+    if held["before"]:
+        facts["Composition"] += (
+            f"; other runs on this ledger had spent epsilon {round_up(held['before'])} before, "
+            "which the guarantee includes"
+        )
+    recorded = sorted(set(run.columns) - PUBLIC)
+    if recorded:
+        facts["Recorded without noise"] = (
+            f"{', '.join(recorded)}: the run's folder holds these columns; to pass it on is a "
+            "further release"
+        )
     facts["Not covered"] = list(NOT_COVERED)
     facts["Audit"] = held.get("audit") or "none was made; see `fedscaffold privacy audit`"
     return facts

@@ -68,10 +68,29 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
     if config.privacy is not None:
         if config.devices not in (None, 1):
             raise InputError("privacy keeps one ledger: run on one device, without devices")
+        if config.stop_at is not None:
+            raise InputError(
+                "stop_at ends a run by a metric that nothing noises: with privacy give rounds, and "
+                "stop_at_epsilon"
+            )
+        _refuse_delta(config)
         if isinstance(config.privacy, Clients):
             _refuse_client_privacy(config, steps)
         else:
             _refuse_privacy(config)
+
+
+def _refuse_delta(config: RunConfig) -> None:
+    """Raise an InputError for a delta with which a record, or a client, may be told outright."""
+    assert config.privacy is not None
+    of_clients = isinstance(config.privacy, Clients)
+    many = config.problem.num_clients if of_clients else int(config.problem.counts.max())
+    if many > 1 and config.privacy.delta * many >= 1:
+        held = "that many clients" if of_clients else "a client with that many records"
+        raise InputError(
+            f"delta must be below 1 / {many}, got {config.privacy.delta:g}: to publish one of them "
+            f"at random would be private, for {held}"
+        )
 
 
 def _refuse_client_privacy(config: RunConfig, steps: NDArray[np.int64]) -> None:
