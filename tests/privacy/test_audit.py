@@ -8,7 +8,7 @@ from scipy.stats import binom
 import fedscaffold as fs
 from fedscaffold.privacy import gradients
 from fedscaffold.privacy.auditing import guess, lower_bound
-from fedscaffold.simulation import engine, local
+from fedscaffold.simulation import canaries, engine, local
 
 PRIVATE = fs.privacy.records(clip=0.5, noise=4.0, delta=1e-5)
 ATTACK = {"rate": 0.25, "local_steps": 4, "rounds": 3, "canaries": 1000}
@@ -87,6 +87,55 @@ def clip_of_ten(monkeypatch):
     monkeypatch.setattr(
         gradients, "clipped_sum", lambda rows, real, clip: genuine(rows, real, 10 * clip)
     )
+
+
+def each_tensor_by_itself(monkeypatch):
+    genuine = gradients.clipped_sum
+
+    def alone(rows, real, clip):
+        return jax.tree.map(lambda leaf: genuine(leaf, real, clip), rows)
+
+    monkeypatch.setattr(gradients, "clipped_sum", alone)
+
+
+def clip_at_the_median(monkeypatch):
+    """The clip is the median of the batch's own norms."""
+    genuine = gradients.clipped_sum
+
+    def median(rows, real, clip):
+        squares = sum((leaf.reshape(len(leaf), -1) ** 2).sum(axis=1) for leaf in rows)
+        return genuine(rows, real, jax.numpy.median(jax.numpy.sqrt(squares)))
+
+    monkeypatch.setattr(gradients, "clipped_sum", median)
+
+
+def one_noise_for_all_steps(monkeypatch):
+    genuine = local._private_gradient
+
+    def same(spec, federation, y, work, k, batch, key):
+        return genuine(spec, federation, y, work, 0 * k, batch, key)
+
+    monkeypatch.setattr(local, "_private_gradient", same)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        (each_tensor_by_itself, "moves the sum by 0.7071, not by the clip 0.5"),
+        (clip_at_the_median, "moves the sum by"),
+        (one_noise_for_all_steps, "noise has 1.4"),
+        (no_noise_of_its_own, "noise of two clients or rounds is not independent"),
+        (noise_of_a_mean, "noise has 0.25"),
+    ],
+)
+def test_what_attacks_do_not_see_violates_an_identity(breaks, said, monkeypatch, fresh):
+    breaks(monkeypatch)
+    assert any(said in fault for fault in canaries._faults(PRIVATE, 0))
+
+
+def test_a_sound_mechanism_violates_none():
+    for seed in range(3):
+        assert not list(canaries._faults(PRIVATE, seed))
 
 
 @pytest.mark.parametrize("breaks", [no_noise_of_its_own, no_clip, noise_of_a_mean, clip_of_ten])

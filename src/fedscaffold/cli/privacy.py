@@ -111,6 +111,7 @@ def audit(
         f"attack: {found.correct} of {found.guesses} guesses right, {found.canaries} canaries",
         f"epsilon is at least {found.found:.4g} with confidence {found.confidence:g}: {says}",
     ]
+    lines += [f"an identity fails: {fault}" for fault in found.faults]
     print_answer({**found._asdict(), "refuted": found.refuted}, lines, as_json)
     return int(found.refuted)
 
