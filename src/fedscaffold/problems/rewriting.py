@@ -38,15 +38,15 @@ _told: set[str] = set()
 
 
 def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Wrap a function so that, on CPUs, its convolutions and pooling run as matrix products.
+    """Wrap a function so that, on CPUs, its slow operations run as matrix products.
 
     Args:
         function: Any function of pytrees of arrays that JAX can trace.
 
     Returns:
         A function with the same values, up to the rounding of sums, that can be transformed as any
-        other. Where the function has neither convolutions nor pooling, its operations are what they
-        were.
+        other. A function without operations that have a rule (convolutions, pooling, sums over
+        separated axes, scans that add up products) is left as it is.
 
     >>> import jax.numpy as jnp
     >>> x, kernel = jnp.arange(5.0), jnp.array([1.0, 0.0, -1.0])
@@ -63,7 +63,7 @@ def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
         closed, shape = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
         found = jaxpr_as_fun(closed)
-        if _contains_windows(closed.jaxpr):
+        if _has_rules(closed.jaxpr):
             found = partial(
                 jax.lax.platform_dependent, cpu=jaxpr_as_fun(_rewrite(closed)), default=found
             )
@@ -108,9 +108,9 @@ def _inner(equation: Any) -> Iterator[Any]:
                 yield getattr(one, "jaxpr", one)
 
 
-def _contains_windows(jaxpr: Jaxpr) -> bool:
+def _has_rules(jaxpr: Jaxpr) -> bool:
     return any(
-        _has_rule(equation) or any(_contains_windows(inner) for inner in _inner(equation))
+        _has_rule(equation) or any(_has_rules(inner) for inner in _inner(equation))
         for equation in jaxpr.eqns
         if not _by_platform(equation)
     )
@@ -129,7 +129,7 @@ def _by_platform(equation: Any) -> bool:
 
 
 def _rewrite(program: Any) -> Any:
-    """Return a Jaxpr or ClosedJaxpr with every convolution and pooling window replaced."""
+    """Return a Jaxpr or ClosedJaxpr with every operation that has a rule replaced."""
     if isinstance(program, ClosedJaxpr):
         return program.replace(jaxpr=_rewrite(program.jaxpr))
     return program.replace(eqns=[_rewrite_equation(equation) for equation in program.eqns])
@@ -139,7 +139,7 @@ def _rewrite_equation(equation: Any) -> Any:
     name = equation.primitive.name
     if _has_rule(equation):
         return _apply_rule(equation)
-    if _by_platform(equation) or not any(_contains_windows(inner) for inner in _inner(equation)):
+    if _by_platform(equation) or not any(_has_rules(inner) for inner in _inner(equation)):
         return equation
     params = {key: _rewrite_parameter(value) for key, value in equation.params.items()}
     if name == "custom_jvp_call":

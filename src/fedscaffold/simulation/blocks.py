@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from fedscaffold.simulation.evaluation import SHARES, sum_records
+from fedscaffold.simulation.evaluation import ON_RECORDS, SHARES, sum_records
 from fedscaffold.simulation.local import ClientState, Work
 from fedscaffold.simulation.rounds import (
     Sums,
@@ -38,9 +38,6 @@ from fedscaffold.simulation.spec import Array, Draws, Federation, Spec, State
 from fedscaffold.simulation.threads import lane, threads
 
 __all__ = ["RoundsByBlocks", "compile_blocks", "compile_sweep"]
-
-
-ON_RECORDS = {"loss", "gap", "grad_norm", "accuracy"}
 
 
 class Lanes:

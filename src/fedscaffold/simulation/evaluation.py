@@ -19,9 +19,10 @@ from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import Array, Federation, Spec, State
 from fedscaffold.simulation.staleness import ages, decay_memory
 
-__all__ = ["SHARES", "default_metrics", "evaluate", "sum_records"]
+__all__ = ["ON_RECORDS", "SHARES", "default_metrics", "evaluate", "sum_records"]
 
 Totals = dict[str, Any]
+ON_RECORDS = {"loss", "gap", "grad_norm", "accuracy"}  # metrics that are sums over records
 SHARES = 16  # of the records, for several cores to sum; their number shows in the bits
 
 

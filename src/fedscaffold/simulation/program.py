@@ -26,7 +26,7 @@ from fedscaffold.problems.records import is_float, narrowed
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import compression, resolve, stale
 from fedscaffold.simulation.compatibility import refuse
-from fedscaffold.simulation.evaluation import default_metrics
+from fedscaffold.simulation.evaluation import ON_RECORDS, default_metrics
 from fedscaffold.simulation.evaluation_batches import client_batches, test_batches
 from fedscaffold.simulation.forecast import Forecast, forecast
 from fedscaffold.simulation.out_of_core import cohort_federation
@@ -39,7 +39,6 @@ from fedscaffold.simulation.threads import HEAVY, choose_threads, client_operati
 
 __all__ = ["PreparedRun", "prepare"]
 
-NEEDS_RECORDS = {"loss", "gap", "grad_norm", "accuracy"}
 NEEDS_OPTIMUM = {"gap", "distance", "control_error"}
 
 
@@ -276,7 +275,7 @@ def _federation(config: RunConfig, spec: Spec, drawer: Drawer) -> Federation:
         controls = problem.ideal_controls(config.weights)
     if "gap" in spec.metrics:
         optimal_loss = problem.optimal_loss(config.weights)
-    if set(spec.metrics) & NEEDS_RECORDS:
+    if set(spec.metrics) & ON_RECORDS:
         record_weights = np.repeat(p / problem.counts, problem.counts)
     if "accuracy" not in spec.metrics:
         test = None
