@@ -125,6 +125,30 @@ def test_runs_of_a_sweep_that_diverge_end_as_they_do_alone():
             np.testing.assert_array_equal(run.clients.age, alone.clients.age)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "policy"),
+    [
+        (fs.mime(), {}),
+        (fs.scaffold(), {"stale": "decay:0.5"}),
+        (fs.scaffold(), {"stale": "drop:1"}),
+    ],
+    ids=["mime", "decay", "drop"],
+)
+def test_a_run_of_a_sweep_that_has_diverged_begins_no_round(algorithm, policy):
+    """The loss of the last run overflows in round 4 of 9, at a finite model."""
+    ask = policy | {"rounds": 9, "local_steps": 1, "cohort": 2, "precision": "float64"}
+    ask |= {"metrics": ["loss"]}
+    lrs = [*np.linspace(0.1, 0.7, 7).tolist(), 1e50]
+    run = fs.sweep(algorithm, quadratic(), lr=lrs, seeds=1, **ask).runs[-1][0]
+    alone = fs.simulate(algorithm, quadratic(), lr=lrs[-1], **ask)
+    assert run.diverged_at == alone.diverged_at == 4
+    assert run.fault == alone.fault
+    for a, b in zip(run.server, alone.server, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+    for a, b in zip(run.clients.memory or (), alone.clients.memory or (), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+
+
 # States and results
 
 

@@ -142,13 +142,16 @@ def _round(
     spec: Spec, federation: Federation, state: State, draw: Draws, due: Array, never: Array
 ) -> tuple[State, Array]:
     """Run one round: the clients' local steps, the server's step, the metrics."""
-    state, work = begin_round(spec, federation, state, draw)
+    before = state
+    state, work = begin_round(spec, federation, before, draw)
     told = state
     if spec.algorithm.prepare is not None:
         mean = _mean_gradient(spec, federation, state, draw, work)
         told = state._replace(server=spec.algorithm.prepare(state.server, mean))
     clients, sums = _run_cohort(spec, federation, told, draw, work, never)
     new, drift = end_round(spec, federation, state, told, draw, clients, sums)
+    if _runs_to_the_end(spec):
+        new = _unless_done(before, new)
     return measure_round(spec, federation, new, drift, due)
 
 
@@ -175,7 +178,7 @@ def end_round(
     Args:
         spec: Static description of the program.
         federation: The clients' data.
-        old: The state before the round.
+        old: The state as `begin_round` returned it.
         told: The same, with the server's record as the clients were sent it.
         draw: Cohort and step size of the round.
         clients: The new client tables.
@@ -184,11 +187,9 @@ def end_round(
     if spec.message_privacy is not None:
         sums = _noised(spec, federation, old, draw, sums)
     new, drift = _server_step(spec, old, told, draw.lr, sums)
-    new = new._replace(**clients._asdict(), round=told.round + ~told.done)
+    new = new._replace(**clients._asdict(), round=told.round + 1)
     if spec.ages:
         new = new._replace(heard_at=_heard_at(spec, told, draw.cohort))
-    if _runs_to_the_end(spec):
-        new = _unless_done(told, new)
     return new, drift.astype(new.x.dtype)
 
 
@@ -222,7 +223,7 @@ def _runs_to_the_end(spec: Spec) -> bool:
 def _unless_done(last: State, new: State) -> State:
     """Return the new state, or the last one of a run that has ended.
 
-    Tables of clients are kept by `_run_cohort`.
+    Tables of clients are kept by `_run_cohort`, and by `apply_policy`.
     """
     tables: dict[str, Any] = dict.fromkeys(ClientState._fields)
     with jax.enable_x64(True):

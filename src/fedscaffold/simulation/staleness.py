@@ -44,9 +44,8 @@ def apply_policy(spec: Spec, federation: Federation, state: State, slots: int) -
     if spec.policy.drop_after is None:
         return state
     last = state.round - spec.policy.drop_after
-    gone = jnp.nonzero(
-        (state.heard_at == last) & (last > 0), size=slots, fill_value=len(state.heard_at)
-    )[0]
+    old = (state.heard_at == last) & (last > 0) & ~state.done
+    gone = jnp.nonzero(old, size=slots, fill_value=len(state.heard_at))[0]
     there = gone < len(state.heard_at)
     rows = jax.tree.map(lambda table: table.at[gone].get(mode="fill", fill_value=0), state.memory)
 
