@@ -209,6 +209,21 @@ def test_a_budget_can_be_raised_and_the_run_goes_on(tmp_path):
         simulate(tmp_path, 20, privacy={"stop_at_epsilon": 4.0})
 
 
+def test_a_resumed_run_must_be_attended_as_it_was_charged(tmp_path):
+    """A function that names others when the process starts anew would leave them uncharged."""
+    first = [0]
+    given = {"sampling": lambda round, rng: [first[0]]}
+    simulate(tmp_path, 2, **given)
+    for path in tmp_path.glob("state-*"):
+        path.unlink()
+    assert simulate(tmp_path, 2, **given).privacy.steps.tolist() == [4, 0]
+    lines = (tmp_path / "privacy.ledger").read_bytes()
+    ledger = Ledger(tmp_path / "privacy.ledger", json.loads(lines.splitlines()[0])["data"], 2)
+    [run] = ledger._runs
+    with pytest.raises(StateError, match="charged to other clients than would come now"):
+        ledger.refuse_others(run, [0, 4])
+
+
 def test_other_records_need_another_folder(tmp_path):
     simulate(tmp_path, 1)
     for path in tmp_path.glob("state-*"):

@@ -407,3 +407,22 @@ def test_steps_by_hand_draw_the_noise_of_a_round_for_one_state_only(problem, tmp
     kept = fs.Simulator(fs.scaffold(), problem, checkpoint=tmp_path, **given)
     with pytest.raises(fs.InputError, match="a ledger is charged by run"):
         kept.step(kept.init())
+
+
+@pytest.mark.parametrize("asks", ["sampling", "availability"])
+def test_who_is_charged_is_who_came(problem, asks):
+    """A function that names others each time it is asked, but for the first round, is asked once a round."""
+    calls = iter(range(1000))
+
+    def named(round, rng=None):
+        return [0] if round == 1 else [1 + next(calls) % 2]
+
+    def mask(round):
+        return np.isin(np.arange(4), named(round))
+
+    given = {asks: named if asks == "sampling" else mask, "cohort": 1, "rounds": 2}
+    run = fs.simulate(
+        fs.scaffold(), problem, local_steps=1, lr=LR, batch_size=8, privacy=PRIVATE, **given
+    )
+    came = (np.asarray(run.clients.c_i) != 0).any(axis=1)
+    np.testing.assert_array_equal(run.privacy.steps > 0, came)

@@ -103,6 +103,11 @@ class Ledger:
         """Return how many rounds of a run have been charged."""
         return self._runs[run].rounds if run in self._runs else 0
 
+    def refuse_others(self, run: str, steps: Iterable[int]) -> None:
+        """Raise StateError unless the rounds of a run were charged to those who come in them."""
+        if run in self._runs and self._runs[run].steps != [int(one) for one in steps]:
+            self._fail("its rounds were charged to other clients than would come now")
+
     def charged(self, *, without: str) -> list[tuple[Charge, ...]]:
         """Return what each client's records have been charged with by all runs but one."""
         found: list[list[Charge]] = [[] for _ in range(self.clients)]

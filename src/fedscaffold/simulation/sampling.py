@@ -89,7 +89,22 @@ class Drawer:
         return tuple(np.unique(np.concatenate([self.batch, last[last > 0]])).tolist())
 
     def cohort(self, streams: Streams, round: int) -> Ints:
-        """Return the clients of a round (counted from 0) in ascending order."""
+        """Return the clients of a round (counted from 0) in ascending order.
+
+        A user's function is asked once a round: those who are charged for it are those who come.
+        """
+        if not (callable(self.sampling) or callable(self.available)):
+            return self._choose(streams, round)
+        if (streams.seed, round) not in self._named:
+            self._named[streams.seed, round] = self._choose(streams, round)
+        return self._named[streams.seed, round]
+
+    @cached_property
+    def _named(self) -> dict[tuple[int, int], Ints]:
+        """Cohorts that a user's function has named, by seed and round."""
+        return {}
+
+    def _choose(self, streams: Streams, round: int) -> Ints:
         if self.schedule is not None:
             return np.sort(np.asarray(self.schedule[round], np.int64))
         if self.always:

@@ -94,6 +94,7 @@ def open_account(folder: Path, budget: Budget, identity: Mapping[str, Any]) -> A
     ledger = Ledger(folder / LEDGER, _digest(records), len(budget.rates))
     run = _digest(dict(identity))
     ledger.begin(run, seed=identity["seed"], noise=budget.privacy.noise, rates=budget.rates)
+    ledger.refuse_others(run, budget.steps(ledger.rounds(run)))
     return Account(ledger, run, budget.after(ledger.charged(without=run)))
 
 
