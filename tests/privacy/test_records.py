@@ -426,3 +426,27 @@ def test_who_is_charged_is_who_came(problem, asks):
     )
     came = (np.asarray(run.clients.c_i) != 0).any(axis=1)
     np.testing.assert_array_equal(run.privacy.steps > 0, came)
+
+
+@pytest.mark.parametrize("protected", ["records", "clients"])
+def test_a_record_with_an_infinite_loss_does_not_end_the_run(protected):
+    """That a run ends, and when, is seen by all: it follows from the noised model alone."""
+
+    def explosive(params, batch):
+        x, y = batch
+        return jnp.mean(jnp.where(x[:, 0] > 90, jnp.exp(x[:, 0]) * params["w"].sum(), y * y))
+
+    data = [(x.copy(), y) for x, y in DATA]
+    data[0][0][3] = 100.0
+    private = getattr(fs.privacy, protected)(clip=1.0, noise=1.0, delta=1e-3)
+    run = fs.simulate(
+        fs.scaffold(),
+        fs.Problem(explosive, {"w": np.ones(3)}, data),
+        rounds=3,
+        local_steps=1,
+        lr=0.1,
+        privacy=private,
+    )
+    assert np.isinf(run.history["loss"]).all()
+    assert (run.outcome, run.rounds, run.diverged_at) == ("finished", 3, None)
+    assert np.isfinite(run.vector).all()
