@@ -21,7 +21,7 @@ SETTINGS = {"clip": 1.0, "noise": 1.1, "delta": DELTA}
 def charged(path):
     """A ledger with two charges of one run."""
     ledger = Ledger(path, "data", 2)
-    ledger.begin("a", seed=0, noise=1.1, rates=[0.1, 0.2])
+    ledger.begin("a", unit="record", seed=0, noise=1.1, rates=[0.1, 0.2])
     ledger.charge("a", rounds=1, steps=[5, 0])
     ledger.charge("a", rounds=3, steps=[15, 5])
     return ledger
@@ -172,6 +172,14 @@ def test_other_settings_on_one_seed_would_draw_the_same_noise_and_are_refused(tm
     with pytest.raises(fs.InputError, match="drawn the noise of seed 0"):
         simulate(tmp_path / "0.1", 1, lr=0.2, **given)
     assert simulate(tmp_path / "0.1", 1, lr=0.1, **given).digest == runs[0].digest
+
+
+def test_units_do_not_mix_on_a_ledger(tmp_path):
+    """A run that protects records has an epsilon for whole clients that is many times as large."""
+    charged(tmp_path / "privacy.ledger")
+    ledger = Ledger(tmp_path / "privacy.ledger", "data", 2)
+    with pytest.raises(StateError, match="it holds runs that protect single records"):
+        ledger.begin("b", unit="client", seed=1, noise=1.0, rates=[1.0, 1.0])
 
 
 def test_a_crash_between_charge_and_rounds_leaves_them_charged(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ CALLS = ("open", "write", "fsync", "ftruncate", "lseek", "close")
 
 def prepare(path):
     ledger = Ledger(path, "data", 2)
-    ledger.begin("a", seed=0, noise=1.1, rates=[0.1, 0.2])
+    ledger.begin("a", unit="record", seed=0, noise=1.1, rates=[0.1, 0.2])
     ledger.charge("a", rounds=3, steps=[15, 5])
 
 

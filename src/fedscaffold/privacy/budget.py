@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
-from fedscaffold.privacy.accounting import Charge, compose, describe_accountant, round_up
+from fedscaffold.privacy.accounting import OVERFLOW, Charge, compose, describe_accountant, round_up
 from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.records import Records
 
@@ -48,7 +48,7 @@ class Spent(NamedTuple):
         """Return what a run's record says of its privacy, as JSON."""
         asked = asdict(self.settings)
         return asked | {
-            "unit": "record" if isinstance(self.settings, Records) else "client",
+            "unit": self.settings.unit,
             "epsilon": self.epsilon,
             "before": self.before,
             "rates": [float(self.rates.min()), float(self.rates.max())],
@@ -182,8 +182,9 @@ class Budget:
 
     def _epsilon(self, client: int, steps: int) -> float:
         own = Charge(self.privacy.noise, float(self.rates[client]), _rounded_up(steps))
-        charges = (*self.before[client], own)
-        return compose(charges, self.privacy.delta, float(self.overflows[client]))
+        before = self.before[client]
+        overflow = OVERFLOW if before else float(self.overflows[client])  # theirs may have
+        return compose((*before, own), self.privacy.delta, overflow)
 
 
 def _rounded_up(steps: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
@@ -15,6 +16,7 @@ __all__ = ["Clients", "clients"]
 class Clients:
     """What `clients` returns: the settings of client-level privacy."""
 
+    unit: ClassVar[str] = "client"
     clip: float
     noise: float
     delta: float

@@ -6,7 +6,7 @@ rounds computed. A crash can therefore leave rounds charged that were not run, n
 The charges stay when checkpoints are removed, replaced by older ones, or of another run.
 
     {"kind": "ledger", "format": 1, "data": ..., "clients": N}
-    {"kind": "run", "run": ..., "seed": 0, "noise": 1.1, "rates": [...]}
+    {"kind": "run", "run": ..., "unit": "record", "seed": 0, "noise": 1.1, "rates": [...]}
     {"kind": "charge", "run": ..., "rounds": 12, "steps": [...]}
 
 A charge holds the totals of its run. A run that is repeated with the same settings draws the same
@@ -55,8 +55,8 @@ class Head(NamedTuple):
 class _Run:
     """What a run has been charged with."""
 
-    def __init__(self, seed: int, noise: float, rates: Sequence[float]) -> None:
-        self.seed, self.noise, self.rates = seed, noise, list(rates)
+    def __init__(self, unit: str, seed: int, noise: float, rates: Sequence[float]) -> None:
+        self.unit, self.seed, self.noise, self.rates = unit, seed, noise, list(rates)
         self.rounds, self.steps = 0, [0] * len(self.rates)
 
 
@@ -74,7 +74,7 @@ class Ledger:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "privacy.ledger")
     >>> ledger = Ledger(path, data="ab12", clients=2)
-    >>> ledger.begin("first", seed=0, noise=1.1, rates=[0.1, 0.2])
+    >>> ledger.begin("first", unit="record", seed=0, noise=1.1, rates=[0.1, 0.2])
     >>> ledger.charge("first", rounds=3, steps=[15, 10])
     >>> Ledger(path, data="ab12", clients=2).charged(without="second")[0]
     (Charge(noise=1.1, rate=0.1, steps=15),)
@@ -117,21 +117,30 @@ class Ledger:
                     found[client].append(Charge(run.noise, rate, steps))
         return [tuple(charges) for charges in found]
 
-    def begin(self, run: str, *, seed: int, noise: float, rates: Iterable[float]) -> None:
+    def begin(
+        self, run: str, *, unit: str, seed: int, noise: float, rates: Iterable[float]
+    ) -> None:
         """Enter a run, if it is not there yet.
 
         Raises:
-            StateError: Another run with this seed has been charged.
+            StateError: Another run with this seed has been charged, or one that protects another
+                unit: a run that protects records spends far more of a client's budget.
         """
         for name, other in self._runs.items():
+            if other.unit != unit and other.rounds:
+                self._fail(
+                    f"it holds runs that protect single {other.unit}s, whose epsilon is not that "
+                    f"of a {unit}; take another folder, and add up by hand"
+                )
             if other.seed == seed and other.rounds and name != run:
                 self._fail(
                     f"a run with other settings has drawn the noise of seed {seed}, which would "
                     "cancel in the difference of the two; take another seed"
                 )
         if run not in self._runs:
-            fact = {"kind": "run", "run": run, "seed": int(seed), "noise": float(noise)}
-            self._append(fact | {"rates": [float(rate) for rate in rates]})
+            fact = {"kind": "run", "run": run, "unit": unit, "seed": int(seed)}
+            listed = [float(rate) for rate in rates]
+            self._append(fact | {"noise": float(noise), "rates": listed})
 
     def charge(self, run: str, *, rounds: int, steps: Iterable[int]) -> None:
         """Charge a run with its first rounds, durably, before they are run.
@@ -211,7 +220,8 @@ class Ledger:
             if fact["run"] in self._runs:
                 raise ValueError
             rates = self._one_each(fact["rates"])
-            self._runs[fact["run"]] = _Run(int(fact["seed"]), float(fact["noise"]), rates)
+            about = str(fact["unit"]), int(fact["seed"]), float(fact["noise"])
+            self._runs[fact["run"]] = _Run(*about, rates)
         elif kind == "charge":
             run = self._runs[fact["run"]]
             if fact["rounds"] <= run.rounds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
@@ -17,6 +18,7 @@ LEAST_NOISE = 0.05  # below, a single step has an epsilon of hundreds, and accou
 class Records:
     """What `records` returns: the settings of record-level privacy."""
 
+    unit: ClassVar[str] = "record"
     clip: float
     noise: float
     delta: float

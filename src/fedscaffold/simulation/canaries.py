@@ -186,7 +186,8 @@ def _along_axes(params: Any, batch: Any) -> Any:
 
 def _sums_sent(simulator: Simulator, rounds: int) -> NDArray[np.float64]:
     """Return the (2, d) sums over rounds of what the clients sent: their c_i."""
-    return np.array(_messages(simulator, rounds)).sum(axis=0)
+    total: NDArray[np.float64] = np.sum(_messages(simulator, rounds), axis=0)
+    return total
 
 
 def _messages(simulator: Simulator, rounds: int) -> list[NDArray[np.float64]]:

@@ -93,7 +93,8 @@ def open_account(folder: Path, budget: Budget, identity: Mapping[str, Any]) -> A
     records = {name: fact for name, fact in identity.items() if name.startswith(of_data)}
     ledger = Ledger(folder / LEDGER, _digest(records), len(budget.rates))
     run = _digest(dict(identity))
-    ledger.begin(run, seed=identity["seed"], noise=budget.privacy.noise, rates=budget.rates)
+    asked = budget.privacy
+    ledger.begin(run, unit=asked.unit, seed=identity["seed"], noise=asked.noise, rates=budget.rates)
     ledger.refuse_others(run, budget.steps(ledger.rounds(run)))
     return Account(ledger, run, budget.after(ledger.charged(without=run)))
 
