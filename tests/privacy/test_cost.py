@@ -131,6 +131,10 @@ def test_the_command_line_runs_states_plans_and_audits(tmp_path, capsys, monkeyp
     [cost] = json.loads(text)["plan"]
     assert cost["noise"] > 0.3
     assert cost["errors"] is None
+    assert said(capsys, monkeypatch, "privacy", "audit", out, "--canaries", 200)[0] == 0
+    text = said(capsys, monkeypatch, "privacy", "statement", out)[1]
+    assert "Audit: claimed: epsilon" in text
+    assert "with confidence 0.95: not refuted" in text
     words = ("privacy", "audit", path, "--canaries", 200, "--json")
     code, text, _ = said(capsys, monkeypatch, *words)
     assert code == 0

@@ -12,6 +12,8 @@ from fedscaffold.cli.verbs import Json, app, prepare_problem, print_answer
 
 __all__ = ["audit", "plan", "statement"]
 
+AUDIT = "audit.txt"  # in a run's folder: the audit of its mechanism, in words
+
 privacy_app = typer.Typer(
     help="Privacy of records: statement, plan and audit.",
     no_args_is_help=True,
@@ -39,6 +41,8 @@ def statement(
     if len(study.runs) != 1:
         raise InputError(f"{folder} is a comparison: give the folder of one of its runs")
     facts = state(study.runs[0])
+    if (folder / AUDIT).exists():
+        facts["Audit"] = (folder / AUDIT).read_text(encoding="utf-8").strip()
     title = f"{study.runs[0].algorithm} on {study.problem}"
     if html is not None:
         write_whole(html, to_html(facts, title))
@@ -78,9 +82,11 @@ def plan(
     print_answer({"plan": [cost._asdict() for cost in costs]}, lines, as_json)
 
 
-@privacy_app.command(epilog="Example: fedscaffold privacy audit config.toml --canaries 2000")
+@privacy_app.command(epilog="Example: fedscaffold privacy audit runs/latest --canaries 2000")
 def audit(
-    path: Config,
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN|CONFIG.toml", help="A run's folder, or a configuration.")
+    ],
     canaries: Annotated[int, typer.Option(help="Number of canaries.")] = 1000,
     confidence: Annotated[float, typer.Option(help="Confidence of the lower bound.")] = 0.95,
     sets: Sets = None,
@@ -88,9 +94,10 @@ def audit(
 ) -> int:
     """Attack the mechanism with the settings of a run: a lower bound on epsilon beside the claim.
 
-    Exit code 1 if the claim is refuted.
+    The audit of a run is kept in its folder, for the statement. Exit code 1 if refuted.
     """
-    config: Any = _private_config(path, sets)
+    folder = path if path.is_dir() else None
+    config: Any = _private_config(path if folder is None else folder / "config.toml", sets)
     import numpy as np
 
     from fedscaffold.simulation import audit_privacy
@@ -112,6 +119,10 @@ def audit(
         f"epsilon is at least {found.found:.4g} with confidence {found.confidence:g}: {says}",
     ]
     lines += [f"an identity fails: {fault}" for fault in found.faults]
+    if folder is not None:
+        from fedscaffold.state.files import write_whole
+
+        write_whole(folder / AUDIT, "; ".join(lines) + "\n")
     print_answer({**found._asdict(), "refuted": found.refuted}, lines, as_json)
     return int(found.refuted)
 
