@@ -9,6 +9,7 @@ import pytest
 
 import fedscaffold as fs
 from fedscaffold import checks
+from fedscaffold.simulation import forecast, program
 
 MEASURE = """
 import json
@@ -28,7 +29,7 @@ def peak():
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
     return 1024 * int(line.split()[1])
 
-ask = {"rounds": 2, "local_steps": 2, "lr": 0.01, "metrics": (), "cohort": %s}
+ask = {"rounds": 2, "local_steps": %s, "lr": 0.01, "metrics": (), "cohort": %s}
 fs.simulate(fs.scaffold(), made(20), **ask)
 before = peak()
 simulator = fs.Simulator(fs.scaffold(), made(500_000), **ask)
@@ -40,9 +41,13 @@ print(json.dumps([simulator.size.total, peak() - before]))
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak in /proc")
-@pytest.mark.parametrize("cohort", ["4", "1.0"])
-def test_the_forecast_is_near_what_a_process_takes(cohort):
-    done = forkserver.run(MEASURE % cohort, check=True)
+@pytest.mark.parametrize(
+    ("steps", "cohort"),
+    [("2", "4"), ("2", "20"), ("2", "1.0"), ("12", "20")],
+    ids=["few", "half", "all", "half on several cores"],
+)
+def test_the_forecast_is_near_what_a_process_takes(steps, cohort):
+    done = forkserver.run(MEASURE % (steps, cohort), check=True)
     expected, measured = json.loads(done.stdout)
     assert 0.6 < measured / expected < 1.5
 
@@ -110,6 +115,25 @@ def test_the_runs_of_a_sweep_have_a_state_each(monkeypatch):
     fs.sweep(fs.scaffold(), made, lr=[0.1], seeds=2, **ask)
     with pytest.raises(fs.InputError, match="the run would take"):
         fs.sweep(fs.scaffold(), made, lr=[0.1], seeds=3, **ask)
+
+
+def test_work_does_not_grow_with_the_cohort_but_with_the_cores(monkeypatch):
+    """Rows are written block by block; cores have a block and sums each, and rows wait."""
+    made, more = problem(dim=2000, clients=40), {"batch_size": 2, "block": 1}
+
+    def work(cohort):
+        size = fs.Simulator(fs.scaffold(), made, **ASK, **more, cohort=cohort)
+        return size.size.work - size.ready.drawer.bytes
+
+    assert work(4) == work(20)
+    alone = work(4)
+    monkeypatch.setattr(program, "HEAVY", 0)
+    vector = 2000 * 4
+    monkeypatch.setattr(forecast, "threads", lambda: 1)
+    one = work(4)
+    assert work(20) - one == 2 * 16 * vector
+    monkeypatch.setattr(forecast, "threads", lambda: 3)
+    assert work(4) - one == 2 * (alone - 2 * vector)
 
 
 def test_the_size_is_said_before_the_first_round(capsys):

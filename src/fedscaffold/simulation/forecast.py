@@ -11,6 +11,7 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.spec import Spec
+from fedscaffold.simulation.threads import threads
 
 if TYPE_CHECKING:
     from fedscaffold.simulation.sampling import Drawer
@@ -30,7 +31,7 @@ class Forecast(NamedTuple):
     data: int
     """Records of clients and tests, in the run's precision."""
     work: int
-    """What a round needs besides: its cohort's state, a block of clients at work, sums, draws."""
+    """What a round needs besides: its cohort's state, blocks of clients at work, sums, draws."""
 
     @property
     def total(self) -> int:
@@ -67,7 +68,9 @@ def forecast(
     client = numbers * itemsize
     if spec.local_buffers:
         client += sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(problem.state))
-    gathered = 0 if spec.everyone else drawer.slots * client
+    # rows are written block by block, or after all blocks where several cores share them
+    gathered = 0 if spec.everyone else (drawer.slots if spec.by_blocks else spec.block) * client
+    lanes = min(threads(), drawer.slots // spec.block) if spec.by_blocks else 1
     stored = rows * client
     # out of core, each client of the cohort has room for as many records as any has
     share = rows / problem.num_clients
@@ -79,8 +82,8 @@ def forecast(
         data=int(_records(problem.records, itemsize) * share) + _records(problem.test, itemsize),
         work=2 * gathered
         + (2 * stored if spec.everyone else 0)  # the new state of all, beside the old one
-        + spec.block * touched
-        + SUMS * 8 * problem.dim
+        + lanes * spec.block * touched
+        + (lanes + spec.by_blocks) * SUMS * 8 * problem.dim
         + drawer.bytes,
     )
     if expected.total > (most := checks.memory()):
