@@ -460,7 +460,9 @@ FILE_ARGUMENTS: dict[str, Argument] = {
         check=partial(checks.number, above=0),
     ),
     "privacy.sampling": Argument(
-        default="poisson", sentence="how batches of records are drawn", check=checks.text
+        default="poisson",
+        sentence="how batches of records are drawn, as the accountant assumes",
+        check=_choice("poisson"),
     ),
     "privacy.stop_at_epsilon": Argument(
         default=None,

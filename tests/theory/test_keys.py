@@ -62,6 +62,12 @@ VALUES = {
     "server.optimizer": "adam",
     "server.lr": 0.5,
     "server.momentum": 0.5,
+    "privacy.unit": "clients",
+    "privacy.clip": 1.0,
+    "privacy.noise": 1.0,
+    "privacy.delta": 1e-5,
+    "privacy.sampling": "poisson",
+    "privacy.stop_at_epsilon": 3.0,
     "output.dir": "elsewhere",
     "output.checkpoint_every": 3,
 }

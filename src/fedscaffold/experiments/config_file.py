@@ -187,10 +187,14 @@ def parse_over(texts: Iterable[str]) -> dict[str, list[Any]]:
 def to_toml(config: Config) -> str:
     """Return the resolved configuration as TOML: every key with its value, and the format version.
 
+    The table `privacy` is left out where none is asked for.
+
     >>> parse(to_toml(Config())) == Config()
     True
     """
-    return tomli_w.dumps({"format": FORMAT} | config.model_dump(exclude_none=True))
+    unused = {"privacy"} if config.privacy == Config().privacy else None
+    table = config.model_dump(exclude_none=True, exclude=unused)
+    return tomli_w.dumps({"format": FORMAT} | table)
 
 
 def given_keys(config: Config) -> list[str]:

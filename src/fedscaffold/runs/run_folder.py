@@ -148,8 +148,8 @@ class Study:
 def versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on.
 
-    >>> sorted(versions())[0]
-    'fedscaffold'
+    >>> "fedscaffold" in versions()
+    True
     """
     found = {}
     for package in PACKAGES:
