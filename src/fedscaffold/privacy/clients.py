@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedscaffold import checks
-from fedscaffold.checks import InputError
-from fedscaffold.privacy.records import LEAST_CLIP, LEAST_NOISE
+from fedscaffold.privacy.records import check_mechanism
 
 __all__ = ["Clients", "clients"]
 
@@ -23,12 +21,7 @@ class Clients:
     stop_at_epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        checks.number("clip", self.clip, at_least=LEAST_CLIP)
-        checks.number("noise", self.noise, at_least=LEAST_NOISE)
-        if checks.number("delta", self.delta, above=0) >= 1:
-            raise InputError(f"delta must be a number above 0 and below 1, got {self.delta}")
-        if self.stop_at_epsilon is not None:
-            checks.number("stop_at_epsilon", self.stop_at_epsilon, above=0)
+        check_mechanism(self.clip, self.noise, self.delta, self.stop_at_epsilon)
 
 
 def clients(

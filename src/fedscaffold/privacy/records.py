@@ -8,10 +8,20 @@ from typing import ClassVar
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 
-__all__ = ["Records", "records"]
+__all__ = ["Records", "check_mechanism", "records"]
 
 LEAST_CLIP = 1e-12  # below, squares of a gradient vanish in float32, and nothing is clipped
 LEAST_NOISE = 0.05  # below, a single step has an epsilon of hundreds, and accountants overflow
+
+
+def check_mechanism(clip: float, noise: float, delta: float, stop_at_epsilon: float | None) -> None:
+    """Raise an InputError if a setting of a private mechanism is out of range."""
+    checks.number("clip", clip, at_least=LEAST_CLIP)
+    checks.number("noise", noise, at_least=LEAST_NOISE)
+    if checks.number("delta", delta, above=0) >= 1:
+        raise InputError(f"delta must be a number above 0 and below 1, got {delta}")
+    if stop_at_epsilon is not None:
+        checks.number("stop_at_epsilon", stop_at_epsilon, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +36,13 @@ class Records:
     stop_at_epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        checks.number("clip", self.clip, at_least=LEAST_CLIP)
-        checks.number("noise", self.noise, at_least=LEAST_NOISE)
-        if checks.number("delta", self.delta, above=0) >= 1:
-            raise InputError(f"delta must be a number above 0 and below 1, got {self.delta}")
+        check_mechanism(self.clip, self.noise, self.delta, self.stop_at_epsilon)
         if self.sampling in ("shuffle", "replacement"):
             raise InputError(
                 f"sampling {self.sampling!r} has another epsilon than Poisson batches, and no "
                 "accountant here computes it: take sampling='poisson'"
             )
         checks.choice("sampling", self.sampling, ["poisson"])
-        if self.stop_at_epsilon is not None:
-            checks.number("stop_at_epsilon", self.stop_at_epsilon, above=0)
 
 
 def records(
