@@ -6,18 +6,18 @@ post-processing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Mechanism", "clipped_sum", "private_gradient", "records_at_once"]
+from fedscaffold.privacy.mechanism import clip_factors, expected_batch, noised_mean
+
+__all__ = ["Mechanism", "clipped_sum", "private_gradient"]
 
 Array: TypeAlias = Any
 Tree: TypeAlias = Any
-CACHE = 1 << 21  # bytes of the gradients of single records
 
 
 class Mechanism(NamedTuple):
@@ -32,12 +32,7 @@ class Mechanism(NamedTuple):
 
     def expected_batch(self, records: Array, dtype: Any) -> Array:
         """Return the expected batch size q n of a client with n records."""
-        count = jnp.asarray(records).astype(dtype)
-        if self.batch is None:
-            return count
-        if isinstance(self.batch, float):
-            return self.batch * count
-        return jnp.minimum(count, self.batch)
+        return expected_batch(self.batch, jnp.asarray(records).astype(dtype))
 
 
 def clipped_sum(gradients: Tree, real: Array, clip: float) -> Tree:
@@ -60,8 +55,7 @@ def clipped_sum(gradients: Tree, real: Array, clip: float) -> Tree:
         for leaf in jax.tree.leaves(gradients)
     ]
     norm = jnp.sqrt(sum(squares[1:], squares[0]))
-    counts = real & jnp.isfinite(norm)
-    factor = jnp.where(counts, clip / jnp.maximum(norm, clip), 0)
+    factor, counts = clip_factors(norm, real, clip)
 
     def total(leaf: Array) -> Array:
         rows = jnp.where(counts.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
@@ -106,14 +100,9 @@ def private_gradient(
     total = add(0, zero) if at_once == size else jax.lax.fori_loop(0, parts, add, zero)
     dtype = jax.tree.leaves(noise)[0].dtype
     expected = mechanism.expected_batch(records, dtype)
-    scale = mechanism.noise * mechanism.clip
-    return jax.tree.map(lambda a, z: (a + scale * z) / expected, total, noise)
 
+    def private(leaf: Array, noise: Array) -> Array:
+        clip, scale = mechanism.clip, mechanism.noise
+        return noised_mean(leaf, noise, clip=clip, scale=scale, expected=expected)
 
-def records_at_once(mean: float, dim: int, itemsize: int) -> int:
-    """Return how many records' gradients to hold at once: most batches, if the cache allows.
-
-    >>> records_at_once(32, 1000, 4), records_at_once(32, 10**6, 4)
-    (44, 1)
-    """
-    return max(1, min(math.ceil(mean + 2 * math.sqrt(mean)), CACHE // (dim * itemsize)))
+    return jax.tree.map(private, total, noise)

@@ -15,7 +15,8 @@ from fedscaffold import checks
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.privacy.clients import Clients
-from fedscaffold.privacy.gradients import Mechanism, records_at_once
+from fedscaffold.privacy.gradients import Mechanism
+from fedscaffold.privacy.mechanism import records_at_once, sampling_rate
 from fedscaffold.privacy.messages import MessageMechanism
 from fedscaffold.privacy.records import Records
 from fedscaffold.problems.batches import work_bytes
@@ -153,10 +154,8 @@ def poisson_rates(config: RunConfig) -> NDArray[np.float64]:
     """Return the (N,) probabilities with which private batches draw a record."""
     size, count = config.batch_size, config.problem.counts
     if size is None or work_of(config.algorithm, 1, size).batch_size is None:
-        return np.ones(len(count))
-    if isinstance(size, int):
-        return np.minimum(size / count, 1.0)
-    return np.full(len(count), float(size))
+        size = None
+    return np.full(len(count), sampling_rate(size, count))
 
 
 def mechanism(config: RunConfig) -> Mechanism | None:
