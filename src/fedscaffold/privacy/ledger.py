@@ -1,9 +1,9 @@
 """The ledger: what the records of clients have been charged with, on disk.
 
-A ledger is a file of JSON lines, each with the hash of the line before, which is only ever appended
-to. A run is charged before its rounds are run: a line is written and synced, and only then are the
-rounds computed. A crash can therefore leave rounds charged that were not run, never the reverse.
-The charges stay when checkpoints are removed, replaced by older ones, or of another run.
+A ledger is a chain of lines (`chain`). A run is charged before its rounds are run: a line is
+written and synced, and only then are the rounds computed. A crash can therefore leave rounds
+charged that were not run, never the reverse. The charges stay when checkpoints are removed,
+replaced by older ones, or of another run.
 
     {"kind": "ledger", "format": 1, "data": ..., "clients": N}
     {"kind": "run", "run": ..., "unit": "record", "seed": 0, "noise": 1.1, "rates": [...]}
@@ -14,42 +14,23 @@ noise and releases the same values, so its rounds are charged once; a run with a
 charged on top of all others. A run with other settings and the seed of another is refused: the two
 draw the same noise, which cancels in the difference of what they release.
 
-A last line without its end was not synced: its rounds were not run, and the next line replaces it.
-Any other line that does not fit is an error, and nothing is trained.
+Where a line does not fit, nothing is trained.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 from fedscaffold.privacy.accounting import Charge
-from fedscaffold.state.files import (
-    StateError,
-    create,
-    make_folder,
-    open_file,
-    reported,
-    sync_folder,
-    write_all,
-)
+from fedscaffold.privacy.chain import Chain, Head
+from fedscaffold.state.files import StateError
 
 __all__ = ["Head", "Ledger"]
 
 FORMAT = 1
-START = "0" * 64
 MOST_CLIENTS = 100_000  # a charge is a line with a number for each
-
-
-class Head(NamedTuple):
-    """The end of a ledger: its number of lines and the hash of the last."""
-
-    lines: int
-    hash: str
 
 
 class _Run:
@@ -60,7 +41,7 @@ class _Run:
         self.rounds, self.steps = 0, [0] * len(self.rates)
 
 
-class Ledger:
+class Ledger(Chain):
     """The ledger of some clients' records. Its folder must be held by one process.
 
     Args:
@@ -85,19 +66,11 @@ class Ledger:
             raise StateError(
                 f"a ledger holds up to {MOST_CLIENTS} clients, and there are {clients}"
             )
-        self.path, self.data, self.clients = path, data, clients
-        self._hashes: list[str] = []
-        self._length = 0
+        self.data, self.clients = data, clients
         self._runs: dict[str, _Run] = {}
-        with reported(f"reading {path}"):
-            self._read()
+        super().__init__(path)
         if not self._hashes:
             self._append({"kind": "ledger", "format": FORMAT, "data": data, "clients": clients})
-
-    @property
-    def head(self) -> Head:
-        """The end of the ledger, which checkpoints hold."""
-        return Head(len(self._hashes), self._hashes[-1])
 
     def rounds(self, run: str) -> int:
         """Return how many rounds of a run have been charged."""
@@ -154,60 +127,7 @@ class Ledger:
             listed = [int(one) for one in steps]
             self._append({"kind": "charge", "run": run, "rounds": int(rounds), "steps": listed})
 
-    def refuse(self, head: Any) -> None:
-        """Raise StateError unless this ledger goes on from a head that a checkpoint holds."""
-        try:
-            lines, digest = head
-            known = self._hashes[lines - 1] == digest and lines > 0
-        except (IndexError, TypeError, ValueError):
-            known = False
-        if not known:
-            self._fail(
-                "it lacks charges that the checkpoint knows of, so it was replaced or cut short; "
-                "put it back"
-            )
-
-    def _append(self, fact: dict[str, Any]) -> None:
-        fact = fact | {"before": self._hashes[-1] if self._hashes else START}
-        line = json.dumps(fact | {"hash": _hash(fact)}, sort_keys=True).encode() + b"\n"
-        with reported(f"charging {self.path}", intact="no round was run for it"):
-            make_folder(self.path.parent)
-            there = os.path.lexists(self.path)
-            fd = open_file(self.path, os.O_RDWR) if there else create(self.path)
-            try:
-                os.ftruncate(fd, self._length)
-                os.lseek(fd, 0, os.SEEK_END)
-                write_all(fd, line)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            if not self._hashes:
-                sync_folder(self.path.parent)
-        self._length += len(line)
-        self._enter(fact, _hash(fact))
-
-    def _read(self) -> None:
-        if not os.path.lexists(self.path):
-            return
-        fd = open_file(self.path)
-        with os.fdopen(fd, "rb") as file:
-            *lines, _ = file.read().split(b"\n")
-        for line in lines:
-            try:
-                fact = json.loads(line)
-                digest = fact.pop("hash")
-                before = self._hashes[-1] if self._hashes else START
-                if digest != _hash(fact) or fact["before"] != before:
-                    raise ValueError
-                self._enter(fact, digest)
-            except StateError:
-                raise
-            except (ValueError, KeyError, TypeError, AttributeError):
-                self._fail(f"line {len(self._hashes) + 1} is damaged; put a copy back")
-            self._length += len(line) + 1
-
     def _enter(self, fact: dict[str, Any], digest: str) -> None:
-        """Take in a line; raise ValueError, KeyError or TypeError if it does not fit."""
         kind = fact["kind"]
         if (kind == "ledger") != (not self._hashes):
             raise ValueError
@@ -229,16 +149,8 @@ class Ledger:
             run.rounds, run.steps = int(fact["rounds"]), self._one_each(fact["steps"])
         else:
             raise ValueError
-        self._hashes.append(digest)
 
     def _one_each(self, values: Any) -> list[Any]:
         if len(values) != self.clients or any(value < 0 for value in values):
             raise ValueError
         return list(values)
-
-    def _fail(self, why: str) -> NoReturn:
-        raise StateError(f"{self.path} is the ledger of what was spent: {why}; nothing is trained")
-
-
-def _hash(fact: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fact, sort_keys=True).encode()).hexdigest()
