@@ -14,7 +14,7 @@ from fedscaffold.privacy.accounting import OVERFLOW, Charge, compose, describe_a
 from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.records import Records
 
-__all__ = ["Budget", "Spent"]
+__all__ = ["Budget", "Spent", "round_steps_up"]
 
 Ints: TypeAlias = NDArray[np.int64]
 Charges: TypeAlias = tuple[Charge, ...]
@@ -181,18 +181,18 @@ class Budget:
         )
 
     def _epsilon(self, client: int, steps: int) -> float:
-        own = Charge(self.privacy.noise, float(self.rates[client]), _rounded_up(steps))
+        own = Charge(self.privacy.noise, float(self.rates[client]), round_steps_up(steps))
         before = self.before[client]
         overflow = OVERFLOW if before else float(self.overflows[client])  # theirs may have
         return compose((*before, own), self.privacy.delta, overflow)
 
 
-def _rounded_up(steps: int) -> int:
+def round_steps_up(steps: int) -> int:
     """Return a number of steps with eight significant bits, at least `steps`.
 
     Each number asks the accountant once, so that a long run asks a few hundred times.
 
-    >>> _rounded_up(255), _rounded_up(1001)
+    >>> round_steps_up(255), round_steps_up(1001)
     (255, 1004)
     """
     unit = 1 << max(0, steps.bit_length() - FINE.bit_length())
