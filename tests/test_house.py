@@ -26,7 +26,7 @@ ARROWS = {
     "conformance": {"algorithms"},
     "estimators": {"simulation", "problems", "algorithms"},
     "theory": {"simulation", "privacy", "problems", "data", "algorithms"},
-    "deploy": {"state", "algorithms"},
+    "deploy": {"state", "privacy", "algorithms"},
     "runs": {"simulation", "privacy", "problems", "data", "algorithms", "state"},
     "grids": {"runs", "simulation", "problems", "algorithms", "state"},
     "diagnose": {

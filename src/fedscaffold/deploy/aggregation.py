@@ -72,6 +72,11 @@ class Member(NamedTuple):
     """The last round that it is excluded from, after too many losses."""
     own: str = ""
     """Digest of its private state (`Algorithm.own`); "" for the initial one."""
+    epsilon: float | None = None
+    """What its records have spent by its own word, at its delta; None without privacy."""
+    delta: float | None = None
+    charged: int = 0
+    """Number of requests that its records were charged with in this run, by its own word."""
 
 
 class State(NamedTuple):

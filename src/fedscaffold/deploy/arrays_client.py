@@ -41,6 +41,8 @@ class ArraysLearner:
         loss: (params, batch) -> mean loss, measured at the sites.
         accuracy: (params, batch) -> mean accuracy, measured at the sites.
         precision: float32 or float64.
+        record_gradients: (params, batch) -> the gradient of each record of the batch, by the names
+            of `start`, one row each; needed with `[privacy]`.
 
     >>> def gradient(params, batch):
     ...     return {"w": params["w"] - batch[0].mean(axis=0)}
@@ -57,7 +59,9 @@ class ArraysLearner:
         loss: Callable[[Params, Batch], float] | None = None,
         accuracy: Callable[[Params, Batch], float] | None = None,
         precision: str = "float32",
+        record_gradients: Callable[[Params, Batch], Params] | None = None,
     ) -> None:
+        self.record_gradients = record_gradients
         self.gradient, self.data, self.loss, self.accuracy = gradient, data, loss, accuracy
         self.schema = Schema.of(
             {name: np.asarray(value) for name, value in start.items()}, precision
@@ -73,13 +77,13 @@ class ArraysLearner:
         def gradient(y: Array, rows: Array | None, step: int | None) -> Array:
             batch = records if rows is None else tuple(a[rows] for a in records)
             made = self.gradient(self.schema.unflatten(y), batch)
-            for key, shape in zip(self.schema.names, self.schema.shapes, strict=True):
-                if np.shape(made[key]) != shape:
-                    raise InputError(
-                        f"gradient(params, batch)[{key!r}] has shape {np.shape(made[key])} at "
-                        f"{name} where the model has {shape}"
-                    )
-            return self.schema.flatten(made)
+            return self._flatten("gradient", made, name)
+
+        def of_records(y: Array, rows: Array, places: Array) -> Array:
+            assert self.record_gradients is not None
+            batch = tuple(a[rows] for a in records)
+            made = self.record_gradients(self.schema.unflatten(y), batch)
+            return self._flatten("record_gradients", made, name, len(rows))
 
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
             functions = {"loss": self.loss, "accuracy": self.accuracy}
@@ -88,7 +92,28 @@ class ArraysLearner:
                 name: float(f(params, records)) for name, f in functions.items() if f is not None
             }
 
-        return Site(number, lambda work: descend(work, number, gradient), evaluate)
+        def train(work: Work) -> Trained:
+            return descend(work, number, gradient, of_records)
+
+        lacks = "ArraysLearner has the gradient of whole batches alone; give it record_gradients"
+        reason = lacks if self.record_gradients is None else None
+        return Site(number, train, evaluate, lambda: reason)
+
+    def _flatten(self, function: str, made: Params, site: str, *rows: int) -> Array:
+        """Return a gradient as a vector, or those of some records as rows.
+
+        Raise `InputError` if their shapes are not the model's.
+        """
+        parts = []
+        for key, shape in zip(self.schema.names, self.schema.shapes, strict=True):
+            part = np.asarray(made[key], self.schema.dtype)
+            if part.shape != (*rows, *shape):
+                raise InputError(
+                    f"{function}(params, batch)[{key!r}] has shape {part.shape} at {site} where "
+                    f"{'a row for each record of ' if rows else ''}the model has {shape}"
+                )
+            parts.append(part.reshape(*rows, -1))
+        return np.concatenate(parts, axis=-1)
 
 
 def one_row_each(site: str, arrays: Iterable[Array]) -> int:
@@ -104,8 +129,21 @@ def one_row_each(site: str, arrays: Iterable[Array]) -> int:
     return sizes.pop()
 
 
-def descend(work: Work, records: int, gradient: Gradient) -> Trained:
-    """Run the local steps of a round on flat NumPy vectors, with SGD, momentum or Adam."""
+def descend(
+    work: Work,
+    records: int,
+    gradient: Gradient,
+    of_records: Callable[[Array, Array, Array], Array],
+) -> Trained:
+    """Run the local steps of a round on flat NumPy vectors, with SGD, momentum or Adam.
+
+    Args:
+        work: The input of local training.
+        records: Number of the site's records.
+        gradient: The mean gradient over a batch.
+        of_records: (y, rows, their places in the batch) -> the gradients of single records at y,
+            one row each, which private steps clip.
+    """
     local = work.local
     optimizers = {
         "sgd": None,
@@ -119,11 +157,22 @@ def descend(work: Work, records: int, gradient: Gradient) -> Trained:
     advance = optimizers[local.optimizer]
     if local.clip_norm is not None:
         advance = _clipped(local.clip_norm, advance or (lambda d, lr: each(lambda v: lr * v, d)))
-    batches = list(enumerate(draw_batches(work.algorithm, local, records, work.seed)))
+    private = work.private
+    if private is None:
+        batches = list(enumerate(draw_batches(work.algorithm, local, records, work.seed)))
+    else:
+        batches = [(step, None) for step in range(private.steps)]
     start = each(np.array, work.start)  # not work.x itself: `gradient` may tell y from x
+
+    def slope(y: Array, batch: tuple[int, Array | None]) -> Array:
+        step, rows = batch
+        if private is None:
+            return gradient(y, rows, step)
+        return private.gradient(step, records, y, lambda *places: of_records(y, *places))
+
     walk = reference.descend(
         work.algorithm,
-        lambda y, batch: gradient(y, batch[1], batch[0]),
+        slope,
         start,
         work.x,
         work.shift,

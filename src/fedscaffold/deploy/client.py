@@ -43,7 +43,9 @@ from fedscaffold.deploy.schema import (
     pack,
     unpack,
 )
-from fedscaffold.deploy.settings import Local, Settings
+from fedscaffold.deploy.settings import NAME, Local, Settings
+from fedscaffold.deploy.site_privacy import PrivateSite, digest_inputs, open_private
+from fedscaffold.privacy.site_steps import PrivateSteps
 from fedscaffold.state import commit, latest
 
 __all__ = ["Learner", "Site", "Trained", "Work", "answer", "decline", "greeting", "make_walk"]
@@ -69,6 +71,8 @@ class Work(NamedTuple):
     """The site's private state, which is never sent; None where the algorithm has none."""
     round: int = 1
     """The round, counted from 1; `local` has its step size."""
+    private: PrivateSteps | None = None
+    """Where not None, the learner takes these steps, each by their private gradient."""
 
     @property
     def start(self) -> Any:
@@ -102,6 +106,8 @@ class Site(NamedTuple):
     train: Callable[[Work], Trained]
     evaluate: Callable[[Array, dict[str, Array]], dict[str, float]]
     """(x, buffers) -> metrics on the site's data."""
+    not_private: Callable[[], str | None] = lambda: "its learner has no gradients of single records"
+    """() -> why this learner cannot train by `Work.private`; None if it can."""
 
 
 class Learner(Protocol):
@@ -148,7 +154,9 @@ def greeting(learner: Learner, settings: Settings, name: str) -> Packet:
     """Return the message by which a site registers: its records, and digests of its app."""
     facts: dict[str, Fact] = {
         "site": name,
-        "records": int(learner.site(name).records),
+        "records": settings.deploy.records[name]
+        if settings.privacy is not None
+        else int(learner.site(name).records),
         "schema": learner.schema.digest,
         "settings": settings.digest,
         "app": digest_of(settings.app),
@@ -184,7 +192,8 @@ def answer(
         The reply.
     """
     try:
-        with guarded("answering", Path(folder), name, passing=(Lost, Refused, Failed)):
+        passing, typed = (Lost, Refused, Failed), settings.privacy is None
+        with guarded("answering", Path(folder), name, passing, typed):
             return _reply(request, learner, settings, name, Path(folder))
     except Lost as lost:
         return decline(request, name, str(lost), lost.kind)
@@ -203,22 +212,21 @@ def _reply(
 ) -> Packet:
     """Return the reply to a valid request; raise otherwise."""
     kind = gate.read_text(request.facts, "kind")
+    typed = settings.privacy is None
+    with guarded("reading its own privacy.toml", folder, name, (Refused,)):
+        private = open_private(settings, name, folder)
     if kind == "hello":
+        if private is not None:
+            _open_site(learner, settings, name, folder)
         with guarded("reading its data", folder, name):
             return greeting(learner, settings, name)
-    if gate.read_text(request.facts, "site") != name:
-        raise Refused("stranger", f"a request for {request.facts['site']!r} came to {name!r}")
-    mine = {"schema": learner.schema.digest, "settings": settings.digest}
-    for what, here in (mine | {"app": digest_of(settings.app)}).items():
-        if gate.read_text(request.facts, what) != here:
-            raise Refused(
-                "config", f"the {what} here differ from the server's; nothing was trained"
-            )
-    with guarded("reading its data", folder, name):
-        site = learner.site(name)
-        records = int(site.records)
+    _check_request(request, learner, settings, name)
+    measures = kind == "evaluate" or request.facts.get("evaluate") is True
+    if measures and private is not None:
+        raise Refused("privacy", f"metrics on the records of {name} are not noised: none are sent")
+    site, records = _open_site(learner, settings, name, folder)
     algorithm = fitted(make(**settings.algorithm), learner.schema)
-    kept = folder / gate.read_text(request.facts, "run") / name
+    kept = folder / _read_run(request) / name
     echo = {key: request.facts.get(key, "") for key in ECHOED}
     facts: dict[str, Fact] = {**echo, "kind": kind, "records": records, "steps": 1}
     own: Record = None
@@ -234,19 +242,37 @@ def _reply(
         return Packet(facts, {key: blob(pack(value, algorithm.private)) for key, value in fields})
     x = gate.read_vector(request, "x", learner.start, algorithm.private)
     buffers = _load_buffers(request, learner, settings, kept)
-    if kind == "evaluate" or request.facts.get("evaluate") is True:
+    if measures:
         with guarded("measuring", folder, name):
             facts |= _metric_facts(site.evaluate(personal_model(algorithm, x, own), buffers))
     if kind == "evaluate":
         return Packet(facts, {})
     sent, shift = _read_shift(request, settings, algorithm, x, memory)
-    words = f"{settings.seed} {gate.read_int(request.facts, 'round')} {name}"
-    seed = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7], "little")
     number = gate.read_int(request.facts, "round")
+    words = f"{settings.seed} {number} {name}"
+    seed = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7], "little")
     work = Work(x, shift, algorithm, settings.local.at(number), seed, buffers, own, number)
-    with guarded("training", folder, name):
-        done = site.train(work)
-    return _store_and_pack(request, settings, work, done, sent, memory, kept, facts)
+
+    def reply(work: Work) -> Packet:
+        with guarded("training", folder, name, typed=typed):
+            done = site.train(work)
+        return _store_and_pack(request, settings, work, done, sent, memory, kept, facts)
+
+    if private is None:
+        return reply(work)
+    return _reply_privately(request, settings, private, work, memory, kept, facts, reply)
+
+
+def _check_request(request: Packet, learner: Learner, settings: Settings, name: str) -> None:
+    """Raise `Refused` if a request is for another site, or of another model, settings or app."""
+    if gate.read_text(request.facts, "site") != name:
+        raise Refused("stranger", f"a request for {request.facts['site']!r} came to {name!r}")
+    mine = {"schema": learner.schema.digest, "settings": settings.digest}
+    for what, here in (mine | {"app": digest_of(settings.app)}).items():
+        if gate.read_text(request.facts, what) != here:
+            raise Refused(
+                "config", f"the {what} here differ from the server's; nothing was trained"
+            )
 
 
 def _read_shift(
@@ -280,6 +306,67 @@ def _read_shift(
             for name, value in fields
         )
     )
+
+
+def _reply_privately(
+    request: Packet,
+    settings: Settings,
+    private: PrivateSite,
+    work: Work,
+    memory: Record,
+    kept: Path,
+    facts: dict[str, Fact],
+    reply: Callable[[Work], Packet],
+) -> Packet:
+    """Return the reply to a training request of a private site.
+
+    It is charged before training, or found if it was given before; then it has the same bytes.
+    """
+    arrays = {"x": work.x} | {f"buffer.{name}": value for name, value in work.buffers.items()}
+    for what, held in (("shift", work.shift), ("own", work.own), ("memory", memory)):
+        parts = held if isinstance(held, tuple) else () if held is None else (held,)
+        arrays |= {f"{what}.{i}": np.asarray(part) for i, part in enumerate(parts)}
+    words = [settings.digest, digest_of(settings.app), work.local.lr, request.facts["schema"]]
+    words += [request.facts["expect"], request.facts["own"], private.expected]
+    inputs = digest_inputs(words, arrays)
+    run, told = _read_run(request), gate.read_int(request.facts, "charged")
+    with guarded("charging its privacy ledger", private.folder, private.site, (Refused,)):
+        begun = private.begin(run, work.round, inputs, told)
+        found = private.stored_reply(kept, begun)
+    if found is None:
+        found = reply(work._replace(private=begun.steps))
+        if begun.steps.taken != begun.steps.steps or found.facts["steps"] != begun.steps.steps:
+            raise Refused("privacy", "the learner did not take the steps that were charged")
+        with guarded("storing its reply", private.folder, private.site):
+            private.store_reply(kept, begun, found)
+    echo = {key: facts[key] for key in ECHOED}
+    return Packet({**found.facts, **echo, **begun.facts}, found.blobs)
+
+
+def _open_site(learner: Learner, settings: Settings, name: str, folder: Path) -> tuple[Site, int]:
+    """Open a site's data; return the number of records too that the server is told.
+
+    That of a private site is the settings' own.
+
+    Raises:
+        Refused: The site cannot train privately, and has to.
+    """
+    private = settings.privacy is not None
+    with guarded("reading its data", folder, name, typed=not private):
+        site = learner.site(name)
+        records = int(site.records)
+        why = site.not_private() if private else None
+    if why is not None:
+        raise Refused("privacy", f"{name} cannot train privately: {why}")
+    return site, settings.deploy.records[name] if private else records
+
+
+def _read_run(request: Packet) -> str:
+    """Read the run's name, which is also that of a folder."""
+    run = gate.read_text(request.facts, "run")
+    if not NAME.fullmatch(run) or run in ("apps", "errors", "privacy"):
+        raise Refused("schema", f"run must be a name, got {gate.abbreviate(run)}")
+    return run
 
 
 def _store_and_pack(

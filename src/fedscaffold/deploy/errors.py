@@ -63,7 +63,11 @@ class Failed(RuntimeError):
 
 @contextlib.contextmanager
 def guarded(
-    doing: str, folder: Path, site: str, passing: tuple[type[Exception], ...] = ()
+    doing: str,
+    folder: Path,
+    site: str,
+    passing: tuple[type[Exception], ...] = (),
+    typed: bool = True,
 ) -> Iterator[None]:
     """Convert exceptions to `Failed` and write their texts to `folder`.
 
@@ -72,6 +76,7 @@ def guarded(
         folder: The site's folder.
         site: The site's name.
         passing: Exceptions that propagate unchanged.
+        typed: Whether the error's type may leave the site.
     """
     through: tuple[type[BaseException], ...] = (KeyboardInterrupt, GeneratorExit, *passing)
     try:
@@ -81,9 +86,8 @@ def guarded(
     except BaseException as error:  # including SystemExit
         where = _write_error(doing, folder, site, error)
         said = error.sentence if type(error) is Hint else public_type_of(error)
-        raise Failed(
-            f"{doing} failed: {said} ({where})"
-        ) from None  # keeps the error out of tracebacks
+        why = f": {said}" if typed else ""
+        raise Failed(f"{doing} failed{why} ({where})") from None  # no error in the traceback
 
 
 def public_type_of(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from fedscaffold.deploy.settings import Settings
 __all__ = [
     "Asked",
     "Refused",
+    "Spent",
     "Update",
     "abbreviate",
     "admit",
@@ -88,6 +89,17 @@ class Update(NamedTuple):
     """Norm before clipping; 0 where nothing was clipped."""
     own: str = ""
     """Digest of the client's new private state, pending confirmation; "" for none."""
+    spent: Spent | None = None
+    """What the client says of its privacy budget; None where it says nothing."""
+
+
+class Spent(NamedTuple):
+    """A site's word on its privacy budget."""
+
+    epsilon: float
+    delta: float
+    charged: int
+    """Number of requests of this run that its records were charged with."""
 
 
 def admit(packet: Packet, asked: Asked) -> Update:
@@ -140,7 +152,8 @@ def admit(packet: Packet, asked: Asked) -> Update:
     sent = {name: a for name, a in arrays.items() if not name.startswith("buffer.")}
     vectors = {name: unpack(a, asked.private, asked.schema.size) for name, a in sent.items()}
     memory, own = read_text(facts, "memory", ""), read_text(facts, "own", "")
-    return Update(vectors, steps * asked.lr, buffers, memory, _read_metrics(facts), own=own)
+    metrics, spent = _read_metrics(facts), _read_spent(facts)
+    return Update(vectors, steps * asked.lr, buffers, memory, metrics, own=own, spent=spent)
 
 
 def _check_arrays(packet: Packet, asked: Asked) -> None:
@@ -334,6 +347,17 @@ def _read_metrics(facts: dict[str, Any]) -> dict[str, float]:
         for name, value in named
         if name.isprintable() and len(name) <= 80 and type(value) in (int, float)
     }
+
+
+def _read_spent(facts: dict[str, Any]) -> Spent | None:
+    """Read what a client says of its privacy budget; None if it says nothing."""
+    if "epsilon" not in facts:
+        return None
+    spent = Spent(facts["epsilon"], facts.get("delta", math.nan), read_int(facts, "charged"))
+    for name, value in (("epsilon", spent.epsilon), ("delta", spent.delta)):
+        if type(value) is not float or not 0 <= value < math.inf:
+            raise Refused("schema", f"{name} must be a finite number, got {abbreviate(value)}")
+    return spent
 
 
 def _is_array(item: Any) -> bool:

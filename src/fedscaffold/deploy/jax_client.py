@@ -31,6 +31,7 @@ from fedscaffold.model_functions import bound, even_weights, measured, new_state
 __all__ = ["JaxLearner"]
 
 Tree: TypeAlias = Any
+COMPARED = 16  # records on which the gradient is compared with the mean over single ones
 STEPS, AT_X = 2, 3  # streams of a site's key, as in simulation: local steps, gradient at x
 
 
@@ -88,6 +89,7 @@ class JaxLearner:
             name: self._compile(_measure(name, function)) for name, function in functions.items()
         }
         self._gradient = self._compile(jax.grad(self._loss, has_aux=True))
+        self._of_records = self._compile(self._record_gradients)
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
@@ -112,7 +114,18 @@ class JaxLearner:
                     [np.asarray(leaf, self.schema.dtype).ravel() for leaf in jax.tree.leaves(slope)]
                 )
 
-            trained = descend(work, number, gradient)
+            def of_records(y: Array, rows: Array, places: Array) -> Array:
+                assert work.private is not None
+                room = min(work.private.at_once(y, number), number)
+                padded = np.resize(rows, room)  # one shape for all batches, so one program
+                batch = jax.tree.map(lambda a: a[padded], records), np.resize(places, room)
+                key = step_key(work.seed, work.private.taken - 1) if self.random else None
+                slopes = self._of_records(y, batch, None, key)
+                return np.concatenate(
+                    [np.asarray(leaf).reshape(room, -1) for leaf in jax.tree.leaves(slopes)], axis=1
+                )[: len(rows)]
+
+            trained = descend(work, number, gradient, of_records)
             return trained._replace(buffers=self._buffers(running.after))
 
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
@@ -122,7 +135,36 @@ class JaxLearner:
                 for metric, measure in self._measures.items()
             }
 
-        return Site(number, train, evaluate)
+        return Site(number, train, evaluate, lambda: self._not_private(records, number))
+
+    def _not_private(self, records: Tree, number: int) -> str | None:
+        """Return why a record has no gradient of its own; None if it has."""
+        if self.stateful:
+            return "its loss updates a state from whole batches; take group or layer normalisation"
+        if "weights" in taken_by_name(self.loss):
+            return "its loss takes the weights of a batch; take a loss that is a mean over records"
+        some = jax.tree.map(lambda a: a[: min(number, COMPARED)], records)
+        x, key = self.start, step_key(0, 0) if self.random else None
+        whole, _ = self._gradient(x, some, None, key)
+        places = np.arange(min(number, COMPARED))
+        means = jax.tree.map(
+            lambda a: np.asarray(a).mean(axis=0), self._of_records(x, (some, places), None, key)
+        )
+        close = float(np.finfo(self.schema.dtype).eps) ** 0.5
+        pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(means), strict=True)
+        if not self.random and not all(np.allclose(a, b, close, close) for a, b in pairs):
+            return "its loss is no mean over records; take one that is"
+        return None
+
+    def _record_gradients(self, params: Tree, batch: Tree, state: Tree, key: Any) -> Tree:
+        """Return the gradient on each record, as batches of one: one row per record."""
+
+        def one(record: Tree, place: Any) -> Tree:
+            own = None if key is None else jax.random.fold_in(key, place)
+            alone = jax.tree.map(lambda a: a[None], record)
+            return jax.grad(self._loss, has_aux=True)(params, alone, None, own)[0]
+
+        return jax.vmap(one)(*batch)
 
     def _state(self, buffers: dict[str, Array]) -> Tree:
         """Return buffers as a state."""

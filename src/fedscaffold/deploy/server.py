@@ -254,6 +254,12 @@ class Server:
         return self.state.roster
 
     @property
+    def spent(self) -> dict[str, float]:
+        """The epsilon of each private member, by its own word."""
+        members = sorted(self.roster.items())
+        return {site: one.epsilon for site, one in members if one.epsilon is not None}
+
+    @property
     def fault(self) -> str | None:
         """A message if the residual exceeds what rounding explains, else None."""
         if self.residual is None:
@@ -380,6 +386,8 @@ class Server:
                 return Verdict(True, "already here: counted once")
             current.failed.pop(site, None)
             current.updates[site] = self._check_update(site, update, current)
+            if update.spent is not None:
+                self.roster[site] = self.roster[site]._replace(**update.spent._asdict())
             return Verdict(True, "")
         except Refused as refusal:
             self._refuse(site, refusal)
@@ -457,6 +465,8 @@ class Server:
             facts["unmeasured"] = outcome.unmeasured
         if outcome.committed:
             facts["residual"] = residual
+        if spent := self.spent:
+            facts["epsilon"] = spent
         event = done if outcome.committed else "abandoned"
         self.audit.write(event, round=outcome.round, kind=outcome.kind, **facts)
 
@@ -487,7 +497,8 @@ class Server:
             "expect": member.digest,
             "own": member.own,
             "told": member.told,
-            "evaluate": kind == "train" and state.round % self.settings.evaluate_every == 0,
+            "evaluate": kind == "train" and self._measures(state.round),
+            "charged": member.charged,
         }
         dtype = self.schema.dtype
         blobs = {
@@ -514,6 +525,10 @@ class Server:
             private=private,
         )
         return Packet(facts, blobs), asked
+
+    def _measures(self, round: int) -> bool:
+        """Return whether sites measure the model after a round; private ones send no metrics."""
+        return self.settings.privacy is None and round % self.settings.evaluate_every == 0
 
     def _vectors_down(self, site: str, kind: str) -> dict[str, Array]:
         """Return the vectors of a request: x, and for training the shift.

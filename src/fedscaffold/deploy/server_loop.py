@@ -67,6 +67,8 @@ class Summary(NamedTuple):
     never counted."""
     unmeasured: dict[str, list[str]] = {}  # noqa: RUF012 (never changed)
     """By metric: sites where it was not finite, which its mean leaves out."""
+    epsilon: dict[str, float] = {}  # noqa: RUF012 (never changed)
+    """What each private site has spent, by its own word."""
 
 
 class InProcess:
@@ -119,7 +121,8 @@ def drive(
         sleep: Called to wait; tests pass a fake.
 
     Returns:
-        The summary, with metrics of the final model.
+        The summary, with metrics of the final model. A private run also ends where no site has
+        budget left for another round; it has no metrics.
 
     Raises:
         Stopped: If training diverged at every site, or the quorum was missed more than
@@ -129,13 +132,17 @@ def drive(
     for site in sorted(set(server.roster) - set(server.settings.deploy.sites)):
         server.leave(site)  # removed from the settings
     _await_sites(server, transport, sleep)
+    private = server.settings.privacy is not None
     while server.state.round < rounds:
         outcome = _run_round(server, transport, sleep, evaluate=False)
         if outcome is not None:
             tell(outcome)
             _write_status(server, "between rounds", outcome.unmeasured)
             if outcome.committed and outcome.kind == "train":
-                _append_metrics(server, outcome, outcome.round - 1)
+                # metrics are of the model before the round; what was spent is after it
+                _append_metrics(server, outcome, outcome.round - (0 if private else 1))
+            elif _budgets_are_spent(server, outcome):
+                break
         why = _reason_to_stop(server, outcome)
         if why is not None:
             _write_status(server, "stopped")
@@ -145,7 +152,7 @@ def drive(
         if outcome is None or not outcome.committed:
             sleep(min(LONGEST_PAUSE, 0.5 * 2**server.attempt))
         _register_new_sites(server, transport)
-    last = _run_round(server, transport, sleep, evaluate=True)
+    last = None if private else _run_round(server, transport, sleep, evaluate=True)
     model = server.folder / "model.safetensors"
     arrays = server.schema.filed(server.state.x, {**server.untrained, **server.state.buffers})
     write_model(model, arrays, {"round": str(server.state.round), "run": server.run})
@@ -160,9 +167,20 @@ def drive(
         model=model,
         missed=server.missed,
         unmeasured=unmeasured,
+        epsilon=server.spent,
     )
     _write_status(server, "finished", unmeasured)
     return summary
+
+
+def _budgets_are_spent(server: Server, outcome: Outcome) -> bool:
+    """Return whether every member has declined a round for want of budget."""
+    declined = {
+        site
+        for site, missed in server.audit.missed.items()
+        if missed.round == server.state.round + 1 and missed.cause.startswith("budget")
+    }
+    return not outcome.committed and declined >= set(server.roster) > set()
 
 
 def _reason_to_stop(server: Server, outcome: Outcome | None) -> str | None:
@@ -252,6 +270,8 @@ def _append_metrics(server: Server, outcome: Outcome, round: int) -> None:
     row |= {"heard": list(outcome.heard)} if outcome.kind == "train" else {}
     row |= {"unmeasured": outcome.unmeasured} if outcome.unmeasured else {}
     row["residual"] = server.residual
+    if spent := server.spent:
+        row |= {"epsilon": max(spent.values()), "epsilon_by_site": spent}
     path = server.folder / "metrics.jsonl"
     if path.is_symlink() or not path.exists():  # never write through a link: replace it by a file
         write_private(path, "")
@@ -272,6 +292,8 @@ def _write_status(
             "counted_in_round": member.applied,
             "last_seen": None if site not in server.seen else wall - (now - server.seen[site]),
             "told": member.told,
+            "epsilon": member.epsilon,
+            "delta": member.delta,
         }
         for site, member in server.roster.items()
     }

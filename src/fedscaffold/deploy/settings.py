@@ -12,6 +12,10 @@
     lr = 0.1                     # or by rounds: { 1 = 0.1, 50 = 0.01 }
     [cohort]
     size = 1.0
+    [privacy]                    # optional: differential privacy of single records
+    clip = 1.0
+    noise = 1.1
+    delta = 1e-5
     [deploy]
     sites = ["north", "south"]
 
@@ -32,6 +36,8 @@ from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.schema import digest_of
 from fedscaffold.parsing import format_of, text_of, toml
+from fedscaffold.privacy import Records
+from fedscaffold.privacy.methods import refuse_algorithm
 from fedscaffold.run_config import KEYS
 
 __all__ = ["Deploy", "Local", "Settings", "load", "parse"]
@@ -177,6 +183,8 @@ class Settings(NamedTuple):
     local: Local = Local(epochs=1)
     cohort: float | int = 1.0
     deploy: Deploy = Deploy()
+    privacy: Records | None = None
+    """Differential privacy of the sites' records; None for none."""
     app: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """Digests of the app's files by path, which the server and all sites must share; not a key of
     the TOML, and {} without an app."""
@@ -196,6 +204,8 @@ class Settings(NamedTuple):
         old, new = list(local)[:KEYS_AT_FIRST], dict(list(local._asdict().items())[KEYS_AT_FIRST:])
         set_ = {k: v for k, v in new.items() if v != Local._field_defaults[k]}
         words = [self.seed, self.precision, self.algorithm, old, self.deploy.state]
+        if self.privacy is not None:  # delta and the budget are a site's own
+            set_["privacy"] = [self.privacy.clip, self.privacy.noise, self.privacy.sampling]
         return digest_of([*words, set_] if set_ else words)
 
 
@@ -266,6 +276,7 @@ def _build_settings(table: dict[str, Any]) -> Settings:
         local=_local(local),
         cohort=_read(cohort, "cohort.size"),
         deploy=_deploy(deploy),
+        privacy=_privacy(table),
     )
     method = make(**algorithm)
     if refused := _why_not_deployed(method):
@@ -279,13 +290,59 @@ def _build_settings(table: dict[str, Any]) -> Settings:
         raise InputError(
             'deploy.clip needs deploy.state = "server": a client that was clipped must know it'
         )
+    if settings.privacy is not None:
+        refuse_algorithm(method)
+        _check_privacy(settings, settings.privacy, local)
     return settings
+
+
+def _check_privacy(settings: Settings, privacy: Records, given: dict[str, Any]) -> None:
+    """Raise `InputError` for what the private gradient of a site does not cover."""
+    local, deploy = settings.local, settings.deploy
+    passes = ["epochs"] if local.steps is None else []
+    passes += [
+        name for name in ("draw", "drop_last") if given.get(name) not in (None, "auto", False)
+    ]
+    if passes:
+        raise InputError(
+            f"local.{passes[0]} passes over records in batches that are no Poisson samples, and "
+            "their epsilon is another: with [privacy] give local.steps and local.batch_size"
+        )
+    for site in deploy.sites:
+        if site not in deploy.records:
+            raise InputError(
+                "with [privacy] no site tells how many records it has: write a number for "
+                f"{site} under [deploy.records], which is public"
+            )
+    most = max(deploy.records.values(), default=1)
+    if most > 1 and privacy.delta * most >= 1:
+        raise InputError(
+            f"privacy.delta must be below 1 / {most}, got {privacy.delta:g}: to publish one of so "
+            "many records at random would be private"
+        )
 
 
 def _read(table: dict[str, Any], key: str) -> Any:
     """Read a key that simulations have too, with the check and default of `run_config.KEYS`."""
     stated = KEYS[key]
     return stated.read(key, table.get(key.rpartition(".")[2], stated.default))
+
+
+def _privacy(table: dict[str, Any]) -> Records | None:
+    """Read the table `[privacy]`; None without one."""
+    names = [key.removeprefix("privacy.") for key in KEYS if key.startswith("privacy.")]
+    given = _table(table, "privacy", tuple(names))
+    if not given:
+        return None
+    for name in ("clip", "noise", "delta"):
+        if name not in given:
+            raise InputError(f"privacy.{name} must be given: [privacy] takes clip, noise, delta")
+    read = {name: _read(given, f"privacy.{name}") for name in names}
+    if read.pop("unit") != "records":
+        raise InputError(
+            'a deployment protects single records: leave out privacy.unit ("clients" is simulated)'
+        )
+    return Records(**read)
 
 
 def _local(table: dict[str, Any]) -> Local:

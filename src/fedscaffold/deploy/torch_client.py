@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -34,7 +35,8 @@ from fedscaffold.checks import InputError, one_number
 from fedscaffold.deploy.client import Site, Trained, Work, make_walk
 from fedscaffold.deploy.errors import Hint
 from fedscaffold.deploy.schema import Array, Schema, fingerprint
-from fedscaffold.deploy.torch_data import Part, Records, move, open_records
+from fedscaffold.deploy.torch_data import Part, Records, map_leaves, move, open_records
+from fedscaffold.privacy.site_steps import PrivateSteps
 
 __all__ = ["TorchLearner"]
 
@@ -128,6 +130,8 @@ class TorchLearner:
         self.start = self.schema.flatten(arrays)
         self.y = torch.from_numpy(self.start.copy()).to(self.device)
         self.g = torch.zeros_like(self.y)
+        self.whole = _Loss(self.module, self._loss)
+        self.at_once = True  # whether torch.func takes the gradients of several records together
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
@@ -142,7 +146,26 @@ class TorchLearner:
                 x, buffers, open_records(name, self.test(name)) if apart else records
             )
 
-        return Site(records.number, train, evaluate)
+        return Site(records.number, train, evaluate, lambda: self._not_private(records))
+
+    def _not_private(self, records: Records) -> str | None:
+        """Return why a record has no gradient of its own; None if it has."""
+        norms = torch.nn.modules.batchnorm._NormBase  # batch normalisation, running instance means
+        for name, module in self.module.named_modules():
+            if isinstance(module, norms) and (
+                isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+                or module.track_running_stats
+            ):
+                kind = type(module).__name__
+                return f"{name or 'its model'} is {kind}, which mixes records; take GroupNorm"
+        if records.take is None or records.loader is not None:
+            return "a DataLoader's batches are no Poisson samples; give its tensors or Dataset"
+        if self.scaler is not None or self.accumulate > 1:
+            given = "scaler" if self.scaler is not None else "accumulate"
+            return f"TorchLearner's {given} is for whole batches; leave it out"
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            couples = self.coupled if self.coupled is not None else self._couples(records, 2, None)
+        return "its loss is no mean over records; take one that is" if couples else None
 
     def _read_parameters(self) -> None:
         """Copy the module's parameters into y."""
@@ -233,10 +256,14 @@ class TorchLearner:
                 total.add_(d)
 
         optimizer.register_step_post_hook(performed)
-        for tried, parts in enumerate(records.steps(work, self.accumulate)):
+        private = work.private
+        batches: Iterable[list[Part] | None] = records.steps(work, self.accumulate)
+        for tried, parts in enumerate(batches if private is None else [None] * private.steps):
             scales = None if parts is None else scaler
             with _telling(tried):
-                if parts is None:
+                if private is not None:
+                    self._private_gradient(private, tried, records)
+                elif parts is None:
                     self.g.copy_(self._full_gradient(records))
                 elif not self._mean_gradient(parts, scales):
                     continue
@@ -357,6 +384,48 @@ class TorchLearner:
             self.g.copy_(self.g if number == only else total / number)
         return number > 0
 
+    def _private_gradient(self, private: PrivateSteps, step: int, records: Records) -> None:
+        """Compute the private gradient of a step into `self.g`."""
+        assert records.take is not None
+        take = records.take
+
+        def of_records(rows: Array, places: Array) -> Array:
+            batch = move(take(rows.tolist()), self.device, self.dtype)
+            gradients: Array = self._record_gradients(batch, len(rows)).cpu().numpy()
+            return gradients
+
+        before, like = self._read_buffers(), self.y.cpu().numpy()
+        made = private.gradient(step, records.number, like, of_records)
+        self.g.copy_(torch.from_numpy(made))
+        for name, now in self._read_buffers().items():
+            if not np.array_equal(now, before[name]):
+                raise InputError(f"training changed the buffer {name!r}, which nothing noises")
+
+    def _record_gradients(self, batch: Batch, rows: int) -> Tensor:
+        """Return the gradients of the records of a batch, one row each."""
+
+        def loss(parameters: dict[str, Tensor], record: Batch) -> Tensor:
+            alone = map_leaves(lambda leaf: leaf.unsqueeze(0), record)
+            return torch.func.functional_call(self.whole, parameters, (alone,))
+
+        parameters = {f"module.{name}": p.detach() for name, p in self.trained.items()}
+        if self.at_once:
+            try:
+                slope = torch.func.vmap(torch.func.grad(loss), (None, 0), randomness="different")
+                slopes = slope(parameters, batch)
+                self._check_untouched()
+                return torch.cat([slopes[name].reshape(rows, -1) for name in parameters], dim=1)
+            except (RuntimeError, NotImplementedError) as error:  # of what vmap does not support
+                self.at_once = False
+                log.warning("gradients are taken record by record: %s", type(error).__name__)
+        made = torch.empty(rows, self.y.numel(), device=self.device, dtype=self.dtype)
+        for row in range(rows):
+            alone = map_leaves(operator.itemgetter(slice(row, row + 1)), batch)
+            if not self._gradient(alone):
+                raise InputError("loss(module, batch) skips a record, and privacy takes them all")
+            made[row] = self.g
+        return made
+
     def _full_gradient(self, records: Records) -> Tensor:
         """Return the mean gradient over all records, in batches.
 
@@ -454,6 +523,20 @@ class TorchLearner:
             if np.isfinite(value) and not abs(value - other) <= close * max(abs(value), abs(other)):
                 return name
         return ""
+
+
+class _Loss(torch.nn.Module):  # type: ignore[misc]
+    """The loss of a module as a module, which `torch.func` calls with other parameters."""
+
+    def __init__(self, module: Module, loss: Callable[[Batch], Tensor | None]) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        value = self.loss(batch)
+        if value is None:
+            raise InputError("loss(module, batch) skips a record, and privacy takes them all")
+        return value
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from fedscaffold.deploy.arrays_client import draw_batches
 from fedscaffold.deploy.client import Work
 from fedscaffold.deploy.errors import Hint
 
-__all__ = ["Part", "Records", "move", "open_records"]
+__all__ = ["Part", "Records", "map_leaves", "move", "open_records"]
 
 Batch: TypeAlias = Any
 PLAIN = (RandomSampler, SequentialSampler)
@@ -198,7 +198,7 @@ def move(batch: Batch, device: Any, dtype: Any) -> Batch:
         tensor = torch.as_tensor(leaf)
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-    return _map(moved, batch)
+    return map_leaves(moved, batch)
 
 
 def _in_memory(site: str, tree: Any) -> Records:
@@ -209,7 +209,7 @@ def _in_memory(site: str, tree: Any) -> Records:
             f"data({site!r}) must hold tensors or arrays with one row per record, got "
             f"{type(odd[0]).__name__} among them: {WAYS}"
         )
-    held = _map(torch.as_tensor, tree)
+    held = map_leaves(torch.as_tensor, tree)
     lengths = {len(leaf) for leaf in _leaves(held)}
     if len(lengths) > 1:
         raise InputError(
@@ -220,9 +220,9 @@ def _in_memory(site: str, tree: Any) -> Records:
 
     def take(rows: list[int]) -> Batch:
         if rows == list(range(rows[0], rows[-1] + 1)):
-            return _map(lambda leaf: leaf[rows[0] : rows[-1] + 1], held)  # without a copy
+            return map_leaves(lambda leaf: leaf[rows[0] : rows[-1] + 1], held)  # without a copy
         index = torch.tensor(rows)
-        return _map(lambda leaf: leaf[index.to(leaf.device)], held)
+        return map_leaves(lambda leaf: leaf[index.to(leaf.device)], held)
 
     return Records(number, take, held=held)
 
@@ -262,14 +262,14 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, np.ndarray))
 
 
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to the leaves of nested tuples, lists and dicts."""
     if isinstance(tree, dict):
-        return type(tree)((key, _map(function, value)) for key, value in tree.items())
+        return type(tree)((key, map_leaves(function, value)) for key, value in tree.items())
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_map(function, value) for value in tree))
+        return type(tree)(*(map_leaves(function, value) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_map(function, value) for value in tree)
+        return type(tree)(map_leaves(function, value) for value in tree)
     return function(tree)
 
 
