@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -10,13 +11,16 @@ __all__ = ["StatusLine", "in_notebook"]
 
 REFRESH = 0.1  # seconds between two texts on a terminal or in a notebook
 LOG = 10.0  # seconds between two lines of a log
+KERNEL = "JPY_PARENT_PID"  # variable of a notebook's kernel, and of the commands of its cells
 
 
 class StatusLine:
     r"""A line on stderr, or one output of a notebook's cell.
 
     On a terminal and in a notebook a new text replaces the old one. Elsewhere, as in a log file,
-    each text is a line of its own, and there is one every ten seconds at most.
+    each text is a line of its own, and there is one every ten seconds at most. The output of a
+    command in a notebook's cell (`!command`) is stored as it was written, so texts follow each
+    other on one line there.
 
     Args:
         wanted: Whether to show the line; None shows it on a terminal and in notebooks only.
@@ -32,9 +36,10 @@ class StatusLine:
     """
 
     def __init__(self, wanted: bool | None = None) -> None:
-        self.notebook = in_notebook()
-        self.replaces = self.notebook or sys.stderr.isatty()
-        self.shown = self.replaces if wanted is None else wanted
+        self.notebook, terminal = in_notebook(), sys.stderr.isatty()
+        self.follows = not self.notebook and terminal and KERNEL in os.environ
+        self.replaces = self.notebook or (terminal and not self.follows)
+        self.shown = (self.notebook or terminal) if wanted is None else wanted
         self.next = 0.0
         self.handle: Any = None
 
@@ -43,7 +48,7 @@ class StatusLine:
         now = time.monotonic()
         if self.shown and now >= self.next:
             self.next = now + (REFRESH if self.replaces else LOG)
-            self._write(text, "" if self.replaces else "\n")
+            self._write(text, "" if self.replaces else "; " if self.follows else "\n")
 
     def keep(self, text: str) -> None:
         """Replace the text by one that stays."""

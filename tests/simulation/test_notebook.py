@@ -2,6 +2,7 @@
 
 import re
 import sys
+from io import StringIO
 from types import ModuleType, SimpleNamespace
 
 import forkserver
@@ -122,6 +123,22 @@ def test_progress_is_one_output_of_a_notebook_that_is_updated(
     assert all(re.match(between, text) for text in texts[1:-1])
     assert re.fullmatch(last + r".*\d s", texts[-1])
     assert capsys.readouterr() == ("", "")
+
+
+class Terminal(StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_of_a_command_in_a_cell_is_one_line(monkeypatch):
+    """Its output is kept with every text that was replaced: there must be none."""
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    monkeypatch.setattr(status_line, "LOG", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("PJRT_NPROC", "1")
+    fs.grid(fs.scaffold(), PROBLEM, over={"lr": [0.1, 0.2, 0.3]}, workers=1, **ASK)
+    said = sys.stderr.getvalue()
+    assert re.fullmatch(r"1 of 3 runs, [^;]*; 2 of 3 runs, [^;]*; 3 of 3 runs, [\d.]+ s\n", said)
 
 
 def test_each_run_has_its_own_output_also_if_it_ends_early(outputs):
