@@ -125,9 +125,9 @@ def _metrics(name: str, value: Any) -> Any:
     return value
 
 
-def _flag(name: str, value: Any) -> bool:
+def _flag(name: str, value: Any, words: str = "True or False") -> bool:
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be True or False, got {checks.shown(value)}")
+        raise InputError(f"{name} must be {words}, got {checks.shown(value)}")
     return value
 
 
@@ -235,6 +235,26 @@ class RunConfig:
         '"shuffle" with `local_epochs`, "replacement" with `local_steps`',
         _choice("auto", "replacement", "shuffle"),
         key="local.draw",
+    )
+    drop_last: bool = _argument(
+        False,
+        "leave out the last batch of an epoch where it is incomplete",
+        _flag,
+        key="local.drop_last",
+        written=partial(_flag, words="true or false"),
+    )
+    accumulate: int = _argument(
+        1,
+        "batches of a local step, whose gradient is the mean over their records; an epoch's last "
+        "step may have fewer",
+        partial(checks.whole, at_most=MOST),
+    )
+    clip_norm: float | None = _argument(
+        None,
+        "largest norm of the direction of a local step, gradient and correction together, which is "
+        "scaled down to it",
+        partial(checks.number, above=0),
+        key="local.clip_norm",
     )
     weights: str | ArrayLike = _argument(
         "equal",

@@ -353,6 +353,9 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
             cohort=settings.cohort,
             batch_size=local.batch_size,
             draw=local.draw,
+            drop_last=local.drop_last,
+            accumulate=getattr(learner, "accumulate", 1),
+            clip_norm=local.clip_norm,
             weights=settings.weights,
             seed=settings.seed,
             precision=settings.precision,
@@ -380,15 +383,10 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
 
 def _simulated_problem(settings: Settings, learner: Any) -> Problem:
     """Return the problem of a torch or JAX app; raise if the simulator has not what it asks for."""
-    for name, value in (("optimizer", "sgd"), ("clip_norm", None), ("drop_last", False)):
-        if getattr(settings.local, name) != value:
-            raise InputError(
-                f"--engine simulator takes no local.{name} = "
-                f"{getattr(settings.local, name)!r}; use --engine in-process"
-            )
-    if getattr(learner, "accumulate", 1) > 1:
+    if settings.local.optimizer != "sgd":
         raise InputError(
-            "--engine simulator takes no TorchLearner(accumulate=...): multiply local.batch_size"
+            f"--engine simulator takes no local.optimizer = {settings.local.optimizer!r}; "
+            "use --engine in-process"
         )
     if not hasattr(learner, "params") and not hasattr(learner, "module"):
         raise InputError("the simulator runs torch and JAX apps; use --engine in-process")

@@ -106,7 +106,7 @@ def audit(
     found = audit_privacy(
         config.privacy,
         rate=float(poisson_rates(config).max()),
-        local_steps=int(np.max(local_work(config)[0])),
+        local_steps=int(np.max(local_work(config).steps)),
         rounds=config.rounds,
         canaries=canaries,
         confidence=confidence,

@@ -349,7 +349,7 @@ def _local(table: dict[str, Any]) -> Local:
     """Read the table `[local]`."""
     schedule = _schedule(table["lr"]) if isinstance(table.get("lr"), dict) else ()
     table = table | {"lr": schedule[0][1]} if schedule else table
-    shared = ("steps", "epochs", "batch_size", "lr", "draw", "momentum")
+    shared = ("steps", "epochs", "batch_size", "lr", "draw", "momentum", "drop_last", "clip_norm")
     given = {name: _read(table, f"local.{name}") for name in shared}
     if given["steps"] is not None and given["epochs"] is not None:
         raise InputError("give either local.steps or local.epochs, one of the two")
@@ -364,10 +364,7 @@ def _local(table: dict[str, Any]) -> Local:
             f"a deployment does not take local.lr = {given['lr']!r}; give a number above 0"
         )
     optimizer = table.get("optimizer", KEYS["local.optimizer"].default)
-    drop_last, clip_norm = table.get("drop_last", False), table.get("clip_norm")
-    if not isinstance(drop_last, bool):
-        raise InputError(f"local.drop_last must be true or false, got {checks.shown(drop_last)}")
-    if drop_last and given["batch_size"] is None:
+    if given["drop_last"] and given["batch_size"] is None:
         raise InputError("local.drop_last needs local.batch_size; a DataLoader has its own")
     return Local(
         **given,
@@ -375,10 +372,6 @@ def _local(table: dict[str, Any]) -> Local:
         buffers=checks.choice(
             "local.buffers", table.get("buffers", "average"), ("average", "local")
         ),
-        drop_last=drop_last,
-        clip_norm=None
-        if clip_norm is None
-        else checks.number("local.clip_norm", clip_norm, above=0),
         schedule=schedule,
     )
 

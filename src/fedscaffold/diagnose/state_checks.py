@@ -255,11 +255,13 @@ def _largest_stable_step(
 ) -> StableStep | None:
     """Return the largest stable step of plain SGD.
 
-    None for a local optimizer with its own step size, and for oracles without a loss. `x` is None
+    None for a local optimizer with its own step size, for clipped steps, and for oracles without a
+    loss. `x` is None
     where the model is not finite, so that its curvature is unknown.
     """
     problem, steps = request.problem, run.ready.drawer.steps
-    if request.local_optimizer is not None or not problem.functions.has_loss:
+    altered = request.local_optimizer is not None or request.clip_norm is not None
+    if altered or not problem.functions.has_loss:
         return None
     if x is None and problem.smoothness is None:
         return None

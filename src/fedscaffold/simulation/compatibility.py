@@ -33,10 +33,11 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
     )
     absent |= callable(config.sampling)
     compressed = not (config.compression is None or str(config.compression) == "none")
+    altered = config.local_optimizer is not None or config.clip_norm is not None
     unmet = {
         "everyone": absent,
-        "sgd": config.local_optimizer is not None,
-        "plain sgd": config.local_optimizer is not None or scheduled,
+        "sgd": altered,
+        "plain sgd": altered or scheduled,
         "equal steps": bool((steps != steps[0]).any()),
         "exact messages": compressed,
         "plain server step": config.server_optimizer is not None,
@@ -51,6 +52,11 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
         raise InputError(
             f"{name} reads the sum of step sizes, which an optimizer does not have; give lr "
             "instead of local_optimizer"
+        )
+    if config.accumulate > 1 and problem.kinds.gradient != "mean":
+        raise InputError(
+            "accumulate computes the batches of a step as one, and this loss is no mean over "
+            "records: take accumulate=1 and a larger batch_size"
         )
     if config.stop_at is not None and config.evaluate_every > config.rounds:
         raise InputError(
@@ -121,6 +127,11 @@ def _refuse_privacy(config: RunConfig) -> None:
         raise InputError(
             f"{given} passes over records in batches that are no Poisson samples, and their "
             "epsilon is another: with privacy give local_steps and batch_size"
+        )
+    if config.accumulate > 1:
+        raise InputError(
+            "accumulate makes no Poisson samples of several batches: with privacy give a larger "
+            "batch_size"
         )
     if problem.state is not None:
         raise InputError(

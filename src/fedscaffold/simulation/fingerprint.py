@@ -29,6 +29,8 @@ from fedscaffold.simulation.resolve import schedule_of
 
 __all__ = ["differences", "facts", "flat", "problem_facts"]
 
+# arguments that earlier checkpoints do not have: left out at their defaults
+ADDED = ("accumulate", "clip_norm", "drop_last", "privacy")
 LONG = 16  # longest list that is stored entry by entry
 DEEP = 12  # deepest nesting of functions and containers
 SAMPLED = 4096  # rows of a memory-mapped array that are hashed
@@ -53,9 +55,10 @@ def facts(config: RunConfig, ready: PreparedRun) -> dict[str, Any]:
         name: to_json(getattr(config, name)) for name, stated in ARGUMENTS.items() if stated.bits
     }
     known |= {"rounds": config.rounds} if work_of(config.algorithm, 1).geometric else {}
-    if known["privacy"] is None:
-        del known["privacy"]
-    else:
+    for name in ADDED:
+        if getattr(config, name) == ARGUMENTS[name].default:
+            del known[name]
+    if "privacy" in known:
         del known["privacy"]["stop_at_epsilon"]  # like the number of rounds, it may be raised
     return flat(known)
 

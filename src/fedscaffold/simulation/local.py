@@ -228,11 +228,12 @@ def _run_local_steps(
             return Leaves(g) if noise is None else Leaves(g) + cut(noise[k])
 
         d = spec.algorithm.direction(slope, y, at_x, along)
+        taken = d if spec.clip_norm is None else each(partial(_clip, spec.clip_norm), d)
         if spec.optimizer is None:
             size = lr[k] if spec.scheduled else lr
-            y = jax.tree.map(lambda leaf, along: leaf - size * along, y, d)
+            y = jax.tree.map(lambda leaf, along: leaf - size * along, y, taken)
         else:
-            y, memory = _optimizer_step(spec, y, d, memory)
+            y, memory = _optimizer_step(spec, y, taken, memory)
         after = y, jax.tree.map(jnp.add, total, d) if collect else None, memory, new
         if not waits:
             return after
@@ -248,6 +249,12 @@ def _run_local_steps(
         0, most, step, (y, total, memory, buffers), unroll=UNROLL if light else None
     )
     return each(flat, y), total, buffers
+
+
+def _clip(most: float, d: Leaves) -> Leaves:
+    """Return a direction, scaled down to the norm `most` if its own is larger."""
+    norm = jnp.sqrt(sum(jnp.vdot(part, part) for part in d.parts))
+    return d * jnp.where(norm > most, most / norm, 1)
 
 
 def _split_layers(spec: Spec, value: Array) -> Any:

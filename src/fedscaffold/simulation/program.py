@@ -129,7 +129,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
 def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
     """Resolve who takes part and what they do, and refuse what does not go together."""
     problem = config.problem
-    steps, batch, shuffle = resolve.local_work(config)
+    steps, batch, shuffle, used = resolve.local_work(config)
     rates = None
     if isinstance(config.privacy, Records) and batch is not None:
         rates = resolve.poisson_rates(config)
@@ -158,6 +158,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
         available=None if config.availability is None else resolve.availability(config),
         mean_steps=mean_steps,
         sampling=None if uniform else resolve.sampling(config, size),
+        used=used,
         rates=rates,
     )
 
@@ -186,7 +187,7 @@ def _make_spec(
     mechanism = None if config.privacy is None else resolve.mechanism(config)
     sizes = partial(_branches, kinds, heavy and block == 1 and mechanism is None)
     known, scheduled = exchange(algorithm), drawer.lr(1).ndim > 0
-    plain = config.local_optimizer is None and not scheduled
+    plain = config.local_optimizer is None and config.clip_norm is None and not scheduled
     sent, referred = known.sent(plain), dict(algorithm.references)
     return Spec(
         algorithm,
@@ -201,6 +202,7 @@ def _make_spec(
         max_steps=int(steps.max()),
         max_rows=int(problem.counts.max()),
         optimizer=config.local_optimizer,
+        clip_norm=config.clip_norm,
         scheduled=scheduled,
         unequal=bool((steps != steps[0]).any()),
         full_batch=drawer.batch is None,

@@ -31,6 +31,7 @@ from fedscaffold.simulation.participation import (
 from fedscaffold.simulation.sampling import Drawer
 
 __all__ = [
+    "LocalWork",
     "Schedule",
     "availability",
     "block",
@@ -55,15 +56,21 @@ CACHE = 1 << 20
 MOST_CLIENTS = 256
 
 
-def local_work(
-    config: RunConfig,
-) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, bool]:
-    """Return the local steps and batch sizes of all clients, and how batches are drawn.
+class LocalWork(NamedTuple):
+    """The local steps of all clients, and how their batches are drawn."""
 
-    Returns:
-        The (N,) numbers of steps that the algorithm takes; the (N,) batch sizes, None for full
-        batches; and whether records are shuffled, or else sampled with replacement.
-    """
+    steps: NDArray[np.int64]
+    """(N,) numbers of steps that the algorithm takes."""
+    batch: NDArray[np.int64] | None
+    """(N,) records of a step; None for full batches."""
+    shuffle: bool
+    """Whether records are shuffled, or else sampled with replacement."""
+    used: NDArray[np.int64] | None
+    """(N,) records of an epoch where incomplete batches are left out; None for all."""
+
+
+def local_work(config: RunConfig) -> LocalWork:
+    """Return the local work of all clients."""
     algorithm, count, size = config.algorithm, config.problem.counts, config.batch_size
     shuffle = config.draw == "shuffle"
     if config.local_epochs is not None:
@@ -79,11 +86,18 @@ def local_work(
         batch = np.full_like(count, size)
     elif size is not None and size != 1:
         batch = np.maximum(np.ceil(size * count - 1e-9), 1).astype(np.int64)
-    if batch is not None and shuffle:
-        batch = np.minimum(batch, count)
+    used = None
+    if batch is not None:
+        if config.drop_last and shuffle:
+            used = _whole_batches(count, batch)
+        batch = batch * config.accumulate
+        batch = np.minimum(batch, count if used is None else used) if shuffle else batch
+    elif config.batch_size is None and (config.drop_last or config.accumulate > 1):
+        given = "drop_last" if config.drop_last else "accumulate"
+        raise InputError(f"{given} needs batch_size: without it a step takes all records")
     taken = None
     if config.local_steps is not None or config.local_epochs is not None:
-        taken = _requested_steps(config, batch)
+        taken = _requested_steps(config, batch, count if used is None else used)
     if algorithm.work is not None:
         try:
             taken = work_of(algorithm, taken).steps
@@ -92,16 +106,31 @@ def local_work(
                 raise
     if taken is None:
         raise InputError("give either local_steps or local_epochs, one of the two")
-    return np.broadcast_to(np.asarray(taken, np.int64), count.shape), batch, shuffle
+    steps = np.broadcast_to(np.asarray(taken, np.int64), count.shape)
+    return LocalWork(steps, batch, shuffle, used)
 
 
-def _requested_steps(config: RunConfig, batch: NDArray[np.int64] | None) -> NDArray[np.int64]:
+def _whole_batches(count: NDArray[np.int64], batch: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the (N,) numbers of records in whole batches."""
+    used = count - count % batch
+    if (used == 0).any():
+        i = int(np.argmin(used))
+        raise InputError(
+            f"drop_last leaves incomplete batches out, and client {i} has {count[i]} records, "
+            f"fewer than a batch of {batch[i]}: take a smaller batch_size"
+        )
+    return used
+
+
+def _requested_steps(
+    config: RunConfig, batch: NDArray[np.int64] | None, used: NDArray[np.int64]
+) -> NDArray[np.int64]:
     count = config.problem.counts
     if config.local_steps is not None and config.local_epochs is not None:
         raise InputError("give either local_steps or local_epochs, one of the two")
     if config.local_epochs is not None:
         epochs = config.local_epochs
-        each = np.ones_like(count) if batch is None else -(-count // batch)
+        each = np.ones_like(count) if batch is None else -(-used // batch)
         if epochs * int(each.max()) > MOST:
             raise InputError(
                 f"local_epochs must make at most {MOST} local steps in a round, got {epochs} epochs"

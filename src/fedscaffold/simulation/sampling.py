@@ -62,6 +62,9 @@ class Drawer:
     """Mean number of local steps if it is geometric and shared by all clients, else None."""
     sampling: Sampling | None = None
     """The user's function, or (N,) weights; None for uniform sampling."""
+    used: Ints | None = None
+    """(N,) records of a shuffled epoch, where its incomplete last batch is left out; None for all.
+    """
     rates: NDArray[np.float64] | None = None
     """(N,) probabilities of Poisson batches, whose capacities `batch` holds; None for others."""
 
@@ -70,8 +73,8 @@ class Drawer:
         """Largest number of local steps, largest batch size, and whether batch sizes differ."""
         if self.batch is None:
             return int(self.steps.max()), 0, False
-        short = self.shuffle and bool((self.counts % self.batch != 0).any())
-        ragged = short or self.rates is not None or bool((self.batch != self.batch[0]).any())
+        unlike = bool(self._last.any() or (self.batch != self.batch[0]).any())
+        ragged = unlike or self.rates is not None
         return int(self.steps.max()), int(self.batch.max()), ragged
 
     @property
@@ -85,8 +88,15 @@ class Drawer:
         """Possible batch sizes in ascending order; empty for full batches."""
         if self.batch is None:
             return ()
-        last = self.counts % self.batch if self.shuffle else np.zeros_like(self.counts)
+        last = self._last
         return tuple(np.unique(np.concatenate([self.batch, last[last > 0]])).tolist())
+
+    @property
+    def _last(self) -> Ints:
+        """(N,) sizes of the last batch of an epoch where it is smaller than the others, else 0."""
+        if self.batch is None or not self.shuffle:
+            return np.zeros_like(self.counts)
+        return (self.counts if self.used is None else self.used) % self.batch
 
     def cohort(self, streams: Streams, round: int) -> Ints:
         """Return the clients of a round (counted from 0) in ascending order.
@@ -208,14 +218,15 @@ class Drawer:
         assert self.batch is not None
         for slot, client in enumerate(chosen):
             count, batch = int(self.counts[client]), int(self.batch[client])
+            used = count if self.used is None else int(self.used[client])
             steps = min(int(self.steps[client]), rows.shape[1])
-            per_epoch = -(-count // batch)
+            per_epoch = -(-used // batch)
             epochs = -(-steps // per_epoch)
             order = streams.generator.permuted(
                 np.broadcast_to(np.arange(count), (epochs, count)), axis=1
             )
             padded = np.full((epochs, per_epoch * batch), -1)
-            padded[:, :count] = order
+            padded[:, :used] = order[:, :used]
             batches = padded.reshape(-1, batch)[:steps]
             rows[slot, :steps, :batch] = np.maximum(batches, 0) + self.first[client]
             if weights is not None:

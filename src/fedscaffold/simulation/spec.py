@@ -52,6 +52,8 @@ class Spec(NamedTuple):
     """Fields of the message that have error feedback."""
     optimizer: Any = None
     """An optax transformation, or None for SGD."""
+    clip_norm: float | None = None
+    """Largest norm of the direction of a local step."""
     scheduled: bool = False
     """The step size varies over local steps."""
     unequal: bool = False
@@ -109,7 +111,7 @@ class Spec(NamedTuple):
     @property
     def constant_step(self) -> bool:
         """Whether (x - y) / (K lr) is the mean direction."""
-        return self.optimizer is None and not self.scheduled
+        return self.optimizer is None and self.clip_norm is None and not self.scheduled
 
     @property
     def keeps(self) -> bool:

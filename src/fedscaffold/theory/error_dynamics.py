@@ -169,7 +169,7 @@ def mean_squared_error(
     """
     form, p = closed_form(algorithm), weights_of(a_problem(problem), weights)
     config = RunConfig(algorithm, problem, rounds=1, local_steps=local_steps, lr=lr, cohort=cohort)  # type: ignore[arg-type]
-    (steps, _, _), size = resolve.local_work(config), resolve.cohort_size(config)
+    steps, size = resolve.local_work(config).steps, resolve.cohort_size(config)
     refuse(config, steps, size, scheduled=False)
     # the server scales by how far each went
     if exchange(algorithm).travel and (steps != steps[0]).any():

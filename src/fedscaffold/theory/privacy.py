@@ -119,7 +119,7 @@ def _errors(
             law = stationary(
                 config.problem,
                 lr=config.lr,
-                local_steps=int(np.max(resolve.local_work(config)[0])),
+                local_steps=int(np.max(resolve.local_work(config).steps)),
                 noise=covariance,
                 algorithm=algorithm,
             )

@@ -142,7 +142,7 @@ def cohorts_of(
     for algorithm in algorithms:
         config = RunConfig(algorithm, problem, rounds=1, local_steps=1, cohort=cohort)
         size = resolve.cohort_size(config)
-        refuse(config, resolve.local_work(config)[0], size, scheduled=False)
+        refuse(config, resolve.local_work(config).steps, size, scheduled=False)
     return cohort_moments(p, size)
 
 
