@@ -43,7 +43,8 @@ MOST_TRIED = 8 * ROOM  # bytes; larger files are not compressed to see whether t
 MOST = 4 << 30  # bytes of an app
 PROJECT = "pyproject.toml"  # Flower's
 CACHES = {"__pycache__", "node_modules"}
-OTHERS = ("pyvenv.cfg", "deployment.json", "run.json", "ca.crt")  # in environments, runs and kits
+# in environments, runs, kits, and what a private site keeps for itself
+OTHERS = ("pyvenv.cfg", "deployment.json", "run.json", "ca.crt", "privacy.toml")
 TESTS = ("test_*.py", "*_test.py", "conftest.py", "*.pyc")
 FLOWER = """\
 [project]

@@ -121,8 +121,8 @@ def drive(
         sleep: Called to wait; tests pass a fake.
 
     Returns:
-        The summary, with metrics of the final model. A private run also ends where no site has
-        budget left for another round; it has no metrics.
+        The summary, with metrics of the final model. A private run has none, and also ends where
+        too few sites have a budget for another round.
 
     Raises:
         Stopped: If training diverged at every site, or the quorum was missed more than
@@ -141,9 +141,9 @@ def drive(
             if outcome.committed and outcome.kind == "train":
                 # metrics are of the model before the round; what was spent is after it
                 _append_metrics(server, outcome, outcome.round - (0 if private else 1))
-            elif _budgets_are_spent(server, outcome):
-                break
         why = _reason_to_stop(server, outcome)
+        if outcome is not None and _budgets_are_spent(server, outcome, why is not None):
+            break
         if why is not None:
             _write_status(server, "stopped")
             stopped = Stopped(why)
@@ -173,14 +173,15 @@ def drive(
     return summary
 
 
-def _budgets_are_spent(server: Server, outcome: Outcome) -> bool:
-    """Return whether every member has declined a round for want of budget."""
-    declined = {
-        site
-        for site, missed in server.audit.missed.items()
-        if missed.round == server.state.round + 1 and missed.cause.startswith("budget")
-    }
-    return not outcome.committed and declined >= set(server.roster) > set()
+def _budgets_are_spent(server: Server, outcome: Outcome, last: bool) -> bool:
+    """Return whether a round missed its quorum for want of budget alone.
+
+    Other sites are asked first, unless it was the `last` try.
+    """
+    spent = {site for site, cause in outcome.refused.items() if cause.startswith("budget")}
+    if outcome.committed or not spent or spent != set(outcome.refused) or outcome.missing:
+        return False
+    return last or {*spent, *outcome.heard} >= set(server.roster)
 
 
 def _reason_to_stop(server: Server, outcome: Outcome | None) -> str | None:
