@@ -163,7 +163,8 @@ class TorchLearner:
         if self.scaler is not None or self.accumulate > 1:
             given = "scaler" if self.scaler is not None else "accumulate"
             return f"TorchLearner's {given} is for whole batches; leave it out"
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        self.module.eval()  # without dropout, which differs between batches
+        with torch.no_grad():
             couples = self.coupled if self.coupled is not None else self._couples(records, 2, None)
         return "its loss is no mean over records; take one that is" if couples else None
 
