@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from fedscaffold.privacy.noise import gaussian_noise
+
 __all__ = ["MessageMechanism", "clip_message", "noise_sum"]
 
 Array: TypeAlias = Any
@@ -61,5 +63,5 @@ def noise_sum(
     noised = {}
     for own, name in zip(keys, sent, strict=True):
         value = getattr(total, name)
-        noised[name] = value + scale * jax.random.normal(own, value.shape, value.dtype)
+        noised[name] = value + scale * gaussian_noise(own, value.size, value.dtype)
     return total._replace(**noised)
