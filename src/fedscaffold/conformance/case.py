@@ -1,9 +1,9 @@
 """`Case` and `Trace`, input and output of an adapter: quadratics with exact gradients.
 
 An adapter is one function, `Case -> Trace`, around an implementation of SCAFFOLD. The case
-determines everything: who trains, whose reply is lost, when the process restarts; nothing is
-random. In one round each client i of the cohort starts at y = x with an empty momentum buffer, m =
-0, and takes local_steps[i] steps
+determines everything: who trains, whose reply is lost, when the process restarts; nothing is random
+but the noise of a private optimiser, where a case asks for it. In one round each client i of the
+cohort starts at y = x with an empty momentum buffer, m = 0, and takes local_steps[i] steps
 
     d = gradient(i, y) - c_i + c,     m = momentum * m + d,     y <- y - lr[k] * m
 
@@ -95,8 +95,11 @@ class Case(NamedTuple):
     loss_scale: float = 1.0
     """Factor of the loss, as in mixed precision, and so of what `gradient` returns."""
     private: bool = False
-    """Whether to use the differentially private optimiser, without noise and with a bound that is
-    never reached."""
+    """Whether to use the differentially private optimiser, with the bound `clip` over all tensors
+    jointly, or one that is never reached, and with `noise`."""
+    noise: float = 0.0
+    """Deviation of the Gaussian noise that the private optimiser adds to every coordinate of a
+    step's gradient, after clipping and before the correction. The adapter draws it."""
     precision: str = "float64"
     """Data type of `x0` and of gradients."""
     calls: list[Call] | None = None
@@ -125,6 +128,7 @@ class Case(NamedTuple):
             "clipping": self.clip is not None or self.clip_corrected is not None,
             "loss scaling": self.loss_scale != 1.0,
             "private optimiser": self.private,
+            "private noise": self.noise > 0,
         }
         return tuple(name for name, yes in asked.items() if yes)
 
@@ -224,7 +228,14 @@ class Trace(NamedTuple):
 Adapter: TypeAlias = Callable[[Case], Trace]
 AdapterType = TypeVar("AdapterType", bound=Adapter)
 
-FEATURES = ("tensors", "buffers", "clipping", "loss scaling", "private optimiser")
+FEATURES = (
+    "tensors",
+    "buffers",
+    "clipping",
+    "loss scaling",
+    "private optimiser",
+    "private noise",
+)
 
 
 def offers(*features: str) -> Callable[[AdapterType], AdapterType]:

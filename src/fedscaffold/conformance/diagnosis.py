@@ -48,7 +48,11 @@ def diagnose(judgement: Judgement) -> list[str]:
     runs = early_runs(judgement)
     said: dict[str, list[str]] = {}
     with np.errstate(all="ignore"):
-        plain_runs = {name: run for name, run in runs.items() if "clipping" not in run.case.asks}
+        plain_runs = {
+            name: run
+            for name, run in runs.items()
+            if not {"clipping", "private noise"} & set(run.case.asks)
+        }
         for name, run in plain_runs.items():
             for sentence in (
                 *about_correction(run),

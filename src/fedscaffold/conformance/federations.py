@@ -14,7 +14,15 @@ import numpy as np
 
 from fedscaffold.conformance.case import Array, Case, federation
 
-__all__ = ["CONDITIONS", "GOLDEN_CENTRED", "GOLDEN_SAMPLING", "Condition", "brief", "prolonged"]
+__all__ = [
+    "CONDITIONS",
+    "GOLDEN_CENTRED",
+    "GOLDEN_SAMPLING",
+    "NOISED",
+    "Condition",
+    "brief",
+    "prolonged",
+]
 
 N = 4
 ROUNDS = 75  # a right SCAFFOLD is at 1e-12 by then; with sampling it takes half as many again
@@ -118,6 +126,15 @@ def conditions() -> dict[str, Condition]:
 
 
 CONDITIONS = conditions()
+
+# Gradients that vanish beside the noise, in enough dimensions to tell one draw from another.
+WIDE = 200
+NOISED = meeting(
+    federation(
+        [1e-9 * np.eye(WIDE)] * N, np.zeros((N, WIDE)), np.ones(WIDE), rounds=6, steps=4, lr=LR
+    ),
+    *PAIRS,
+)._replace(private=True, noise=0.5)
 
 # The golden values G1 and G3 of the derivation: computed by hand, in one dimension, from x = 0.
 GOLDEN_CENTRED = federation([[[1.0]], [[0.25]]], [[1.0], [-0.5]], [0.0], rounds=3, steps=4, lr=0.2)

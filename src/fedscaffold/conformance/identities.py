@@ -14,7 +14,13 @@ import numpy as np
 from fedscaffold import checks
 from fedscaffold.conformance import measures, oracles
 from fedscaffold.conformance.case import Array, Case, Run
-from fedscaffold.conformance.federations import CONDITIONS, GOLDEN_CENTRED, GOLDEN_SAMPLING, brief
+from fedscaffold.conformance.federations import (
+    CONDITIONS,
+    GOLDEN_CENTRED,
+    GOLDEN_SAMPLING,
+    NOISED,
+    brief,
+)
 from fedscaffold.conformance.measures import Measure
 
 __all__ = ["ABOUT_C", "IDENTITIES", "Identity", "select"]
@@ -212,7 +218,7 @@ def features() -> list[Identity]:
     base, server = brief(whole), brief(sampling)._replace(server_lr=1.3)
     tensors = base._replace(shapes=((1,), (2, 1)))
     buffered = server._replace(buffers=np.array([0.5, 2.0]))
-    scaled, private = base._replace(loss_scale=1024.0), base._replace(private=True)
+    scaled = base._replace(loss_scale=1024.0)
     clip, corrected = base._replace(clip=1.5), whole._replace(clip_corrected=1.5)
     same = "{} leaves x, c and c_i as they are without."
     clipping = "With gradients clipped before they are corrected, {}."
@@ -232,13 +238,6 @@ def features() -> list[Identity]:
         ),
         row("buffers: averaged", measures.statistics, averaged, buffered),
         row("loss scaling", measures.same, same.format("A loss that is scaled"), base, scaled),
-        row(
-            "private optimiser",
-            measures.same,
-            same.format("A private optimiser without noise"),
-            base,
-            private,
-        ),
         row("clipping: moves", measures.moves, clipping.format(moves), clip),
         row(
             "clipping: gradients seen",
@@ -258,6 +257,56 @@ def features() -> list[Identity]:
             measures.optimum,
             after.format("the last model is the optimum (I11)"),
             corrected,
+        ),
+    ]
+
+
+def privacy() -> list[Identity]:
+    """Return the rows on private optimisers, for adapters that `offers` them."""
+    base = brief(CONDITIONS["all"].case)
+    clip, joint = (
+        base._replace(clip=1.5),
+        base._replace(clip=1.5, private=True, shapes=((1,), (2, 1))),
+    )
+    noised = "With a private optimiser that adds noise, {}."
+    return [
+        row(
+            "private optimiser",
+            measures.same,
+            "A private optimiser without noise leaves x, c and c_i as they are without.",
+            base,
+            base._replace(private=True),
+        ),
+        row(
+            "private clip",
+            measures.same_clipped,
+            "A private optimiser clips all tensors jointly: x, c and c_i are those of one vector.",
+            clip,
+            joint,
+        ),
+        row(
+            "private noise: independent",
+            measures.noise_independent,
+            noised.format("each client draws noise of its own, anew in every round"),
+            NOISED,
+        ),
+        row(
+            "private noise: size",
+            measures.noise_size,
+            noised.format("c_i is a mean of noised gradients, whose noise is new in every step"),
+            NOISED,
+        ),
+        row(
+            "private noise: moves",
+            measures.noised_moves,
+            noised.format("the model steps by what c_i remembers, and by the correction"),
+            NOISED,
+        ),
+        row(
+            "private noise: mean",
+            measures.mean,
+            noised.format("c = sum p_i c_i after every round (I2)"),
+            NOISED,
         ),
     ]
 
@@ -312,6 +361,7 @@ IDENTITIES: tuple[Identity, ...] = (
     *relatives(),
     *symmetries(),
     *features(),
+    *privacy(),
 )
 
 ABOUT_C: tuple[Callable[..., Measure], ...] = (

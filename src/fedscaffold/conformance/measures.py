@@ -287,6 +287,47 @@ def server_step(run: Run, other: Run) -> Measure:
     return Measure(largest(*differences), oracles.rounding(run.case, rounds=1))
 
 
+def same_clipped(run: Run, other: Run) -> Measure:
+    """Two runs that clip have the same states."""
+    return slackened(same(run, other), run.case)
+
+
+def noise_drawn(run: Run) -> Array:
+    """Return the means of the noise that clients drew, a row for each visit: their new c_i.
+
+    The gradients themselves vanish beside it.
+    """
+    return run.trace.c_i[1:][heard(run.case)[:, :, 0]]
+
+
+def noise_independent(run: Run) -> Measure:
+    """The noise of two visits, of clients or rounds, is uncorrelated: six standard errors."""
+    drawn = noise_drawn(run)
+    lengths = np.maximum(np.linalg.norm(drawn, axis=1), np.finfo(float).tiny)
+    cosines = drawn @ drawn.T / np.outer(lengths, lengths)
+    worst = largest(cosines - np.diag(np.diag(cosines)))
+    return Measure(worst, 6 / np.sqrt(drawn.shape[1]))
+
+
+def noise_size(run: Run) -> Measure:
+    """c_i is a mean of K gradients with independent noise: its variance is noise^2 / K."""
+    drawn = noise_drawn(run)
+    ratio = np.mean(drawn**2) * run.case.local_steps[0] / run.case.noise**2
+    return Measure(abs(float(ratio) - 1), 6 * np.sqrt(2 / drawn.size))
+
+
+def noised_moves(run: Run) -> Measure:
+    """Moves of x are K lr times the mean of c_i+ - c_i + c over the clients heard.
+
+    So what c_i remembers is what the model stepped by, noise included, plus the correction.
+    """
+    case, (x, c, c_i) = run.case, run.trace.vectors
+    there = heard(case)
+    steps = (np.diff(c_i, axis=0) + c[:-1, None]) * there
+    means = sum(case.lr) * steps.sum(axis=1) / there.sum(axis=1)
+    return relative((run,), np.diff(x, axis=0) + case.server_lr * means, rounds=1)
+
+
 def statistics(run: Run) -> Measure:
     """Running statistics that the server keeps are the mean of the clients'."""
     if run.trace.buffers is None:

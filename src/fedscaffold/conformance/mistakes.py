@@ -30,6 +30,7 @@ class State:
         self.x, self.c, self.c_i = case.x0, c, c_i
         self.momentum = np.zeros_like(c_i)
         self.statistics = np.zeros(0) if case.buffers is None else case.buffers
+        self.round = 0
         self.met: set[int] = set()
         self.heard: set[int] = set()
         self.earlier_c = c
@@ -44,10 +45,11 @@ class Visit(NamedTuple):
     c: Any
     c_i: Any
     y: Any
+    round: int = 0
     mean: Any = None
-    """Mean of its gradients: unscaled, clipped if the case says so, not corrected."""
+    """Mean of its gradients: unscaled, clipped and noised if the case says so, not corrected."""
     raw: Any = None
-    """Mean of its gradients, neither clipped nor unscaled."""
+    """Mean of its gradients, neither clipped nor unscaled nor noised."""
     statistics: Any = None
 
     @property
@@ -126,6 +128,7 @@ class Scaffold:
     buffer: Callable[[State, int], Any] = lambda state, i: 0.0
     unscale: Callable[[Any, Visit], Any] = lambda g, v: g / v.case.loss_scale
     clip: Callable[[Any, Visit], Any] = lambda g, v: clipped(g, v.case.clip)
+    seed: Callable[[Visit, int], Any] = lambda v, step: (v.round, v.i, step)  # of the noise
     correct: Callable[[Any, Visit], Any] = lambda g, v: g - v.c_i + v.c
     clip_corrected: Callable[[Any, Visit], Any] = lambda d, v: clipped(d, v.case.clip_corrected)
     outside: Callable[[Visit], Any] = lambda v: 0.0  # a correction added after the optimiser's step
@@ -153,7 +156,7 @@ class Scaffold:
         state = State(case, self.first_c(case), self.first_c_i(case))
         states = [(state.x, state.c, state.c_i.copy(), state.statistics)]
         for r in range(case.rounds):
-            earlier_c = state.c
+            earlier_c, state.round = state.c, r
             self.round(case, state, r)
             if case.restart == r + 1:
                 self.restore(state)
@@ -181,11 +184,14 @@ class Scaffold:
         """Client i's local steps."""
         c_i = state.c_i[i].copy() if i in state.met else self.meet(state, i)
         state.met.add(i)
-        v = Visit(case, i, state.x, state.c, c_i, y=state.x)
+        v = Visit(case, i, state.x, state.c, c_i, y=state.x, round=state.round)
         y, m, seen, raw, b = state.x, self.buffer(state, i), 0.0, 0.0, state.statistics
-        for lr in v.lr:
+        for step, lr in enumerate(v.lr):
             given = case.gradient(i, y)
             g = self.clip(self.unscale(given, v), v)
+            if case.noise:
+                draw = np.random.default_rng(self.seed(v, step)).standard_normal(len(g))
+                g = g + (case.noise * draw).astype(g.dtype)
             m = case.momentum * m + self.clip_corrected(self.correct(g, v), v)
             y = y - lr * (m + self.outside(v))
             b = b if case.buffers is None else self.forward(state, v, b)
@@ -257,6 +263,11 @@ def corrected_statistics(state: State, v: Visit, b: Any) -> Any:
     return v.case.forward(v.i, b) - v.lr[0] * (v.c - v.c_i)[: len(b)]
 
 
+def clip_tensor(tensor: Any, v: Visit) -> Any:
+    """One tensor of a gradient, clipped without the others."""
+    return clipped(tensor.reshape(-1), v.case.clip)
+
+
 def forget(*names: str) -> Callable[[State], None]:
     """A restart that finds zeros where these were."""
 
@@ -312,6 +323,16 @@ MISTAKES: dict[str, Adapter] = {
     ),
     "a private optimiser overwrites the corrected gradient": mutant(
         correct=lambda g, v: g if v.case.private else g - v.c_i + v.c
+    ),
+    # Noise and clips of private optimisers: the code that came with DP-SCAFFOLD.
+    "every client draws the same noise": mutant(seed=lambda v, step: (v.round, step)),
+    "noise is drawn once, for all rounds": mutant(seed=lambda v, step: (v.i, step)),
+    "noise is drawn once a round, for all steps": mutant(seed=lambda v, step: (v.round, v.i)),
+    "c_i is the mean of the gradients before noise": mutant(
+        renew=second_option(lambda v: v.raw / v.case.loss_scale if v.case.noise else v.mean)
+    ),
+    "each tensor is clipped by itself": mutant(
+        clip=lambda g, v: v.case.join([clip_tensor(one, v) for one in v.case.split(g)])
     ),
     "the gradient is clipped after the correction": mutant(
         clip=lambda g, v: g,
