@@ -105,7 +105,7 @@ def audit(
 
     found = audit_privacy(
         config.privacy,
-        rate=float(poisson_rates(config).max()),
+        rate=1.0 if config.privacy.unit == "client" else float(poisson_rates(config).max()),
         local_steps=int(np.max(local_work(config).steps)),
         rounds=config.rounds,
         canaries=canaries,
