@@ -22,7 +22,7 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.cli.interrupts import exit_with_line
 from fedscaffold.cli.verbs import prepare_problem, print_answer, typed_command
-from fedscaffold.parsing import format_of
+from fedscaffold.parsing import format_of, plain
 from fedscaffold.state.files import write_whole
 
 if TYPE_CHECKING:
@@ -164,7 +164,9 @@ def _print_comparison(
 
     failed = [f"failed: {describe(run.cell)}: {run.error}" for run in found.grid.failed]
     answer: dict[str, Any] = {"runs": found.grid.rows, "folder": str(out)}
-    study, lines = found.study, list[str]()
+    study, lines, spent = found.study, list[str](), found.grid.privacy
+    if spent is not None:
+        answer["privacy"] = plain(spent._asdict()) | {"sentence": str(spent)}
     if study is not None:
         answer |= {
             "rows": study.rows,
@@ -177,6 +179,7 @@ def _print_comparison(
             f"{run.algorithm}, seed {run.seed}: {run.advice}" for run in study.runs if run.advice
         ]
         notes += [f"left out: {reason}" for reason in asked.left_out.values()]
+        notes += [] if spent is None else [f"privacy: {spent}; a simulated epsilon protects nobody"]
         lines = [study.problem, "", tables.terminal(study.rows), "", *notes, f"report: {page}"]
     elif how.share is not None:
         lines = [f"{count_cells(out)} runs are finished in {out}"]

@@ -33,6 +33,8 @@ from fedscaffold.experiments.kinds import (
 from fedscaffold.grids import Grid, GridRun, run_cells
 from fedscaffold.grids.grid_run import table
 from fedscaffold.metrics import target_of
+from fedscaffold.privacy.budget import Spent
+from fedscaffold.privacy.several import refuse_budget
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.runs import RunRecord, Source, Study, page, sources, tables, versions
@@ -266,6 +268,7 @@ def validate_run(config: Config, built: Built, devices: int | None = None) -> Co
     checks.whole("evaluate_every", config.evaluate_every)
     if config.local.lr == "tuned":
         _refuse_out_of_core(config)
+        _refuse_private_tuning(config)
     kind = _validate(
         config, built, make_algorithm(config, config.algorithm.name), devices
     ).client_state
@@ -299,7 +302,10 @@ def validate_comparison(
     kinds = [_with_metrics(kind, aim) for kind in kinds_of(config, built, names, over or {})]
     for kind in kinds:
         _validate(kind.config, kind.built, kind.algorithm)
-    return sum(seeds * len(step_sizes(kind.config)) for kind in kinds)
+    runs = sum(seeds * len(step_sizes(kind.config)) for kind in kinds)
+    if runs > 1:
+        refuse_budget(run_arguments(kind.config)["privacy"] for kind in kinds)
+    return runs
 
 
 def _with_metrics(kind: Kind, target: Target | None) -> Kind:
@@ -322,6 +328,15 @@ def _validate(
     with jax.enable_x64(config.precision == "float64"):
         prepare(resolved)
     return resolved
+
+
+def _refuse_private_tuning(config: Config) -> None:
+    if run_arguments(config)["privacy"] is not None:
+        raise InputError(
+            "local.lr = 'tuned' with privacy runs every step size on the records, each of which "
+            "spends, and nothing accounts for choosing: give a number, found on other records or "
+            "by `fedscaffold privacy plan`"
+        )
 
 
 def _refuse_out_of_core(config: Config) -> None:
@@ -385,8 +400,8 @@ def _fields(done: Run | GridRun) -> dict[str, Any]:
     """Return the fields of a run that its record has."""
     names = ("diverged_at", "advice", "residual", "explained", "digest")
     known = {name: getattr(done, name) for name in names}
-    spent = done.privacy if isinstance(done, Run) else None
-    known["privacy"] = None if spent is None else spent.facts()
+    spent = done.privacy
+    known["privacy"] = spent.facts() if isinstance(spent, Spent) else spent
     return known | {"columns": done.history, "seconds": done.seconds.wall}
 
 

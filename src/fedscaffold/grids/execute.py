@@ -29,6 +29,7 @@ from fedscaffold.grids.progress import GridProgress
 from fedscaffold.grids.store import CELLS, load
 from fedscaffold.grids.worker import Answer, error_line, run_cell, run_task
 from fedscaffold.grids.workers import Board, Crew
+from fedscaffold.privacy.several import refuse_budget
 from fedscaffold.state.files import create, make_folder
 from fedscaffold.state.platforms import cores
 
@@ -67,7 +68,12 @@ def run_cells(
     Returns:
         One record per cell, those that failed with their `error`; with a `share`, only cells of
         the share and those that are finished.
+
+    Raises:
+        InputError: Several runs are asked to keep one privacy budget.
     """
+    if len(cells) > 1:
+        refuse_budget(cell.config.privacy for cell in cells)
     with ExitStack() as stack:
         if out is None:
             store = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedscaffold-")))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
 from fedscaffold.grids.cells import describe
+from fedscaffold.privacy.several import Together, spend_together
 from fedscaffold.simulation import notebook
 from fedscaffold.simulation.engine import Seconds
 
@@ -36,6 +37,8 @@ class GridRun:
         history: Columns with one entry per round.
         rounds: Number of rounds run.
         outcome: "finished", "target" or "diverged"; "failed" if there was an error.
+        seed: The seed of its draws.
+        privacy: What a private run spent, as `Run.privacy.facts()` says it; None for others.
         reached_at: Round in which `stop_at` was reached, or None.
         diverged_at: First round with a non-finite value, or None.
         advice: What to change after a divergence.
@@ -54,6 +57,8 @@ class GridRun:
     history: dict[str, NDArray[Any]] = field(default_factory=dict)
     rounds: int = 0
     outcome: str = "failed"
+    seed: int = 0
+    privacy: dict[str, Any] | None = None
     reached_at: int | None = None
     diverged_at: int | None = None
     advice: str | None = None
@@ -115,6 +120,15 @@ class Grid:
     def failed(self) -> list[GridRun]:
         """Runs that failed."""
         return [run for run in self.runs if run.error is not None]
+
+    @property
+    def privacy(self) -> Together | None:
+        """What the private runs spend, each and all; None if none is private.
+
+        They are taken to be of the same records.
+        """
+        private = [(run.seed, run.privacy) for run in self.runs if run.privacy is not None]
+        return spend_together(private)
 
     def select(self, **cell: Any) -> list[GridRun]:
         """Return the runs with these labels.

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedscaffold.grids.cells import Cell
 from fedscaffold.grids.grid_run import GridRun
+from fedscaffold.parsing import plain
 from fedscaffold.simulation import Run
 from fedscaffold.simulation.engine import Seconds
 from fedscaffold.state import StateError, commit, latest
@@ -26,6 +27,8 @@ def save(place: Path, run: Run) -> None:
     arrays |= {name: np.array(getattr(run, name), np.float64) for name in NUMBERS}
     arrays |= {"seconds": np.array(run.seconds, np.float64), "vector": np.asarray(run.vector)}
     facts: dict[str, Any] = {name: getattr(run, name) for name in FACTS}
+    if run.privacy is not None:
+        facts["privacy"] = plain(run.privacy.facts())
     # the order of the columns is not that of the arrays
     commit(place, arrays, facts | {"columns": list(run.history)})
 
@@ -43,6 +46,8 @@ def load(place: Path, cell: Cell) -> GridRun | None:
         return None
     return GridRun(
         cell=cell.labels,
+        seed=cell.config.seed,
+        privacy=facts.get("privacy"),
         x=cell.config.problem.layout.unflatten(arrays["vector"]),
         vector=arrays["vector"],
         history={name: arrays[f"columns.{name}"] for name in facts["columns"]},

@@ -17,6 +17,7 @@ import numpy as np
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
+from fedscaffold.privacy.several import Together, refuse_budget, spend_together
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import RunConfig, document, refuse_arguments
 from fedscaffold.simulation.callbacks import ProgressLine
@@ -25,7 +26,6 @@ from fedscaffold.simulation.engine import Seconds, compile_rounds, run_rounds
 from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.resolve import in_precision
 from fedscaffold.simulation.result import Run, finish
-from fedscaffold.simulation.spending import budget_of
 
 __all__ = ["Sweep", "sweep"]
 
@@ -47,6 +47,17 @@ class Sweep(NamedTuple):
             ", ..." if len(self.lr) > 8 else ""
         )
         return f"Sweep(lr {steps}; {len(self.seeds)} seeds; {sum(map(len, self.runs))} runs)"
+
+    @property
+    def privacy(self) -> Together | None:
+        """What private runs spend, each and all; None without `privacy`."""
+        private = [
+            (seed, run.privacy.facts())
+            for row in self.runs
+            for seed, run in zip(self.seeds, row, strict=True)
+            if run.privacy is not None
+        ]
+        return spend_together(private)
 
 
 REFUSED = dict.fromkeys(
@@ -92,6 +103,7 @@ def sweep(  # noqa: D417
     if not steps or not chosen:
         raise InputError("a sweep needs at least one lr and one seed")
     config = RunConfig(algorithm, problem, lr=steps[0], **arguments)
+    refuse_budget([config.privacy])
     if not callable(lr):
         in_precision(steps, config.precision)
     runs = [[replace(config, lr=one, seed=seed) for seed in chosen] for one in steps]
@@ -100,7 +112,6 @@ def sweep(  # noqa: D417
         began = time.perf_counter()
         ready, group = _choose_group(prepare(config, [run.seed for run in grid]), len(grid))
         seeds_of, lrs = [run.seed for run in grid], [run.lr for run in grid]
-        _refuse_budget(grid, ready)
         engine = compile_rounds(ready, seeds_of, config.evaluate_every, lrs=lrs, group=group)
         now = Progress(engine.place(ready.start), [], 0)
         compiled, cpu = time.perf_counter(), time.process_time()
@@ -120,17 +131,6 @@ def sweep(  # noqa: D417
 
     found = [[finished(run) for run in row] for row in runs]
     return Sweep(tuple(steps), tuple(run.seed for run in runs[0]), found, seconds)
-
-
-def _refuse_budget(grid: Sequence[RunConfig], ready: PreparedRun) -> None:
-    """Raise an InputError unless the privacy budget allows all rounds of all runs."""
-    for run in {run.seed: run for run in grid}.values():
-        budget = budget_of(run, ready.drawer)
-        if budget is not None and (most := budget.limit(run.rounds)) < run.rounds:
-            raise InputError(
-                f"a sweep runs all {run.rounds} rounds, and stop_at_epsilon allows {max(most, 0)} "
-                "of them: give fewer rounds, or run simulate for each lr and seed"
-            )
 
 
 def _step_sizes(lr: Any) -> list[Any]:
