@@ -7,7 +7,7 @@ Shared by simulated runs and deployed servers; needs NumPy only. The severity of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = [
     "check_ages",
     "check_finite",
     "check_norms",
+    "check_privacy",
     "check_recorded_residual",
     "check_residual",
     "join_names",
@@ -44,6 +45,7 @@ NUMBERS = {
     "rounds": "rounds abandoned in a row",
     "refusals": "replies refused",
     "audit": "rounds committed",
+    "privacy": "epsilon spent, the largest of any client",
 }
 SEVERITIES = ("ok", "watch", "wrong")
 CHANCE = 1e-3  # sampling explains an absence that is at least this probable
@@ -147,12 +149,18 @@ def check_finite(memory: Memory | None, x: NDArray[Any], c: NDArray[Any] | None)
     return []
 
 
-def check_recorded_residual(residual: float, level: float, since: int | None = None) -> Finding:
+def check_recorded_residual(
+    residual: float, level: float, since: int | None = None, noised: bool = False
+) -> Finding:
     """Check c = sum p_i c_i from the recorded residual and the level that rounding explains.
+
+    Where whole clients are private (`noised`), c holds noise, and the residual is no fault.
 
     >>> [check_recorded_residual(residual, 1e-14).severity for residual in (1e-15, 0.1)]
     ['ok', 'wrong']
     """
+    if noised:
+        return _residual_noised(residual)
     if residual <= level:
         return _residual_ok(residual, level)
     return _residual_wrong(residual, level, None, since, UNKNOWN)
@@ -163,6 +171,7 @@ def check_residual(
     since: int | None = None,
     suspects: Sequence[str] = (),
     zeros_meant: bool = False,
+    noised: bool = False,
 ) -> list[Finding]:
     """Check c = sum p_i c_i; if violated, say which side changed, since when, and who.
 
@@ -171,10 +180,17 @@ def check_residual(
         since: The first round whose recorded residual rounding does not explain.
         suspects: Clients whose row alone would explain the mismatch.
         zeros_meant: Whether old control variates are set to zero on purpose.
+        noised: Whether whole clients are private, so that c holds noise. Then only the sum that
+            rounds keep is compared with the c_i.
     """
     level = memory.explained
     residual = float(np.linalg.norm(memory.c - memory.mean))
     kept = 0.0 if memory.kept is None else float(np.linalg.norm(memory.kept - memory.mean))
+    if noised and kept <= level:
+        return [_residual_noised(residual, memory.scale)]
+    if noised:
+        why = "rows of c_i were changed after the rounds that made them"
+        return [_residual_wrong(kept, level, memory.scale, None, why, what="The kept sum of c_i")]
     largest = max(residual, kept)
     lost = () if zeros_meant else _client_names(memory, (memory.norms == 0) & (memory.heard_at > 0))
     if largest <= level:
@@ -200,6 +216,49 @@ def _residual_ok(residual: float, level: float) -> Finding:
     return Finding("residual", "ok", said, number=residual)
 
 
+def _residual_noised(residual: float, scale: float = math.inf) -> Finding:
+    """Say what the residual is where whole clients are private; `scale` is the size of the c_i."""
+    said = (
+        "Whole clients are private: c is the server's own and holds the noise of all rounds, so it "
+        f"differs from the mean of the c_i by {residual:.3g}. That is no fault, and rounding is "
+        "not its measure"
+    )
+    if residual <= scale:
+        return Finding("residual", "ok", f"{said}.", number=residual)
+    said += f"; but it is more than the c_i themselves ({scale:.3g}): they lead the model astray."
+    do = "take fewer rounds, less noise or more clients; or fedavg, whose noise does not add up"
+    return Finding("residual", "watch", said, do, residual)
+
+
+def check_privacy(held: Mapping[str, Any]) -> Finding:
+    """Say what a private run has spent, of what budget, by client.
+
+    Args:
+        held: What the run's record says of it (`Spent.facts`).
+
+    >>> held = {"unit": "record", "epsilon": 2.5, "delta": 1e-5, "stop_at_epsilon": 3.0}
+    >>> check_privacy(held | {"quantiles": [1.0, 1.2, 1.5, 2.0, 2.5]}).sentence
+    'Epsilon 2.5 of a budget of 3 is spent at delta 1e-05, for single records; clients spent 1 to
+        2.5, 1.5 in the middle. A simulated epsilon protects nobody.'
+    """
+    unit = {"record": "single records", "client": "whole clients"}[held["unit"]]
+    spent, budget, among = held.get("epsilon"), held.get("stop_at_epsilon"), held.get("quantiles")
+    if spent is None:
+        said = f"The accountant has no bound on epsilon at delta {held['delta']:g}, for {unit}"
+        return Finding("privacy", "watch", f"{said}.", "take more noise, or fewer steps")
+    said = f"Epsilon {spent:.4g}" + ("" if budget is None else f" of a budget of {budget:g}")
+    said += f" is spent at delta {held['delta']:g}, for {unit}"
+    if among is not None and None not in among:
+        said += f"; clients spent {among[0]:.4g} to {among[-1]:.4g}, {among[2]:.4g} in the middle"
+    if held.get("before"):
+        said += f"; {held['before']:.4g} of it was spent by other runs before"
+    said += ". A simulated epsilon protects nobody."
+    if budget is not None and spent > budget:
+        do = "nothing more may be released from these records within the budget"
+        return Finding("privacy", "wrong", said, do, spent)
+    return Finding("privacy", "ok", said, number=spent)
+
+
 def _residual_wrong(
     residual: float,
     level: float,
@@ -207,6 +266,7 @@ def _residual_wrong(
     since: int | None,
     why: str,
     who: tuple[str, ...] = (),
+    what: str = "c",
 ) -> Finding:
     size = f" ({residual / scale:.2g} of their size)" if scale else ""
     times = (
@@ -214,7 +274,7 @@ def _residual_wrong(
         if level > 0
         else "where nothing is explained"
     )
-    said = f"c differs from the mean of the c_i by {residual:.3g}{size}, {times}"
+    said = f"{what} differs from the mean of the c_i by {residual:.3g}{size}, {times}"
     said += f", since round {since}" if since is not None else ""
     return Finding("residual", "wrong", f"{said}: {why}.", STARTS_AGAIN, residual, who)
 

@@ -14,7 +14,12 @@ from fedscaffold import algorithms
 from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.diagnose import progress_checks
-from fedscaffold.diagnose.control_checks import Diagnosis, Finding, check_recorded_residual
+from fedscaffold.diagnose.control_checks import (
+    Diagnosis,
+    Finding,
+    check_privacy,
+    check_recorded_residual,
+)
 from fedscaffold.diagnose.read_checkpoint import StateError, is_current, open_checkpoint
 from fedscaffold.diagnose.state_checks import examine_run
 from fedscaffold.experiments.build_problem import Built
@@ -22,6 +27,7 @@ from fedscaffold.experiments.config_file import Config, load, parse, run_argumen
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.runs import RunRecord, read
+from fedscaffold.runs.live import Simulated
 from fedscaffold.simulation.out_of_core import resolve_client_state
 from fedscaffold.theory.stable_step import stable_step
 
@@ -64,6 +70,8 @@ def _diagnose_checkpoint(
         fresh = is_current(checkpoint, run)
     if not fresh and request.client_state == "file" and tries > 1:
         return _diagnose_checkpoint(checkpoint, config, request, sentence, tries - 1)
+    spent = Simulated(checkpoint.parent).poll().study.runs[0].privacy
+    found += [] if spent is None else [check_privacy(spent)]
     state = "ended" if run.ended else "under way or interrupted"
     title = f"{sentence}: {request.algorithm.name}, {run.round} of {config.rounds} rounds, {state}"
     return Diagnosis(title, run.round, found)
@@ -98,9 +106,11 @@ def _examine_record(
     dtype = config.precision
     whose = f"{run.algorithm}, seed {run.seed}: " if several else ""
     found = []
+    noised = run.privacy is not None and run.privacy["unit"] == "client"
     if run.explained > 0:
         since = progress_checks.first_excess_round(run.columns, run.explained)
-        found.append(check_recorded_residual(run.residual, run.explained, since))
+        found.append(check_recorded_residual(run.residual, run.explained, since, noised))
+    found += [] if run.privacy is None else [check_privacy(run.privacy)]
     own = config.algorithm.parameters if run.algorithm == config.algorithm.name else {}
     algorithm = algorithms.make(run.algorithm, **own)
     gets_on = progress_checks.check_progress(

@@ -26,9 +26,11 @@ from fedscaffold.diagnose.control_checks import (
 )
 from fedscaffold.diagnose.progress_checks import Slope
 from fedscaffold.diagnose.read_checkpoint import CheckpointedRun, local_moves
+from fedscaffold.privacy.records import Records
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.theory.derivatives import client_gradients, noise_level
+from fedscaffold.theory.privacy import noise_deviation
 from fedscaffold.theory.stable_step import StableStep, stable_step
 
 __all__ = ["examine_run"]
@@ -87,6 +89,7 @@ def _examine_progress(
     lengths = local_moves(request, run, view.clients, view.c_i)
     seen = float(recorded[-1]) if len(recorded) else None
     noisy = spec.compressor is not None or not spec.full_batch or request.problem.noise is not None
+    noisy |= request.privacy is not None
     gets_on = progress_checks.check_progress(
         run.columns, run.diverged_at, slope, state.x.dtype, noisy, spec.keeps
     )
@@ -197,19 +200,18 @@ def _examine_memory(
     request: RunConfig, run: CheckpointedRun, memory: Memory, view: View, slope: Slope
 ) -> list[Finding]:
     """Check residual, ages, norms and alignment of the control variates."""
-    policy = run.ready.spec.policy
+    policy, noised = run.ready.spec.policy, run.ready.spec.message_privacy is not None
     # a c_i that is renewed by a gradient estimates one
     gradients = request.algorithm.renew is not None
     since = progress_checks.first_excess_round(run.columns, memory.explained)
-    suspects = _find_suspects(memory, view) if gradients else []
+    suspects = _find_suspects(memory, view) if gradients and not noised else []
     late = overdue(memory)[view.clients]
     ends = pull(memory.p[view.clients], view.c_i, view.gradients, late) if gradients else None
     tended = None if policy.name == "keep" else policy.name
     known = np.full(len(memory.p), np.nan)
     known[view.clients] = np.linalg.norm(view.gradients, axis=1)
-    found = check_residual(
-        memory, since, suspects, zeros_meant=policy.drop_after is not None or policy.rate == 0
-    )
+    zeros_meant = policy.drop_after is not None or policy.rate == 0
+    found = check_residual(memory, since, suspects, zeros_meant, noised)
     found += [
         check_ages(memory, tended, ends, slope.now),
         check_norms(memory, known if gradients else None),
@@ -221,15 +223,18 @@ def _examine_memory(
     noise, x = np.zeros(len(q)), np.asarray(run.state.x, np.float64)
     if request.problem.functions.has_loss:  # noise needs gradients of single records
         noise = noise_level(view.part, x, request.batch_size)
+    if isinstance(request.privacy, Records):
+        noise = noise + request.problem.dim * noise_deviation(request)[view.clients] ** 2
     steps = run.ready.drawer.steps[view.clients]
-    one = alignment(q, memory.c, view.c_i, view.gradients, noise / steps)
+    c = memory.mean if noised else memory.c
+    one = alignment(q, c, view.c_i, view.gradients, noise / steps)
     one = one._replace(cosines=one.cosines[heard], errors=one.errors[heard])
     members, age = view.clients[heard], (memory.round - memory.heard_at)[view.clients[heard]]
     of = f"{len(members)} of {len(memory.p)} clients"
     return [
         *found,
         progress_checks.check_alignment(
-            one, cosines(view.c_i, memory.c)[heard], age, lambda i: client_name(members[i]), of
+            one, cosines(view.c_i, c)[heard], age, lambda i: client_name(members[i]), of
         ),
     ]
 

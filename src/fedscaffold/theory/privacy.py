@@ -33,7 +33,7 @@ from fedscaffold.simulation.program import prepare
 from fedscaffold.theory.round_map import is_quadratic
 from fedscaffold.theory.stationary import stationary
 
-__all__ = ["PrivacyCost", "privacy_cost", "private_covariance"]
+__all__ = ["PrivacyCost", "noise_deviation", "privacy_cost", "private_covariance"]
 
 
 class PrivacyCost(NamedTuple):
@@ -130,6 +130,16 @@ def _errors(
     return errors, clipped
 
 
+def noise_deviation(config: RunConfig) -> Floats:
+    """Return noise C / (q_i n_i): the (N,) deviations of the mechanism's noise in a gradient."""
+    private = config.privacy
+    assert isinstance(private, Records)
+    found: Floats = (
+        private.noise * private.clip / (resolve.poisson_rates(config) * config.problem.counts)
+    )
+    return found
+
+
 def private_covariance(config: RunConfig) -> tuple[Floats, float]:
     """Return the (N, d, d) covariances of the private gradients at the optimum.
 
@@ -137,7 +147,7 @@ def private_covariance(config: RunConfig) -> tuple[Floats, float]:
     """
     problem, private = config.problem, config.privacy
     assert private is not None
-    rates = resolve.poisson_rates(config)
+    rates, scales = resolve.poisson_rates(config), noise_deviation(config)
     with jax.enable_x64(True):
         params = problem.layout.unflatten(np.asarray(problem.optimum(config.weights), float))
         found, clipped = np.zeros((problem.num_clients, problem.dim, problem.dim)), 0
@@ -149,7 +159,6 @@ def private_covariance(config: RunConfig) -> tuple[Floats, float]:
             norms = np.linalg.norm(flat, axis=1)
             clipped += int((norms > private.clip).sum())
             flat = flat / np.maximum(norms / private.clip, 1)[:, None]
-            scale = private.noise * private.clip / (rate * count)
-            found[i] = scale**2 * np.eye(problem.dim)
+            found[i] = scales[i] ** 2 * np.eye(problem.dim)
             found[i] += (1 - rate) / (rate * count**2) * flat.T @ flat
     return found, clipped / int(problem.offsets[-1])
