@@ -19,6 +19,9 @@ __all__ = ["Budget", "Spent", "round_steps_up"]
 Ints: TypeAlias = NDArray[np.int64]
 Charges: TypeAlias = tuple[Charge, ...]
 FINE = 128  # steps are rounded up by less than 1 / FINE
+MOST_KINDS = 64  # kinds of clients for which a record asks the accountant, in a few seconds
+MOST_LISTED = 1000  # clients that a record lists one by one
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Spent(NamedTuple):
@@ -36,6 +39,11 @@ class Spent(NamedTuple):
     """(N,) sampling rates."""
     by_client: Callable[[], NDArray[np.float64]]
     """() -> the (N,) epsilons of all clients; takes the accountant a moment for each rate."""
+    by_round: Callable[[], NDArray[np.float64]]
+    """() -> the (rounds, N) epsilons of all clients after each round; takes the accountant a moment
+    for each rate and number of steps."""
+    kinds: int
+    """Number of clients that differ in rate, steps or what they were charged with before."""
     accountant: str
     """Accountants and version."""
     settings: Records | Clients
@@ -44,12 +52,41 @@ class Spent(NamedTuple):
     before: float = 0.0
     """The largest epsilon that other runs had spent before; `epsilon` includes them."""
 
+    def to_pandas(self) -> Any:
+        """Return the epsilons as a pandas DataFrame, one row per round and one column per client.
+
+        >>> import fedscaffold as fs
+        >>> problem = fs.problems.quadratic(num_clients=3, dim=2, mu=0.1)
+        >>> private = fs.privacy.clients(clip=1.0, noise=5.0, delta=1e-5)
+        >>> run = fs.simulate(
+        ...     fs.scaffold(), problem, rounds=4, local_steps=2, lr=0.1, cohort=1, privacy=private
+        ... )
+        >>> run.privacy.to_pandas().shape
+        (4, 3)
+        """
+        try:
+            import pandas as pd
+        except ModuleNotFoundError:
+            raise InputError(
+                "to_pandas() needs pandas: pip install pandas; by_round() has the same numbers"
+            ) from None
+        rounds = pd.RangeIndex(1, self.rounds + 1, name="round")
+        return pd.DataFrame(self.by_round(), index=rounds).rename_axis(columns="client")
+
     def facts(self) -> dict[str, Any]:
-        """Return what a run's record says of its privacy, as JSON."""
+        """Return what a run's record says of its privacy, as JSON.
+
+        `quantiles` are the least, the quartiles and the largest of the clients' epsilons, and
+        `by_client` lists them for up to 1000 clients; both are None if more than 64 clients differ.
+        """
         asked = asdict(self.settings)
+        every = self.by_client() if self.kinds <= MOST_KINDS else None
         return asked | {
             "unit": self.settings.unit,
             "epsilon": self.epsilon,
+            "clients": len(self.rates),
+            "by_client": None if every is None or len(every) > MOST_LISTED else every.tolist(),
+            "quantiles": None if every is None else _quantiles(every),
             "before": self.before,
             "rates": [float(self.rates.min()), float(self.rates.max())],
             "steps": [int(self.steps.min()), int(self.steps.max())],
@@ -134,14 +171,23 @@ class Budget:
         """Return the (N,) epsilon of each client after some rounds."""
         return np.array([self._epsilon(i, n) for i, n in enumerate(self.steps(rounds).tolist())])
 
+    def by_round(self, rounds: int) -> NDArray[np.float64]:
+        """Return the (rounds, N) epsilons of all clients after each of the first rounds."""
+        table = [self.by_client(round) for round in range(1, rounds + 1)]
+        return np.array(table).reshape(rounds, len(self.rates))
+
     def spent(self, rounds: int) -> Spent:
         """Return what the first rounds cost."""
+        steps = self.steps(rounds)
+        kinds = set(zip(self.before, self.rates.tolist(), steps.tolist(), strict=True))
         return Spent(
             epsilon=float(self.epsilons(-1, rounds)[-1]),
             delta=self.privacy.delta,
-            steps=self.steps(rounds),
+            steps=steps,
             rates=self.rates,
             by_client=lambda: self.by_client(rounds),
+            by_round=lambda: self.by_round(rounds),
+            kinds=len(kinds),
             accountant=self.accountant,
             settings=self.privacy,
             rounds=rounds,
@@ -185,6 +231,16 @@ class Budget:
         before = self.before[client]
         overflow = OVERFLOW if before else float(self.overflows[client])  # theirs may have
         return compose((*before, own), self.privacy.delta, overflow)
+
+
+def _quantiles(epsilons: NDArray[np.float64]) -> list[float]:
+    """Return the least, the quartiles and the largest, each the epsilon of a client.
+
+    >>> _quantiles(np.array([3.0, 1.0, 2.0, 4.0]))
+    [1.0, 2.0, 3.0, 4.0, 4.0]
+    """
+    found: list[float] = np.quantile(epsilons, QUANTILES, method="higher").tolist()
+    return found
 
 
 def round_steps_up(steps: int) -> int:

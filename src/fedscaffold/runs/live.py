@@ -41,7 +41,7 @@ class Simulated:
         """Read what was added since the last call and return the present state."""
         begun = self.log.update()
         phase = self._phase() if begun else "starting"
-        if phase in ("finished", "target", "diverged") and (self.folder / RUN).is_file():
+        if phase in ("finished", "target", "diverged", "budget") and (self.folder / RUN).is_file():
             self.whole = self.whole or read(self.folder)
         else:
             self.whole = None
@@ -64,6 +64,7 @@ class Simulated:
             explained=math.nan if log.explained is None else log.explained,
             config=_read_text(self.folder / CONFIG),
             clock=np.array(log.clock) if len(log.clock) > 1 else None,
+            privacy=log.spent,
         )
         target = facts.get("target")
         return Study(

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from fedscaffold.checks import InputError
+from fedscaffold.parsing import plain
 from fedscaffold.runs.round_log import (
     FORMAT,
     NAME,
@@ -62,6 +63,7 @@ class LogWriter(Callback):
         self.facts, self.trackers = facts, list(trackers)
         self.file: Any = None
         self.done, self.own_seconds, self.tracker_seconds = 0, 0.0, 0.0
+        self.next_spent = 0  # round after which it is next written what clients have spent
         self.how: str | None = None
 
     def __enter__(self) -> LogWriter:
@@ -89,6 +91,7 @@ class LogWriter(Callback):
         """Write the new rounds; return whether the run is asked to stop."""
         began = time.perf_counter()
         self._write_rounds(look, look.start, self._clock_fields(look))
+        self._write_spent(look)
         self.done, self.how = look.round, look.outcome
         asked = self.stop.exists()
         if asked:
@@ -129,6 +132,7 @@ class LogWriter(Callback):
         self._write([json.dumps(self.facts)])
         self._notify("begin", self.facts)
         self._write_rounds(look, known)
+        self._write_spent(look)
         self.done, self.how = look.round, look.outcome
         self.own_seconds += time.perf_counter() - began
 
@@ -143,6 +147,14 @@ class LogWriter(Callback):
         self._write(lines)
         if self.trackers:
             self._notify("log", list(map(json.loads, lines)))
+
+    def _write_spent(self, look: Look) -> None:
+        """Write what each client has spent, if it is due: the accountant takes a moment for it."""
+        if look.privacy is None or (look.round < self.next_spent and look.outcome is None):
+            return
+        self.next_spent = 2 * look.round
+        told = {"event": "spent", "after": look.round, **look.privacy.facts()}
+        self._write([json.dumps(plain(told))])
 
     def _clock_fields(self, look: Look) -> dict[str, Any]:
         seconds = look.seconds | {"record": self.own_seconds - self.tracker_seconds}

@@ -8,6 +8,7 @@
      "heard": [3, 7, 12, 19]}
     {"round": 2, ..., "at": 1763260001.5, "explained": 1e-12, "seconds": {"compile": 1.2,
      "draw": 0.01, "rounds": 0.4, "checkpoint": 0.02, "record": 0.001}}
+    {"event": "spent", "after": 2, "unit": "record", "epsilon": 0.81, "by_client": [0.81, 0.6], ...}
     {"event": "end", "at": 1763260009.0, "after": 100, "how": "finished"}
 
 begin       opens every session, also a resumed one, after the round of its checkpoint (`after`).
@@ -17,8 +18,10 @@ a round     has the metrics of `Run.history`; null where nothing was measured. `
             clients of the round, or is their number where they are all clients or more than 1000.
             The last round of a stretch also has the clock, the residual that rounding explains so
             far (`explained`), and the seconds of this session by phase.
-end         how: finished, target, diverged, stopped (by Ctrl-C, a signal or the page) or failed (an
-            error).
+spent       of a private run: what it has spent by client, as in `run.json` (`Spent.facts`); at the
+            beginning, then after twice as many rounds each time, and at the end.
+end         how: finished, target, diverged, budget (no round left within `stop_at_epsilon`),
+            stopped (by Ctrl-C, a signal or the page) or failed (an error).
 
 A crash may leave an incomplete line: readers skip what is not JSON, and a last line without a
 newline is not read yet. A file `stop` in the same folder asks the run to stop after the current
@@ -54,6 +57,7 @@ __all__ = [
     "format_rounds",
     "is_count",
     "is_number",
+    "is_spent",
     "is_text",
     "is_valid_line",
     "process_exists",
@@ -63,7 +67,7 @@ __all__ = [
 NAME = "rounds.jsonl"
 STOP = "stop"
 FORMAT = 2  # of the whole folder, see run_folder.py; the lines of format 1 are the same
-ENDS = ("finished", "target", "diverged", "stopped", "failed")
+ENDS = ("finished", "target", "diverged", "budget", "stopped", "failed")
 HEAD = 400  # leading bytes that identify a file
 RECENT = 240  # rounds for which the clients heard are kept
 MOST_STAMPS = 4096
@@ -169,6 +173,8 @@ def is_valid_line(line: Line) -> bool:
         )
     if event == "end":
         return isinstance(line.get("how", ""), str)
+    if event == "spent":
+        return is_count(line.get("after")) and is_spent(line)
     if event is not None or not is_count(line.get("round")):
         return False
     heard, seconds = line.get("heard"), line.get("seconds", {})
@@ -182,6 +188,29 @@ def is_valid_line(line: Line) -> bool:
     )
     rest = (value for name, value in line.items() if name not in ("heard", "seconds"))
     return known and clock and all(value is None or is_number(value) for value in rest)
+
+
+def is_spent(value: Any) -> bool:
+    """Return whether a value read from a file says what a private run spent (`Spent.facts`).
+
+    An epsilon that has no bound is null.
+
+    >>> is_spent({"unit": "client", "delta": 1e-5, "epsilon": None}), is_spent({"unit": 3})
+    (True, False)
+    """
+    if not isinstance(value, dict) or value.get("unit") not in ("record", "client"):
+        return False
+    numbers = (value.get(name) for name in ("epsilon", "before", "stop_at_epsilon"))
+    lists = (value.get(name) for name in ("by_client", "quantiles"))
+    return (
+        is_number(value.get("delta"))
+        and all(one is None or is_number(one) for one in numbers)
+        and all(
+            some is None
+            or (isinstance(some, list) and all(one is None or is_number(one) for one in some))
+            for some in lists
+        )
+    )
 
 
 def is_number(value: Any) -> bool:
@@ -248,6 +277,8 @@ class RoundLog:
         """Seconds of earlier sessions by phase."""
         self.clock: list[tuple[float, float]] = [(0.0, 0.0)]
         """(round, seconds spent in rounds up to its end), over all sessions."""
+        self.spent: Line | None = None
+        """What a private run has spent, as it was last written."""
         self.end: Line | None = None
 
     @property
@@ -300,6 +331,8 @@ class RoundLog:
             self.stamps.clear()
             if "at" in line:
                 self.stamps.append((line.get("after", 0), line["at"]))
+        elif event == "spent":
+            self.spent = line
         elif event == "end":
             self.end = line
         elif line.get("round") == self.round + 1:

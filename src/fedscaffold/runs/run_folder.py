@@ -45,6 +45,7 @@ from fedscaffold.runs.round_log import (
     count_agreeing_rounds,
     is_count,
     is_number,
+    is_spent,
     is_text,
     write_log,
 )
@@ -376,6 +377,8 @@ def _read_index(folder: Path) -> Study:
 
 def _read_run(folder: Path) -> Study:
     about = _read_json(folder / RUN, KINDS | RUN_KINDS)
+    if "privacy" in about:
+        _check_fields(RUN, about, {"privacy": is_spent})
     with (folder / CONFIG).open(encoding="utf-8", newline="") as file:
         config = file.read()
     if not (folder / NAME).is_file():

@@ -34,8 +34,9 @@ MEANINGS = {
     "drift": "Drift (spread of the local models at the end of a round)",
     "control_error": "Error of the control variates, distance of the c_i from grad f_i(x*)",
     "age": "Mean age of the control variates (rounds)",
+    "epsilon": "Epsilon spent, the largest of any client",
 }
-NOT_SHOWN = ("round", "residual", "bytes_up", "bytes_down")
+NOT_SHOWN = ("round", "residual", "epsilon", "bytes_up", "bytes_down")
 # configuration keys and tables that do not distinguish groups
 ASIDE = "seed", "metrics", "output"
 COLOURS = 6  # of the page's style; an algorithm has the same one on every page
@@ -97,8 +98,8 @@ class Health(NamedTuple):
     """State of a run's control variates."""
 
     state: str
-    """healthy, broken, none (there are no control variates) or unknown (not finite, or not
-    recorded)"""
+    """healthy, broken, none (there are no control variates), noised (whole clients are private, and
+    c holds the noise) or unknown (not finite, or not recorded)"""
     relative: float
     """The largest |c - sum p_i c_i| of all rounds, in units of what rounding explains."""
 
@@ -119,7 +120,7 @@ def view(
         {name for one in groups for run in one["held"] for name in run.columns} - set(NOT_SHOWN),
         key=_metric_order,
     )
-    metrics = [*shown, "residual"]
+    metrics = [*shown, "residual", "epsilon"]
     stretches = _number_of_stretches(groups, metrics)
     longest = max((len(run.columns["round"]) for one in groups for run in one["held"]), default=0)
     for one in groups:
@@ -273,10 +274,15 @@ def _distinguishing_keys(configs: Sequence[dict[str, Any]], keys: Sequence[str])
 
 
 def health(run: RunRecord) -> Health:
-    """Judge the invariant c = sum p_i c_i: a residual above what rounding explains is a fault."""
+    """Judge the invariant c = sum p_i c_i: a residual above what rounding explains is a fault.
+
+    Where whole clients are private there is no such invariant: c is the server's own.
+    """
     column = np.append(np.asarray(run.columns.get("residual", ()), np.float64), run.residual)
     finite = column[np.isfinite(column)]
     largest = float(finite.max()) if len(finite) else math.nan
+    if run.explained > 0 and run.privacy is not None and run.privacy["unit"] == "client":
+        return Health("noised", math.nan)
     if run.explained == 0:
         return Health("broken", math.inf) if largest > 0 else Health("none", 0.0)
     relative = largest / run.explained if math.isfinite(run.explained) else math.nan
@@ -377,10 +383,31 @@ def _run_entry(
         "relative": judged.relative if math.isfinite(judged.relative) else None,
         "residual": run.residual if math.isfinite(run.residual) else None,
         "explained": run.explained if math.isfinite(run.explained) else None,
+        "privacy": _privacy(source, run),
         "along": along,
         "columns": {
             name: _column(run, name, some) for name, some in kept.items() if name in run.columns
         },
+    }
+
+
+def _privacy(source: Source, run: RunRecord) -> dict[str, Any] | None:
+    """Return what a private run spent, by client; of many clients the quantiles alone."""
+    held = run.privacy
+    if held is None:
+        return None
+    listed = held.get("by_client")
+    deployed = source.progress is not None and source.progress.kind == "deployment"
+    return {
+        "unit": held["unit"],
+        "delta": held["delta"],
+        "epsilon": held.get("epsilon"),
+        "budget": held.get("stop_at_epsilon"),
+        "before": held.get("before"),
+        "after": held.get("after", held.get("rounds")),
+        "clients": listed if listed is not None and len(listed) <= CLIENTS else None,
+        "quantiles": held.get("quantiles"),
+        "simulated": not deployed,
     }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.metrics import explained
+from fedscaffold.privacy.budget import Budget, Spent
 from fedscaffold.problems.layout import Layout
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.checkpoint import Checkpoint, Progress
@@ -51,6 +52,8 @@ class Look:
     state: Any
     """State of the federation. Its buffers are donated to the next rounds: copy what you keep."""
     layout: Layout
+    budget: Budget | None = None
+    """The budget of a private run; None without `privacy`."""
 
     @property
     def round(self) -> int:
@@ -61,6 +64,11 @@ class Look:
     def model(self) -> Any:
         """Copy of the model, with the pytree structure of the problem's params."""
         return self.layout.unflatten(np.array(self.state.x))
+
+    @cached_property
+    def privacy(self) -> Spent | None:
+        """What a private run has spent so far; None without `privacy`."""
+        return None if self.budget is None else self.budget.spent(self.round)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -281,6 +289,7 @@ class Observers:
             outcome=self._outcome(now, columns),
             state=now.state,
             layout=self.ready.spec.layout,
+            budget=self.ready.budget,
         )
 
     def _cohort(self, round: int) -> NDArray[Any]:

@@ -21,8 +21,10 @@ from fedscaffold.algorithms import scaffold
 from fedscaffold.checks import InputError
 from fedscaffold.privacy.accounting import epsilon
 from fedscaffold.privacy.auditing import guess
+from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.records import Records
 from fedscaffold.problems.problem import Problem
+from fedscaffold.simulation.client_canaries import attack_clients, find_client_faults
 from fedscaffold.simulation.simulator import Simulator
 
 __all__ = ["Audit", "audit_privacy"]
@@ -57,9 +59,9 @@ class Audit(NamedTuple):
 
 
 def audit_privacy(
-    privacy: Records,
+    privacy: Records | Clients,
     *,
-    rate: float,
+    rate: float = 1.0,
     local_steps: int,
     rounds: int,
     canaries: int = 1000,
@@ -74,9 +76,12 @@ def audit_privacy(
     their private gradients. It scores a canary by the sum along its axis, and by the difference of
     the two clients' sums, in which noise that both share would cancel.
 
+    Where whole clients are protected, canaries are clients, and the attacker sees the models and
+    the control variates of the server.
+
     Args:
         privacy: The settings.
-        rate: Probability with which a step draws a record.
+        rate: Probability with which a step draws a record; 1 where clients are protected.
         local_steps: Steps of a round.
         rounds: Number of rounds.
         canaries: Number of canaries; more prove more.
@@ -91,19 +96,43 @@ def audit_privacy(
     >>> fs.audit_privacy(private, rate=0.2, local_steps=5, rounds=2, canaries=300)
     Audit(epsilon at least ..., claimed 4...: not refuted)
     """
-    if not isinstance(privacy, Records):
-        raise InputError("the audit is of the privacy of records: give fs.privacy.records(...)")
+    if not isinstance(privacy, (Records, Clients)):
+        raise InputError("give fs.privacy.records(...) or fs.privacy.clients(...) to audit")
+    if isinstance(privacy, Clients) and rate != 1:
+        raise InputError(f"nothing is gained from sampling clients: rate must be 1, got {rate}")
     canaries = checks.whole("canaries", canaries, at_least=100, at_most=20_000)
     if not 0 < checks.number("confidence", confidence, above=0) < 1:
         raise InputError(f"confidence must be below 1, got {confidence}")
     inside = np.random.default_rng([seed, 1]).random(canaries) < 0.5
-    axis = np.arange(canaries)
+    privacy = replace(privacy, stop_at_epsilon=None)
+    run = {"local_steps": local_steps, "rounds": rounds, "seed": seed}
+    if isinstance(privacy, Clients):
+        scores = attack_clients(privacy, inside, **run)
+        steps, faults = rounds, tuple(find_client_faults(privacy, seed))
+    else:
+        scores = _attack_records(privacy, inside, rate, **run)
+        steps, faults = rounds * local_steps, tuple(_faults(privacy, seed))
+    found = guess(scores, inside, delta=privacy.delta, confidence=confidence)
+    claimed = epsilon(noise=privacy.noise, rate=rate, steps=steps, delta=privacy.delta)
+    return Audit(claimed, found.epsilon, confidence, found.guesses, found.correct, canaries, faults)
+
+
+def _attack_records(
+    privacy: Records,
+    inside: NDArray[np.bool_],
+    rate: float,
+    *,
+    local_steps: int,
+    rounds: int,
+    seed: int,
+) -> list[NDArray[np.float64]]:
+    """Run SCAFFOLD with canaries among the first client's records, and return two scores."""
+    axis = np.arange(len(inside))
     clients = [
         {"axis": axis, "size": LOUD * privacy.clip * held}
-        for held in (inside.astype(float), np.zeros(canaries))
+        for held in (inside.astype(float), np.zeros(len(inside)))
     ]
-    problem = Problem(_along_axes, {"a": np.zeros(canaries)}, clients, coupled=False)
-    privacy = replace(privacy, stop_at_epsilon=None)
+    problem = Problem(_along_axes, {"a": np.zeros(len(inside))}, clients, coupled=False)
     simulator = Simulator(
         scaffold(),
         problem,
@@ -116,12 +145,7 @@ def audit_privacy(
         seed=seed,
     )
     sent = _sums_sent(simulator, rounds)
-    found = guess([sent[0], sent[0] - sent[1]], inside, delta=privacy.delta, confidence=confidence)
-    claimed = epsilon(
-        noise=privacy.noise, rate=rate, steps=rounds * local_steps, delta=privacy.delta
-    )
-    faults = tuple(_faults(privacy, seed))
-    return Audit(claimed, found.epsilon, confidence, found.guesses, found.correct, canaries, faults)
+    return [sent[0], sent[0] - sent[1]]
 
 
 def _faults(privacy: Records, seed: int) -> Iterator[str]:

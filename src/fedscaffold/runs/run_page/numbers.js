@@ -72,7 +72,7 @@ const Numbers = (() => {
       best_metric: best.length ? mean(best) : null, best_spread: best.length > 1 ? spread(best) : 0,
       final_loss: last.length ? mean(last) : null, residual: off.length ? highest(off) : null,
       health: ill ? 1 : without("none") || without("unknown") ? null : 0, diverged: group.runs.filter(run => run.diverged !== null).length,
-      ends: group.ends ?? null, metric, target: value, rounds: highest(group.runs.map(run => run.rounds)),
+      noised: without("noised"), ends: group.ends ?? null, metric, target: value, rounds: highest(group.runs.map(run => run.rounds)),
     };
   }
 
@@ -128,7 +128,7 @@ const Numbers = (() => {
     { key: "best_metric", head: (_, metric) => `Best ${metric}`, show: r => short(r.best_metric) + (known(r.best_metric) && r.seeds > 1 ? ` ± ${short(r.best_spread, 2)}` : "") },
     { key: "final_loss", some: true, head: () => "Final loss", show: r => short(r.final_loss) },
     { key: "ends", some: true, head: () => "Ends", show: r => r.ends ?? "-" },
-    { key: "health", head: () => "Control variates", show: r => r.health === null ? "none" : r.health ? "✘ broken" : "✔ healthy" },
+    { key: "health", head: () => "Control variates", show: r => r.health === null ? "none" : r.health ? "✘ broken" : r.noised ? "hold noise" : "✔ healthy" },
     { key: "diverged", head: () => "Diverged", show: r => `${r.diverged} of ${r.seeds}` },
   ];
   const columns = (rows, asked) => COLUMNS.filter(c => (asked || !c.asked) && (!c.some || rows.some(r => known(r[c.key]) || r[c.key])));

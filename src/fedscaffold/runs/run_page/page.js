@@ -44,7 +44,7 @@ const Page = typeof document === "undefined" ? null : (() => {
 
   function light() {
     const lit = now.pointed ?? now.pinned;
-    for (const id of ["charts", "residuals"]) byId(id).classList.toggle("some", lit !== null && several());
+    for (const id of ["charts", "residuals", "spending"]) byId(id).classList.toggle("some", lit !== null && several());
     for (const one of document.querySelectorAll("[data-group]")) one.classList.toggle("lit", Number(one.dataset.group) === lit);
   }
   function pointing(one, group) {
@@ -157,22 +157,37 @@ const Page = typeof document === "undefined" ? null : (() => {
     const held = visible().map(group => ({ group, states: group.runs.map(run => run.health) })), judged = [];
     const worst = group => Numbers.highest(group.runs.map(run => run.relative).filter(known));
     for (const { group, states } of held) {
-      const state = ["broken", "healthy", "unknown", "none"].find(word => states.includes(word)), times = worst(group);
+      const state = ["broken", "healthy", "noised", "unknown", "none"].find(word => states.includes(word)), times = worst(group);
       const size = Number.isFinite(times) ? `The largest mismatch is ${short(times, 2)} times what rounding explains.` : "";
       const sentence = { broken: `${size} Client state was lost, repeated or computed wrong, and training ends at a biased model.`, healthy: size,
+        noised: "Whole clients are private: the server's c is its own and holds the noise, which the clients' do not. Their distance is no fault, and rounding is not its measure.",
         unknown: data.progress?.kind === "deployment" ? "The sites keep their control variates themselves." : Panels.going(data.progress) ? "No round is over yet." :
           "Its control variates are not finite, or were not recorded." }[state];
-      const title = { broken: `✘ ${group.label}: broken.`, healthy: `✔ ${group.label}: healthy.`, unknown: `${group.label}: not known.` }[state];
+      const title = { broken: `✘ ${group.label}: broken.`, healthy: `✔ ${group.label}: healthy.`, noised: `${group.label}: c holds noise.`, unknown: `${group.label}: not known.` }[state];
       if (state !== "none") judged.push(element("div", { className: `box ${state}` }, element("b", { textContent: title }), ` ${sentence}`));
     }
     const without = held.filter(({ states }) => states.every(state => state === "none")).map(({ group }) => group.name);
     if (without.length) judged.push(element("p", { className: "small", textContent: `Without control variates: ${[...new Set(without)].join(", ")}.` }));
     byId("gauge").hidden = !data.groups.length;
     byId("judged").replaceChildren(...judged);
-    const some = data.groups.some(group => group.runs.some(run => run.explained > 0 && run.columns.residual));
-    if (!some) { byId("residuals").replaceChildren(); return; }
-    const [one] = place("residuals", ["residual"]), title = "Mismatch |c - sum p_i c_i|, as a multiple of what rounding explains";
-    const { svg, readout } = figure("residual", { value: (v, run) => run.explained > 0 ? v / run.explained : NaN, goal: 1, said: "explained by rounding", title, place: one });
+    const gauged = data.groups.flatMap(group => group.runs).filter(run => run.explained > 0 && run.columns.residual), noised = gauged.length > 0 && gauged.every(run => run.health === "noised");
+    set("meant", noised ? "" : "The server's control variate must be the mean of the clients', c = sum p_i c_i. A mismatch never heals: training then ends beside the optimum, without any other sign.");
+    if (!gauged.length) { byId("residuals").replaceChildren(); return; }
+    const [one] = place("residuals", ["residual"]), title = noised ? "Noise in c: |c - sum p_i c_i|" : "Mismatch |c - sum p_i c_i|, as a multiple of what rounding explains";
+    const times = (v, run) => run.explained > 0 && run.health !== "noised" ? v / run.explained : NaN;
+    const { svg, readout } = figure("residual", { ...(noised ? {} : { value: times, goal: 1, said: "explained by rounding" }), title, place: one });
+    one.replaceChildren(element("figcaption", { textContent: title }), readout, svg);
+    listen(svg);
+  }
+
+  // What was spent: epsilon by round with the budget's line, and by client at the end.
+  function privacy() {
+    const runs = visible().flatMap(group => group.runs.filter(run => run.privacy)), budgets = [...new Set(runs.map(run => run.privacy.budget))];
+    byId("privacy").hidden = !runs.length;
+    if (!runs.length) return;
+    Panels.privacy(runs);
+    const [one] = place("spending", ["epsilon"]), title = data.meanings.epsilon, budget = budgets.length === 1 ? budgets[0] : null;
+    const { svg, readout } = figure("epsilon", { goal: budget, said: budget === null ? "" : `budget ${budget}`, title, place: one });
     one.replaceChildren(element("figcaption", { textContent: title }), readout, svg);
     listen(svg);
   }
@@ -228,10 +243,10 @@ const Page = typeof document === "undefined" ? null : (() => {
     }));
   }
 
-  function chosen() { keeping(() => { table(); charts(); health(); differences(); }); }
+  function chosen() { keeping(() => { table(); charts(); health(); privacy(); differences(); }); }
   function look(round) {
     now.at = round === null || round >= longest() ? null : Math.max(0, round);
-    keeping(() => { charts(); health(); });
+    keeping(() => { charts(); health(); privacy(); });
     Panels.attendance(data.progress, now.at ?? longest(), now.clients);
   }
   function live() {

@@ -6,8 +6,10 @@ const Panels = (() => {
   const ROWS = 40;  // clients on the map at once
   const PHASES = {
     starting: "Starting", running: "Running", silent: "Its process is gone", finished: "Finished", target: "Target reached",
-    diverged: "Diverged", stopped: "Stopped", failed: "Failed",
+    diverged: "Diverged", budget: "Privacy budget spent", stopped: "Stopped", failed: "Failed",
   };
+  const QUANTILES = ["least", "lower quartile", "median", "upper quartile", "largest"];
+  const above = v => short(Math.ceil(v * 1000) / 1000, 6);  // an epsilon is never rounded down
   const NEEDED = {
     compile: "compiling", draw: "drawing cohorts and batches", rounds: "rounds, metrics included", checkpoint: "checkpoints",
     record: "this log", trackers: "trackers",
@@ -23,7 +25,7 @@ const Panels = (() => {
     byId("notes").replaceChildren(...[...(progress?.notes ?? []), ...(gone ? [gone] : [])].map(textContent => element("li", { textContent })));
     byId("stop").hidden = progress === null || progress.kind !== "simulation" || progress.phase !== "running";
     if (progress === null) return;
-    const { phase, round, rounds, pace, left, quiet } = progress, ended = ["finished", "target"].includes(phase);
+    const { phase, round, rounds, pace, left, quiet } = progress, ended = ["finished", "target", "budget"].includes(phase);
     set("phase", PHASES[phase] || phase);
     byId("phase").className = ended ? "ended" : ["diverged", "failed", "silent"].includes(phase) ? "broken" : "";
     set("count", `round ${round}${rounds ? ` of ${rounds}` : ""}`);
@@ -105,5 +107,19 @@ const Panels = (() => {
     byId("seconds").replaceChildren(spent.length ? Maps.bars(spent.map(([name, s]) => [NEEDED[name] || name, s, time(s)])) : note("Not known yet."));
     set("phases", spent.length ? `${time(all)} in all.` : "");
   }
-  return { ROWS, attendance, byId, costs, going, header, set, sizeOf };
+
+  // What was spent, in words and by client; of several runs the words alone.
+  const PROTECTED = { record: "a single record of a client", client: "a whole client" };
+  function privacy(runs) {
+    const { unit, delta, epsilon, after, clients, quantiles, before } = runs[0].privacy, single = runs.length === 1;
+    const earlier = before ? ` Other runs on its ledger had spent ${above(before)} before, which is included.` : "";
+    set("guarantee", single ? `After round ${after}: epsilon ${known(epsilon) ? above(epsilon) : "without bound"} at delta ${short(delta)}, for ${PROTECTED[unit]}.${earlier}` :
+      "Each run has an epsilon of its own. What publishing several of them spends is more, and those with the same seed share their noise.");
+    set("protects", runs.every(run => run.privacy.simulated) ? "A simulated epsilon protects nobody: one process held all records, and its noise follows from the seed. It is what a deployment with these settings would spend." : "");
+    const rows = !single ? [] : clients ? clients.map((v, i) => [`client ${i}`, v]) : (quantiles ?? []).map((v, k) => [QUANTILES[k], v]);
+    set("spenders", rows.length ? `Epsilon by client, after round ${after}` : "");
+    byId("spent").replaceChildren(...(rows.length ? [Maps.bars(rows.map(([name, v]) => [name, v ?? 0, known(v) ? above(v) : "no bound"]))] :
+      single ? [note("Its clients differ in more ways than are listed; run.privacy.by_client() computes them.")] : []));
+  }
+  return { ROWS, attendance, byId, costs, going, privacy, header, set, sizeOf };
 })();
