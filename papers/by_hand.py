@@ -75,7 +75,7 @@ def play(
 
 def _remembering(algorithm: Algorithm, state: State, c_i: Sequence[Array]) -> State:
     """The state with control variates that are given; the server's is their mean."""
-    if algorithm.memory is None:
+    if not algorithm.has_memory:
         return state
     ((field, of),) = algorithm.means
     server = state.server._replace(**{field: sum(c_i) / len(c_i)})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fedscaffold as fs
 from fedscaffold.algorithms import ALGORITHMS, travelled
 from fedscaffold.algorithms.reference import Federation, begin, descend, play
-from fedscaffold.algorithms.round import exchange, needs, reply_of, shift_of, start_of, work_of
+from fedscaffold.algorithms.round import exchange, needs, reply_of, work_of
 from fedscaffold.conformance import reference_target
 from fedscaffold.conformance.federations import CONDITIONS, brief
 
@@ -83,8 +83,8 @@ def one_round(algorithm, x, *given, state=None):
         if algorithm.prepare is None
         else algorithm.prepare(server, clients.gradient(1, server.x))
     )
-    shift = shift_of(algorithm, server, memory)
-    walk = clients.descend(0, start_of(algorithm, server.x, own), server.x, shift)
+    shift = algorithm.shift(server, memory)
+    walk = clients.descend(0, algorithm.start(server.x, own), server.x, shift)
     message, kept = reply_of(algorithm, walk, shift, own)
     after = play(algorithm, state, clients, [0])
     out = leaves(server, message, kept, after.server, *after.memory, *after.own)
@@ -210,7 +210,7 @@ def test_every_mean_is_kept_in_the_reference_driver(name):
             bound = 1e-13 * (1 + np.abs(held).max())
             np.testing.assert_allclose(getattr(state.server, field), mean, rtol=0, atol=bound)
     assert state.round == 30
-    assert bool(algorithm.means) == (algorithm.memory is not None)
+    assert bool(algorithm.means) == algorithm.has_memory
 
 
 @DESCENDS

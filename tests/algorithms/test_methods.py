@@ -374,7 +374,8 @@ BAD = {
         message=lambda walk, shift: Two(walk.mvoe, walk.d)
     ),
     "a mean of nothing": fs.scaffold()._replace(means=(("q", "c_i"),)),
-    "a memory that nobody renews": fs.scaffold()._replace(remember=None),
+    "a memory that nobody renews": fs.scaffold()._replace(remember=AVERAGE.remember),
+    "a function that is none": fs.scaffold()._replace(remember=None),
     "an update that is no record": AVERAGE._replace(
         update=lambda server, sent, mean, heard: server.x - mean.move
     ),

@@ -7,7 +7,7 @@ import pytest
 
 from fedscaffold.algorithms import fednova, scaffnew, scaffold
 from fedscaffold.algorithms.reference import Federation, begin, descend, mean_of, play
-from fedscaffold.algorithms.round import exchange, rebuild, reply_of, shift_of
+from fedscaffold.algorithms.round import exchange, rebuild, reply_of
 
 RNG = np.random.default_rng(7)
 N, D, K, LR, ROUNDS = 5, 3, 4, 0.1, 60
@@ -63,7 +63,7 @@ def test_a_stateless_client_sees_x_and_its_shift_and_the_server_remembers(option
     for cohort, (x, c_i) in zip(COHORTS, by_hand(option, server_lr=0.8), strict=True):
         messages = {}
         for i in cohort:
-            shift = shift_of(algorithm, server, memory[i])
+            shift = algorithm.shift(server, memory[i])
             message, travel = work(algorithm, i, server.x, shift)
             over = {name: getattr(message, name) for name in exchange(algorithm).sent(plain=True)}
             messages[i] = rebuild(algorithm, over, travel, plain=True)
@@ -84,7 +84,7 @@ class Client:
 
     def reply(self, x, down):
         known = self.algorithm.init(x)._replace(**down)
-        shift = shift_of(self.algorithm, known, self.memory)
+        shift = self.algorithm.shift(known, self.memory)
         message, travel = work(self.algorithm, self.i, x, shift)
         over = {name: getattr(message, name) for name in exchange(self.algorithm).sent(plain=True)}
         # It remembers what the server will make of the vectors, not what it made them from.
@@ -159,7 +159,7 @@ def test_what_compression_left_out_is_not_remembered():
         cohort = COHORTS[r % ROUNDS]
         messages = {}
         for i in cohort:
-            shift = shift_of(algorithm, server, memory[i])
+            shift = algorithm.shift(server, memory[i])
             message, travel = work(algorithm, i, server.x, shift)
             at = reference(server)
             decoded = {field: at + top(getattr(message, field) - at)}
@@ -198,7 +198,7 @@ def test_late_replies_keep_the_mean_and_reach_the_optimum(option):
         for i in (
             idle if not tasks else rng.permutation(idle)[: rng.integers(0, len(idle) + 1)].tolist()
         ):
-            shift = shift_of(algorithm, server, memory[i])
+            shift = algorithm.shift(server, memory[i])
             tasks[i] = (arrival, server, shift, work(algorithm, i, server.x, shift)[0])
             copies[i] = (x, P @ c_i)
         i = int(rng.choice(sorted(tasks)))
@@ -225,9 +225,9 @@ def test_a_late_reply_against_todays_c_loses_the_mean():
     """What `sent` is for."""
     algorithm = scaffold()
     server, memory = algorithm.init(X0), [algorithm.memory(X0) for _ in range(N)]
-    late = work(algorithm, 0, server.x, shift := shift_of(algorithm, server, memory[0]))[0]
-    other = work(algorithm, 1, server.x, shift_of(algorithm, server, memory[1]))[0]
-    memory[1] = algorithm.remember(memory[1], shift_of(algorithm, server, memory[1]), other)
+    late = work(algorithm, 0, server.x, shift := algorithm.shift(server, memory[0]))[0]
+    other = work(algorithm, 1, server.x, algorithm.shift(server, memory[1]))[0]
+    memory[1] = algorithm.remember(memory[1], algorithm.shift(server, memory[1]), other)
     now = algorithm.update(server, server, other, P[1])
     memory[0] = algorithm.remember(memory[0], shift, late)
     assert gauge(algorithm.update(now, server, late, P[0]), memory) < 1e-14

@@ -64,7 +64,7 @@ CASES = {name: f"name = '{name}'" for name in sorted(ALGORITHMS) if name not in 
 
 def remembers(case):
     """Whether clients keep a memory between rounds."""
-    return make(**settings(algorithm=CASES[case]).algorithm).memory is not None
+    return make(**settings(algorithm=CASES[case]).algorithm).has_memory
 
 
 def slope(i, y):
@@ -117,7 +117,7 @@ def test_deployed_is_the_reference(case, keeper, tmp_path):
     for field, value in right.server._asdict().items():
         mine = getattr(server.state.server, field)
         np.testing.assert_allclose(mine, value, rtol=0, atol=1e-12, err_msg=field)
-    if keeper == "server" and server.algorithm.memory is not None:
+    if keeper == "server" and server.algorithm.has_memory:
         for i, site in enumerate(SITES):
             for field, value in right.memory[i]._asdict().items():
                 mine = getattr(server.state.memory[site], field)

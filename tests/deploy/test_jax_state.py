@@ -125,6 +125,6 @@ def test_what_cannot_be_is_refused_in_a_line(said, make):
 def train(function, algorithm=None):
     one = JaxLearner(function, {"w": START}, data, state=STATE, precision="float64")
     algorithm = algorithm or fs.fedavg()
-    own = None if algorithm.own is None else algorithm.own(one.start)
+    own = algorithm.own(one.start)
     local = Local(steps=1, lr=LR)
     return one.site(SITES[0]).train(Work(one.start, None, algorithm, local, 0, one.buffers, own))

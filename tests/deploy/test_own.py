@@ -8,7 +8,7 @@ import pytest
 from deploy_case import SITES, START, data, settings
 
 from fedscaffold.algorithms.reference import Federation, begin, descend, play
-from fedscaffold.algorithms.round import fitted, personal_model
+from fedscaffold.algorithms.round import fitted
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import ArraysLearner, Server
 from fedscaffold.deploy.client import Work, answer, greeting
@@ -108,9 +108,9 @@ def test_a_federation_is_the_reference_with_lost_replies_and_a_restart(name, kee
     for i, site in enumerate(SITES):
         own = kept_by(server, tmp_path, site)
         np.testing.assert_allclose(flatten(own), flatten(right.own[i]), rtol=0, atol=1e-12)
-        if algorithm.personal is not None:
-            mine = personal_model(algorithm, server.state.x, own)
-            other = personal_model(algorithm, right.server.x, right.own[i])
+        if algorithm.has_personal:
+            mine = algorithm.personal(server.state.x, own)
+            other = algorithm.personal(right.server.x, right.own[i])
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "Move",
     "Vector",
     "Walk",
+    "common_model",
     "one_full_step",
     "travelled",
 ]
@@ -110,6 +111,29 @@ class LocalWork(NamedTuple):
     all clients."""
 
 
+def nothing(x: Vector) -> None:
+    """Return None: the record of a client that keeps none."""
+
+
+def no_shift(server: Record, memory: Record) -> None:
+    """Return None: the shift of a method that sends clients only x."""
+
+
+def forget(memory: Record, shift: Vector, message: Record) -> Record:
+    """Return the memory unchanged."""
+    return memory
+
+
+def common_model(x: Vector, own: Record) -> Vector:
+    """Return x: where local steps start, and what a client uses, without a model of its own."""
+    return x
+
+
+def keep_own(own: Record, walk: Walk, shift: Vector) -> Record:
+    """Return the private record unchanged."""
+    return own
+
+
 def one_full_step(work: LocalWork) -> LocalWork:
     """Return one step on all local data, whatever the requested work."""
     return LocalWork(1, None)
@@ -140,6 +164,21 @@ class Algorithm(NamedTuple):
     def __repr__(self) -> str:
         return brief(self)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether clients keep a memory, from which the server can compute theirs."""
+        return self.memory is not nothing
+
+    @property
+    def has_own(self) -> bool:
+        """Whether clients keep a record that they never send."""
+        return self.own is not nothing
+
+    @property
+    def has_personal(self) -> bool:
+        """Whether clients use models of their own."""
+        return self.personal is not common_model
+
     name: str
     direction: Callable[[Gradient, Vector, Vector, Vector], Vector]
     """(gradient, y, x, shift) -> d, at every local step; gradient(z) evaluates the step's batch at
@@ -150,12 +189,11 @@ class Algorithm(NamedTuple):
     """(server, sent, mean, heard) -> server, once a round."""
     init: Callable[[Vector], Record] = Model
     """(x) -> server, before the first round."""
-    memory: Callable[[Vector], Record] | None = None
-    """(x) -> memory, before a client's first round; None if clients keep none."""
-    shift: Callable[[Record, Record], Vector] | None = None
-    """(server, memory) -> shift, once a round: everything a client needs besides x; None for
-    nothing."""
-    remember: Callable[[Record, Vector, Record], Record] | None = None
+    memory: Callable[[Vector], Record] = nothing
+    """(x) -> memory, before a client's first round."""
+    shift: Callable[[Record, Record], Vector] = no_shift
+    """(server, memory) -> shift, once a round: everything a client needs besides x."""
+    remember: Callable[[Record, Vector, Record], Record] = forget
     """(memory, shift, message) -> memory, once a round, wherever the memory is stored."""
     means: tuple[tuple[str, str], ...] = ()
     """Pairs (server field, memory field): the first always equals the p_i-weighted sum of the
@@ -165,15 +203,15 @@ class Algorithm(NamedTuple):
     prepare: Callable[[Record, Vector], Record] | None = None
     """(server, mean gradient at x of the responding clients) -> server, in an extra exchange before
     local steps."""
-    own: Callable[[Vector], Record] | None = None
+    own: Callable[[Vector], Record] = nothing
     """(x) -> own: the record that a client never sends, before its first round."""
-    start: Callable[[Vector, Record], Any] | None = None
-    """(x, own) -> start of the local steps; None for x. A record of vectors is stepped field by
-    field."""
-    keep: Callable[[Record, Walk, Vector], Record] | None = None
+    start: Callable[[Vector, Record], Any] = common_model
+    """(x, own) -> start of the local steps. A record of vectors is stepped field by field."""
+    keep: Callable[[Record, Walk, Vector], Record] = keep_own
     """(own, walk, shift) -> own, after the local steps; `message` can read it as `walk.own`."""
-    personal: Callable[[Vector, Record], Vector] | None = None
-    """(x, own) -> the model that a client uses; None for x."""
+    personal: Callable[[Vector, Record], Vector] = common_model
+    """(x, own) -> the model that a client uses. Tables of own records with one row per client give
+    a table of models."""
     fit: Callable[[Any], Algorithm] | None = None
     """(layout) -> the algorithm for a model with these layers; engines call it once.
     `layout.split(names)` locates layers; a layout of None stands for a model without layers."""

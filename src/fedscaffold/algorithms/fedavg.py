@@ -21,8 +21,8 @@ from fedscaffold.checks import memoised
 def fedavg(server_lr: float = 1.0) -> Algorithm:
     """FedAvg with a server step.
 
-    >>> fedavg().shift is None
-    True
+    >>> fedavg().has_memory
+    False
     """
     return Algorithm("fedavg", direction, message, stepping(server_lr), form=form(server_lr))
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from fedscaffold.algorithms.base import Algorithm, Vector, Walk
+from fedscaffold.algorithms.base import Algorithm, Vector, Walk, common_model
 from fedscaffold.algorithms.fedavg import fedavg
-from fedscaffold.algorithms.round import exchange, shift_of
+from fedscaffold.algorithms.round import exchange
 from fedscaffold.checks import InputError, memoised
 
 
@@ -69,7 +69,7 @@ def local_layers(
             else next(name for name in local if not isinstance(name, str))
         )
         raise InputError(f"local must be a list of layers' names such as ['bn*'], got {wrong!r}")
-    if algorithm.own is not None or algorithm.start is not None or algorithm.fit is not None:
+    if algorithm.has_own or algorithm.start is not common_model or algorithm.fit is not None:
         raise InputError(
             f"{algorithm.name}'s clients keep something of their own already; take another method"
         )
@@ -93,8 +93,7 @@ def local_layers(
 
 def _pulls(algorithm: Algorithm) -> bool:
     """Whether the local steps depend on x beside y."""
-    memory = None if algorithm.memory is None else algorithm.memory(0.5)
-    shift = shift_of(algorithm, algorithm.init(0.5), memory)
+    shift = algorithm.shift(algorithm.init(0.5), algorithm.memory(0.5))
     at = [algorithm.direction(float, 1.0, x, 0.0 if shift is None else shift) for x in (2.0, 3.0)]
     return bool(at[0] != at[1])
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fedscaffold.algorithms.base import Algorithm, Gradient, Record, Vector, Walk, travelled
-from fedscaffold.algorithms.round import each, reply_of, shift_of, start_of
+from fedscaffold.algorithms.round import each, reply_of
 
 __all__ = [
     "Advance",
@@ -58,9 +58,8 @@ def begin(algorithm: Algorithm, x: Vector, clients: int) -> State:
     >>> begin(scaffold(), 2.0, clients=1)
     State(round=0, server=Server(x=2.0, c=0.0), memory=(Memory(c_i=0.0),), own=(None,))
     """
-    memory = None if algorithm.memory is None else algorithm.memory(x)
-    own = None if algorithm.own is None else algorithm.own(x)
-    return State(0, algorithm.init(x), (memory,) * clients, (own,) * clients)
+    memory, own = (algorithm.memory(x),) * clients, (algorithm.own(x),) * clients
+    return State(0, algorithm.init(x), memory, own)
 
 
 def play(
@@ -92,13 +91,12 @@ def play(
         server = algorithm.prepare(server, mean_of(p, gradients)[0])
     memory, own, messages = list(state.memory), list(state.own), {}
     for i in cohort:
-        shift = shift_of(algorithm, server, memory[i])
-        walk = federation.descend(i, start_of(algorithm, server.x, own[i]), server.x, shift)
+        shift = algorithm.shift(server, memory[i])
+        walk = federation.descend(i, algorithm.start(server.x, own[i]), server.x, shift)
         message, new_own = reply_of(algorithm, walk, shift, own[i])
         if i in heard:
             messages[i], own[i] = message, new_own
-            if algorithm.remember is not None:
-                memory[i] = algorithm.remember(memory[i], shift, message)
+            memory[i] = algorithm.remember(memory[i], shift, message)
     if not messages:
         return State(state.round + 1, state.server, tuple(memory), tuple(own))
     mean, total = mean_of(p, messages)

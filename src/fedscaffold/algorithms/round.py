@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from fedscaffold.algorithms.base import Algorithm, LocalWork, Record, Vector, Walk
+from fedscaffold.algorithms.base import Algorithm, LocalWork, Record, Vector, Walk, forget
+from fedscaffold.algorithms.leaves import Leaves
+from fedscaffold.checks import InputError
 
 __all__ = [
     "Exchange",
@@ -18,12 +20,9 @@ __all__ = [
     "exchange",
     "fitted",
     "needs",
-    "personal_model",
     "reads_gradient_at_x",
     "rebuild",
     "reply_of",
-    "shift_of",
-    "start_of",
     "work_of",
 ]
 
@@ -66,7 +65,10 @@ class Exchange(NamedTuple):
 
 @cache
 def exchange(algorithm: Algorithm) -> Exchange:
-    """Find what an algorithm exchanges, by tracing which fields its functions read.
+    """Find what an algorithm exchanges, by running one round of it on stand-ins for vectors.
+
+    Raises:
+        InputError: A function fails on vectors, or returns another record than it must.
 
     >>> from fedscaffold.algorithms import fedavg, scaffold
     >>> exchange(scaffold()).sent(plain=True), exchange(scaffold()).sent(plain=False)
@@ -77,21 +79,48 @@ def exchange(algorithm: Algorithm) -> Exchange:
     ('c',)
     """
     algorithm = fitted(algorithm, None)
-    x = _Vector(0.25)
-    server: Any = algorithm.init(x)
-    memory = None if algorithm.memory is None else algorithm.memory(x)
-    own = None if algorithm.own is None else algorithm.own(x)
-    start = start_of(algorithm, x, own)
+    if algorithm.has_memory == (algorithm.remember is forget):
+        raise InputError(f"{algorithm.name} must have both memory and remember, or neither")
+    try:
+        _try_layers(algorithm)
+        return _try_round(algorithm, _Vector(0.25))
+    except (AttributeError, TypeError) as error:
+        raise InputError(
+            f"a function of {algorithm.name} cannot be run: {error}; use + - * / on vectors, and "
+            "NamedTuples for records, as fedscaffold.algorithms.base says"
+        ) from error
+
+
+def _try_layers(algorithm: Algorithm) -> None:
+    """Compute a direction layer by layer, as engines do, which refuses all but + - * /."""
+    layers = Leaves([1.0])
+    shift = algorithm.shift(algorithm.init(layers), algorithm.memory(layers))
+    start = algorithm.start(layers, algorithm.own(layers))
+    algorithm.direction(lambda z: z, start, layers, layers if shift is None else shift)
+
+
+def _try_round(algorithm: Algorithm, x: _Vector) -> Exchange:
+    """Run a round and note which fields its functions read."""
+    checked = partial(_check_record, algorithm.name)
+    server, memory, own = (
+        checked(function, record, record)
+        for function, record in (
+            ("init", algorithm.init(x)),
+            ("memory", algorithm.memory(x)),
+            ("own", algorithm.own(x)),
+        )
+    )
+    for field, of in algorithm.means:
+        getattr(server, field), getattr(memory, of)
     seen: set[str] = set()
-    shift = None
-    if algorithm.shift is not None:
-        shift = algorithm.shift(_ReadRecorder(server, seen), memory)
+    shift = algorithm.shift(_ReadRecorder(server, seen), memory)
     needed = [
         name for name in server._fields if name in seen and name not in {"x", *algorithm.finds}
     ]
     down = tuple(name for name in needed if isinstance(getattr(server, name), _Vector))
     told = tuple(name for name in needed if name not in down)
-    # fields of the walk are distinct objects with the structure of `start`
+    # fields of the walk are distinct objects with the structure of the start
+    start = algorithm.start(x, own)
     ends = {
         name: partial(each, lambda _, number=number: _Vector(number), start)
         for name, number in (("y", 1.5), ("move", 2.5), ("d", 4.5))
@@ -100,19 +129,35 @@ def exchange(algorithm: Algorithm) -> Exchange:
         x=lambda: x, travel=lambda: 3.5, gradient=lambda: _Vector(5.5), own=lambda: None, **ends
     )
     read: set[str] = set()
-    walk = _ReadRecorder(traced, read)
-    if algorithm.keep is not None:
-        walk.record.own = algorithm.keep(own, walk, shift)  # type: ignore[arg-type]
-    message: Any = algorithm.message(walk, shift)  # type: ignore[arg-type]
-    at = {
-        role: _fields_holding(message, getattr(walk.record, role))
-        for role in ("travel", "d", "move")
-    }
+    walk: Any = _ReadRecorder(traced, read)
+    traced.own = checked("keep", own, algorithm.keep(own, walk, shift))
+    message: Any = algorithm.message(walk, shift)
+    checked("message", message, message)
+    checked("update", server, algorithm.update(server, server, message, 1.0))
+    checked("remember", memory, algorithm.remember(memory, shift, message))
+    at = {role: _fields_holding(message, getattr(traced, role)) for role in ("travel", "d", "move")}
     vectors = tuple(name for name, value in message._asdict().items() if isinstance(value, _Vector))
     numbers = tuple(name for name in message._fields if name not in {*vectors, *at["travel"]})
     first = {role: names[0] if names else None for role, names in at.items()}
     roles = at["travel"], first["d"], first["move"]
     return Exchange(type(message), frozenset(read), vectors, *roles, down, told, numbers)
+
+
+def _check_record(algorithm: str, function: str, before: Any, after: Any) -> Any:
+    """Return a record, or raise an InputError if it has other fields than `before`."""
+    must = f"{function} of {algorithm} must return a record"
+    fields, got = (getattr(record, "_fields", None) for record in (before, after))
+    if before is not None and (fields is None or got != fields):
+        wanted = "" if fields is None else f" with the fields {', '.join(fields)}"
+        what = type(after).__name__ if got is None else f"the fields {', '.join(got)}"
+        raise InputError(f"{must}{wanted}, got {what}")
+    for name, value in zip(fields or (), after or (), strict=True):
+        if getattr(value, "shape", ()) != ():
+            raise InputError(
+                f"{must} of numbers and vectors like x; {name} has the shape {value.shape}, "
+                "whatever x has"
+            )
+    return after
 
 
 class _Vector(float):
@@ -158,11 +203,6 @@ def _fields_holding(message: Any, value: Any) -> tuple[str, ...]:
     return tuple(name for name, field in fields if any(field is part for part in parts))
 
 
-def shift_of(algorithm: Algorithm, server: Record, memory: Record) -> Vector:
-    """Return the shift of a client with this memory; None if the algorithm has none."""
-    return None if algorithm.shift is None else algorithm.shift(server, memory)
-
-
 @cache
 def fitted(algorithm: Algorithm, layout: Any) -> Algorithm:
     """Return the algorithm for a model with these layers.
@@ -174,11 +214,6 @@ def fitted(algorithm: Algorithm, layout: Any) -> Algorithm:
     return algorithm if algorithm.fit is None else algorithm.fit(layout)
 
 
-def start_of(algorithm: Algorithm, x: Vector, own: Record) -> Any:
-    """Return the start of a client's local steps: a vector, or a record of vectors."""
-    return x if algorithm.start is None else algorithm.start(x, own)
-
-
 def reply_of(algorithm: Algorithm, walk: Walk, shift: Vector, own: Record) -> tuple[Record, Record]:
     """Return a client's message after its local steps, and its private record.
 
@@ -188,10 +223,8 @@ def reply_of(algorithm: Algorithm, walk: Walk, shift: Vector, own: Record) -> tu
         shift: The shift used in the round.
         own: The client's private record before the round.
     """
-    if algorithm.keep is not None:
-        own = algorithm.keep(own, walk, shift)
-    walk.own = own
-    return algorithm.message(walk, shift), own
+    walk.own = algorithm.keep(own, walk, shift)
+    return algorithm.message(walk, shift), walk.own
 
 
 def each(function: Callable[..., Any], *values: Any) -> Any:
@@ -204,22 +237,6 @@ def each(function: Callable[..., Any], *values: Any) -> Any:
     if not isinstance(values[0], tuple):
         return function(*values)
     return type(values[0])(*(function(*parts) for parts in zip(*values, strict=True)))
-
-
-def personal_model(algorithm: Algorithm, x: Vector, own: Record) -> Vector:
-    """Return the model that a client uses: its personal one, or else the common model.
-
-    Args:
-        algorithm: The algorithm.
-        x: The common model.
-        own: The client's private record. Tables with one row per client give a table of models.
-
-    >>> from fedscaffold.algorithms import ditto, fedavg
-    >>> own = ditto().own(3.0)
-    >>> personal_model(ditto(), 1.0, own), personal_model(fedavg(), 1.0, None)
-    (3.0, 1.0)
-    """
-    return x if algorithm.personal is None else algorithm.personal(x, own)
 
 
 def rebuild(

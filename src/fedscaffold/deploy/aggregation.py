@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.algorithms.round import absorb, each, exchange, rebuild, shift_of
+from fedscaffold.algorithms.round import absorb, each, exchange, rebuild
 from fedscaffold.deploy.gate import Refused, Update
 from fedscaffold.deploy.schema import Array, Record, cast
 from fedscaffold.metrics import explained
@@ -126,9 +126,8 @@ def initial_state(algorithm: Algorithm, x: Array, buffers: dict[str, Array]) -> 
 
 def blank_memory(algorithm: Algorithm, like: Array) -> Record:
     """Return a client's initial memory: zeros, or None where the algorithm has no memory."""
-    if algorithm.memory is None:
-        return None
-    return cast(algorithm.memory(np.zeros_like(like)), like.dtype)
+    memory = algorithm.memory(np.zeros_like(like))
+    return None if memory is None else cast(memory, like.dtype)
 
 
 def message_of(algorithm: Algorithm, vectors: Mapping[str, Array], travel: float) -> Record:
@@ -151,9 +150,8 @@ def update_memory(algorithm: Algorithm, sent: Record, memory: Record, message: R
     sent is rounded and the server record would drift from the mean of the memories by that
     rounding.
     """
-    assert algorithm.remember is not None
     wide = cast(memory, np.float64)
-    return algorithm.remember(wide, shift_of(algorithm, cast(sent, np.float64), wide), message)
+    return algorithm.remember(wide, algorithm.shift(cast(sent, np.float64), wide), message)
 
 
 def aggregate(
@@ -175,7 +173,7 @@ def aggregate(
     for site in sorted(updates):
         message = message_of(algorithm, updates[site].vectors, updates[site].travel)
         mean = _add(mean, share[site], message)
-        if server_keeps and algorithm.remember is not None:
+        if server_keeps and algorithm.has_memory:
             exact = update_memory(algorithm, told, state.memory.get(site, blank), message)
             memory[site] = cast(exact, dtype)
             rounding = _add(

@@ -20,10 +20,7 @@ from fedscaffold.algorithms import Algorithm, Walk, make, travelled
 from fedscaffold.algorithms.round import (
     exchange,
     fitted,
-    personal_model,
     reply_of,
-    shift_of,
-    start_of,
 )
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import gate
@@ -77,7 +74,7 @@ class Work(NamedTuple):
     @property
     def start(self) -> Any:
         """Initial point of the local steps: a vector, or a record of vectors."""
-        return start_of(self.algorithm, self.x, self.own)
+        return self.algorithm.start(self.x, self.own)
 
     @property
     def collect(self) -> bool:
@@ -231,10 +228,10 @@ def _reply(
     facts: dict[str, Fact] = {**echo, "kind": kind, "records": records, "steps": 1}
     own: Record = None
     memory: Record = None
-    if algorithm.own is not None and kind != "resync":
+    if algorithm.has_own and kind != "resync":
         initial = cast(algorithm.own(learner.start), learner.schema.dtype)
         own = load_record(kept / "own", gate.read_text(request.facts, "own"), initial, LostOwn)
-    if settings.deploy.state == "client" and algorithm.memory is not None and kind != "evaluate":
+    if settings.deploy.state == "client" and algorithm.has_memory and kind != "evaluate":
         initial = blank_memory(algorithm, learner.start)
         memory = load_record(kept, gate.read_text(request.facts, "expect"), initial)
     if kind == "resync":
@@ -244,7 +241,7 @@ def _reply(
     buffers = _load_buffers(request, learner, settings, kept)
     if measures:
         with guarded("measuring", folder, name):
-            facts |= _metric_facts(site.evaluate(personal_model(algorithm, x, own), buffers))
+            facts |= _metric_facts(site.evaluate(algorithm.personal(x, own), buffers))
     if kind == "evaluate":
         return Packet(facts, {})
     sent, shift = _read_shift(request, settings, algorithm, x, memory)
@@ -290,8 +287,8 @@ def _read_shift(
             for name in names
         }
         server = server._replace(**read)
-        return server, shift_of(algorithm, server, memory)
-    like = shift_of(algorithm, server, blank_memory(algorithm, x))
+        return server, algorithm.shift(server, memory)
+    like = algorithm.shift(server, algorithm.memory(x))
     if like is None:
         return None, None
     if not isinstance(like, tuple):
@@ -390,7 +387,7 @@ def _store_and_pack(
     names = exchange(algorithm).sent(work.local.plain)
     arrays = {name: pack(np.asarray(getattr(message, name), dtype), private) for name in names}
     facts |= {"steps": done.steps, "memory": "", "own": ""}
-    if algorithm.own is not None:
+    if algorithm.has_own:
         before = work.own if request.facts["own"] else None
         facts["own"] = save_record(kept / "own", before, cast(new_own, dtype))
     if memory is not None:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedscaffold.algorithms import make
-from fedscaffold.algorithms.round import exchange, fitted, shift_of, work_of
+from fedscaffold.algorithms.round import exchange, fitted, work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import aggregation, gate
 from fedscaffold.deploy.aggregation import Member, State, blank_memory
@@ -141,7 +141,7 @@ class Server:
         self.settings, self.schema, self.folder, self.clock = settings, schema, Path(folder), clock
         self.algorithm = fitted(make(**settings.algorithm), schema)
         self.server_keeps = settings.deploy.state == "server"
-        self.clients_keep = not self.server_keeps and self.algorithm.remember is not None
+        self.clients_keep = not self.server_keeps and self.algorithm.has_memory
         # nonces differ between restarts
         self.token = secrets.token_hex(8) if token is None else token
         self.open_round: Open | None = None
@@ -543,7 +543,7 @@ class Server:
             known = exchange(algorithm)
             return down | {name: getattr(state.told, name) for name in known.down + known.told}
         memory = state.memory.get(site, blank_memory(algorithm, state.x))
-        shift = shift_of(algorithm, state.told, memory)
+        shift = algorithm.shift(state.told, memory)
         if shift is None:
             return down
         if hasattr(shift, "_asdict"):
@@ -626,7 +626,7 @@ class Server:
         # a later "lost" would trigger a needless resync
         if update.memory and not self.clients_keep:
             raise Refused("schema", "it names a c_i of its own where sites keep none")
-        if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.own is not None):
+        if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.has_own):
             raise Refused(
                 "schema",
                 "it does not say what it keeps for itself now, or says so where nothing is kept",

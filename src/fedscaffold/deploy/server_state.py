@@ -151,7 +151,7 @@ def _decode_snapshot(snapshot: Snapshot, algorithm: Algorithm | None = None) -> 
         else:
             kinds = (
                 type(algorithm.init(0.0)),
-                type(None if algorithm.memory is None else algorithm.memory(0.0)),
+                type(algorithm.memory(0.0)),
             )
         state = State(
             checks.whole("round", facts["round"], at_least=0),

@@ -255,7 +255,7 @@ def _why_not_deployed(algorithm: Algorithm) -> str | None:
             return REASONS.get(field, f"it uses {field!r}, which deployment does not support")
     if work_of(algorithm, 1).geometric:
         return "it draws the number of local steps of a round"
-    if algorithm.memory is not None and any(algorithm.memory(1.0)):
+    if any(algorithm.memory(1.0) or ()):
         return "what its clients remember does not begin at zero"
     return None
 

@@ -114,7 +114,7 @@ def _examine_record(
     own = config.algorithm.parameters if run.algorithm == config.algorithm.name else {}
     algorithm = algorithms.make(run.algorithm, **own)
     gets_on = progress_checks.check_progress(
-        run.columns, run.diverged_at, None, dtype, True, algorithm.memory is not None
+        run.columns, run.diverged_at, None, dtype, True, algorithm.has_memory
     )
     found += [] if gets_on is None else [gets_on]
     if run.lr is not None and isinstance(config.local.steps, int) and problem.functions.has_loss:

@@ -214,7 +214,7 @@ def local_moves(
     together = (
         needs(algorithm, "everyone") is not None and len(clients) < config.problem.num_clients
     )
-    if algorithm.prepare is not None or algorithm.own is not None or together:
+    if algorithm.prepare is not None or algorithm.has_own or together:
         return None
     asked = replace(
         config,

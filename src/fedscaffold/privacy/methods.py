@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from fedscaffold.algorithms.base import Algorithm
-from fedscaffold.algorithms.round import each, fitted, reads_gradient_at_x, shift_of, start_of
+from fedscaffold.algorithms.round import each, fitted, reads_gradient_at_x
 from fedscaffold.checks import InputError
 
 __all__ = ["refuse_algorithm"]
@@ -41,11 +41,8 @@ def refuse_algorithm(algorithm: Algorithm) -> None:
 def _places_of_gradients(algorithm: Algorithm) -> list[str]:
     """Return where `direction` asks for gradients: at y, at x or elsewhere."""
     x = 0.25
-    memory = None if algorithm.memory is None else algorithm.memory(x)
-    own = None if algorithm.own is None else algorithm.own(x)
-    start: Any = start_of(algorithm, x, own)
-    y = each(lambda z: z + 1.25, start)
-    shift = shift_of(algorithm, algorithm.init(x), memory)
+    y: Any = each(lambda z: z + 1.25, algorithm.start(x, algorithm.own(x)))
+    shift = algorithm.shift(algorithm.init(x), algorithm.memory(x))
     asked: list[str] = []
 
     def gradient(z: Any) -> float:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.algorithms import Algorithm
-from fedscaffold.algorithms.base import Walk
-from fedscaffold.algorithms.round import exchange, needs, reply_of, shift_of, start_of
+from fedscaffold.algorithms.round import exchange, needs
 from fedscaffold.checks import InputError, is_word
 from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.methods import refuse_algorithm
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import stale
-from fedscaffold.simulation.local import Leaves
 
 __all__ = ["refuse"]
 
@@ -26,7 +19,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
     """Raise an InputError if arguments of the config are incompatible."""
     algorithm, problem = config.algorithm, config.problem
     name = algorithm.name
-    _refuse_functions(algorithm)
+    known = exchange(algorithm)
     absent = size < problem.num_clients or config.availability is not None
     absent |= config.cohorts is not None and any(
         len(cohort) < problem.num_clients for cohort in config.cohorts
@@ -48,7 +41,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
             raise InputError(f"{name} needs {condition!r}, which no engine knows; known: {known}")
         if unmet[condition]:
             raise InputError(f"{name} {reason}")
-    if config.local_optimizer is not None and "travel" in exchange(algorithm).reads:
+    if config.local_optimizer is not None and "travel" in known.reads:
         raise InputError(
             f"{name} reads the sum of step sizes, which an optimizer does not have; give lr "
             "instead of local_optimizer"
@@ -156,8 +149,7 @@ def _refuse_privacy(config: RunConfig) -> None:
 
 def _refuse_two_models(config: RunConfig) -> None:
     algorithm = config.algorithm
-    own = None if algorithm.own is None else algorithm.own(0.0)
-    if algorithm.start is not None and isinstance(algorithm.start(0.0, own), tuple):
+    if isinstance(algorithm.start(0.0, algorithm.own(0.0)), tuple):
         raise InputError(
             f"{algorithm.name} trains two models at once, and the loss updates one state: take a "
             "model without "
@@ -169,7 +161,7 @@ def _refuse_policy(config: RunConfig, policy: stale.Policy) -> None:
     algorithm = config.algorithm
     if policy.name == "keep":
         return
-    if algorithm.memory is None:
+    if not algorithm.has_memory:
         raise InputError(
             f"{algorithm.name} keeps no control variates, so none grow stale: leave stale='keep'"
         )
@@ -189,62 +181,3 @@ def _refuse_policy(config: RunConfig, policy: stale.Policy) -> None:
             f"{algorithm.name} does not remember gradients, so a gradient cannot renew its memory; "
             "use decay or drop"
         )
-
-
-@cache
-def _refuse_functions(algorithm: Algorithm) -> None:
-    """Raise an InputError for functions that are not as `fedscaffold.algorithms.base` says.
-
-    One round is run on short vectors: records must keep their fields.
-    """
-    algorithm = algorithm if algorithm.fit is None else algorithm.fit(None)
-    if (algorithm.memory is None) != (algorithm.remember is None):
-        raise InputError(f"{algorithm.name} must have both memory and remember, or neither")
-    layers, x = Leaves([np.ones(1)]), jnp.ones(2)
-    makers = {"init": algorithm.init, "memory": algorithm.memory, "own": algorithm.own}
-    try:
-        exchange(algorithm)
-        server, memory, own = (None if make is None else make(layers) for make in makers.values())
-        for field, of in algorithm.means:
-            getattr(server, field), getattr(memory, of)
-        start = layers if algorithm.start is None else algorithm.start(layers, own)
-        shift = layers if algorithm.shift is None else algorithm.shift(server, memory)
-        algorithm.direction(lambda z: z, start, layers, shift)
-        server, memory, own = (None if make is None else make(x) for make in makers.values())
-        for function, record in zip(makers, (server, memory, own), strict=True):
-            _refuse_fields(algorithm, function, record, record)
-        shift, end = shift_of(algorithm, server, memory), start_of(algorithm, x, own)
-        ends = dict.fromkeys(("y", "move", "d"), lambda: end)
-        walk = Walk(x=lambda: x, travel=lambda: 1.0, gradient=lambda: x, own=lambda: own, **ends)
-        message, kept = reply_of(algorithm, walk, shift, own)
-        _refuse_fields(algorithm, "message", message, message)
-        _refuse_fields(algorithm, "keep", own, kept)
-        _refuse_fields(algorithm, "update", server, algorithm.update(server, server, message, 1.0))
-        if algorithm.remember is not None:
-            new = algorithm.remember(memory, shift, message)
-            _refuse_fields(algorithm, "remember", memory, new)
-    except (AttributeError, TypeError) as error:
-        does = (
-            "use + - * / on vectors, and NamedTuples for records, "
-            "as fedscaffold.algorithms.base says"
-        )
-        raise InputError(
-            f"a function of {algorithm.name} cannot be run: {error}; {does}"
-        ) from error
-
-
-def _refuse_fields(algorithm: Algorithm, function: str, before: Any, after: Any) -> None:
-    """Raise an InputError unless a function returns a record with the fields of `before`."""
-    if before is None:
-        return
-    fields, got = before._fields, getattr(after, "_fields", None)
-    must = f"{function} of {algorithm.name} must return a record"
-    if got != fields:
-        what = type(after).__name__ if got is None else f"the fields {', '.join(got)}"
-        raise InputError(f"{must} with the fields {', '.join(fields)}, got {what}")
-    for name, value in zip(fields, after, strict=True):
-        if np.shape(value) not in ((), (2,)):
-            raise InputError(
-                f"{must} of numbers and vectors like x; where x has 2 entries, {name} has shape "
-                f"{np.shape(value)}"
-            )

@@ -62,9 +62,9 @@ def forecast(
         InputError: The machine does not have so much.
     """
     problem, itemsize = config.problem, np.dtype(config.precision).itemsize
-    own = spec.algorithm.own
-    private = 0 if own is None else sum(np.size(field) for field in own(np.zeros(problem.dim)))
-    numbers = sum(spec.widths.values()) + private + len(spec.errors) * problem.dim
+    private: Any = spec.algorithm.own(np.zeros(problem.dim)) or ()
+    numbers = sum(spec.widths.values()) + sum(map(np.size, private))
+    numbers += len(spec.errors) * problem.dim
     client = numbers * itemsize
     if spec.local_buffers:
         client += sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(problem.state))

@@ -9,8 +9,6 @@ set of rows; batches of different sizes are padded with rows of weight 0.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from fedscaffold.algorithms import Walk, travelled
-from fedscaffold.algorithms.round import each, reply_of, shift_of, start_of
+from fedscaffold.algorithms.leaves import Leaves
+from fedscaffold.algorithms.round import each, reply_of
 from fedscaffold.privacy.gradients import private_gradient
 from fedscaffold.privacy.messages import clip_message
 from fedscaffold.privacy.noise import gaussian_noise
@@ -27,7 +26,7 @@ from fedscaffold.problems.batches import record_gradients
 from fedscaffold.simulation.normals import normals
 from fedscaffold.simulation.spec import Array, Federation, Spec, State
 
-__all__ = ["ClientState", "Leaves", "Work", "flat", "gradient", "gradient_at_x", "train"]
+__all__ = ["ClientState", "Work", "flat", "gradient", "gradient_at_x", "train"]
 
 Batch = tuple[Any, Array, tuple[int, ...]]
 """Records; their weights, or None without padding; the possible sizes, if each needs a branch of
@@ -36,61 +35,7 @@ its own."""
 STEPS, AT_X, PRIVACY = 2, 3, 4
 UNROLL = 4  # local steps per loop iteration: about 10 % faster on small models, quick to compile
 
-
-@jax.tree_util.register_pytree_node_class
-class Leaves:
-    """A vector stored as a list of layers.
-
-    >>> y = Leaves([jnp.ones(2), jnp.zeros((1, 1))])
-    >>> flat(y - 0.5 * (y + y)).tolist()
-    [0.0, 0.0, 0.0]
-    """
-
-    __slots__ = ("parts",)
-    __array_ufunc__ = None  # a NumPy number on the left leaves the operation to this class
-
-    def __init__(self, parts: Iterable[Any]) -> None:
-        self.parts = list(parts)
-
-    def tree_flatten(self) -> tuple[list[Any], None]:
-        """Return the layers, for JAX."""
-        return self.parts, None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, parts: Iterable[Any]) -> Leaves:
-        """Build from layers, for JAX."""
-        return cls(parts)
-
-    def _with(self, other: Any, operation: Callable[[Any, Any], Any]) -> Leaves:
-        others = other.parts if isinstance(other, Leaves) else [other] * len(self.parts)
-        return Leaves(operation(a, b) for a, b in zip(self.parts, others, strict=True))
-
-    def __add__(self, other: Any) -> Leaves:
-        return self._with(other, operator.add)
-
-    def __radd__(self, other: Any) -> Leaves:
-        return self._with(other, lambda a, b: b + a)
-
-    def __sub__(self, other: Any) -> Leaves:
-        return self._with(other, operator.sub)
-
-    def __rsub__(self, other: Any) -> Leaves:
-        return self._with(other, lambda a, b: b - a)
-
-    def __mul__(self, other: Any) -> Leaves:
-        return self._with(other, operator.mul)
-
-    def __rmul__(self, other: Any) -> Leaves:
-        return self._with(other, lambda a, b: b * a)
-
-    def __truediv__(self, other: Any) -> Leaves:
-        return self._with(other, operator.truediv)
-
-    def __rtruediv__(self, other: Any) -> Leaves:
-        return self._with(other, lambda a, b: b / a)
-
-    def __neg__(self) -> Leaves:
-        return Leaves(-a for a in self.parts)
+jax.tree_util.register_pytree_node_class(Leaves)
 
 
 def flat(leaves: Leaves) -> Any:
@@ -153,8 +98,8 @@ def train(
     begun = buffers = held.own_buffers if spec.local_buffers else state.buffers
     if work.returns is not None:
         memory = renewed = _renew_memory(spec, federation, told.x, memory, work, buffers)
-    shift = shift_of(spec.algorithm, told, jax.tree.map(lambda a: a.astype(told.x.dtype), memory))
-    start = start_of(spec.algorithm, told.x, held.own)
+    shift = spec.algorithm.shift(told, jax.tree.map(lambda a: a.astype(told.x.dtype), memory))
+    start = spec.algorithm.start(told.x, held.own)
     y, total, buffers = _run_local_steps(
         spec, federation, start, told.x, shift, lr, work, most, buffers
     )

@@ -72,12 +72,12 @@ def _refuse(config: RunConfig, spec: Spec) -> None:
             f"stale='drop' looks at all clients in every round; with {kind} use keep, decay or "
             "refresh"
         )
-    if spec.algorithm.own is not None:
+    if spec.algorithm.has_own:
         raise InputError(
             f"{config.algorithm.name}'s clients keep models of their own, which {kind} does not; "
             "use 'array'"
         )
-    begun: Any = None if spec.algorithm.memory is None else spec.algorithm.memory(np.ones(1))
+    begun: Any = spec.algorithm.memory(np.ones(1))
     if begun is not None and any(np.any(value) for value in begun):
         raise InputError(
             f"what {config.algorithm.name}'s clients remember does not begin at 0, as {kind} takes "
@@ -180,7 +180,6 @@ class OutOfCoreClients(NamedTuple):
         """Return the state with the cohort's rows read from the store."""
         slots = self.drawer.slots
         if self.spec.keeps:
-            assert self.spec.algorithm.memory is not None
             rows = np.zeros((slots, row_width(self.spec)), state.x.dtype)
             rows[: len(who)] = self.store.read(who)
             fields = [rows[:, place] for place in field_slices(self.spec).values()]

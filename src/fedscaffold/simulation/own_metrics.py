@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.algorithms.round import personal_model
 from fedscaffold.checks import InputError
 from fedscaffold.metrics import ALWAYS, METRICS, Metric, Stop, metric
 from fedscaffold.problems.batches import bound
@@ -90,7 +89,7 @@ class OnHost(NamedTuple):
             if state.own_buffers is not None:
                 buffers = jax.tree.map(lambda a: a[i], rows)  # noqa: B023
             own = jax.tree.map(lambda a: np.asarray(a[i]), state.own)  # noqa: B023
-            model = personal_model(self.algorithm, x, own) if measure.personal else x
+            model = self.algorithm.personal(x, own) if measure.personal else x
             each[i] = evaluate_on_host(measure, self.layout.unflatten(model), data(i), buffers)
         return [float(summarise(np, one, each, self.weights)) for one in measure.summary]
 
@@ -172,7 +171,7 @@ def _refuse(config: RunConfig, one: Metric) -> None:
             f"{one.name} by client needs one data set for each of the {n} clients, got "
             f"{len(one.on)}"
         )
-    if one.model == "own" and config.algorithm.personal is None:
+    if one.model == "own" and not config.algorithm.has_personal:
         raise InputError(
             f"{config.algorithm.name} gives clients no models of their own to measure {one.name} "
             "on; take ditto"
@@ -414,7 +413,7 @@ def _evaluate_clients(
         if spec.local_buffers:
             used = jax.tree.map(lambda a: a[row], state.own_buffers)
         if measure.personal:
-            x = personal_model(spec.algorithm, x, jax.tree.map(lambda a: a[row], state.own))
+            x = spec.algorithm.personal(x, jax.tree.map(lambda a: a[row], state.own))
         own = records
         if place is not None:
             own = jax.tree.map(lambda a: a.at[first + place].get(mode="promise_in_bounds"), records)

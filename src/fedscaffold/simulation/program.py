@@ -320,7 +320,7 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
     algorithm, optimizer = config.algorithm, spec.server_optimizer
     means = {field for field, _ in algorithm.means}
     begun = algorithm.init(vector)
-    memory: Any = None if algorithm.memory is None else algorithm.memory(vector)
+    memory: Any = algorithm.memory(vector)
     server = type(begun)(
         *(
             np.asarray(value, np.float64 if field in means else dtype)
@@ -350,7 +350,7 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         optimizer=None if optimizer is None else jax.tree.map(np.asarray, optimizer.init(vector)),
         heard_at=np.zeros(rows, np.int32) if spec.ages else None,
         errors={name: table(np.zeros(problem.dim), dtype) for name in spec.errors} or None,
-        own=None if algorithm.own is None else table(algorithm.own(vector), dtype),
+        own=table(algorithm.own(vector), dtype),
         buffers=None if spec.local_buffers else buffers,
         own_buffers=table(buffers, None) if spec.local_buffers else None,
     )

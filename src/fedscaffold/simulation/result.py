@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.algorithms.round import personal_model
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.privacy.budget import Spent
@@ -280,7 +279,7 @@ def finish(
         memory = jax.tree.map(lambda a: a.astype(state.x.dtype, copy=False), decayed)
     age = None if state.heard_at is None else ages(state)
     algorithm = ready.spec.algorithm
-    models = None if algorithm.personal is None else personal_model(algorithm, state.x, state.own)
+    models = algorithm.personal(state.x, state.own) if algorithm.has_personal else None
     who = None
     if ready.several and ready.shards is not None:
         who = np.arange(clients)[ready.shards.own]

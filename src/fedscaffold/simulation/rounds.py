@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from fedscaffold.algorithms.round import absorb, shift_of
+from fedscaffold.algorithms.round import absorb
 from fedscaffold.privacy.messages import noise_sum
 from fedscaffold.simulation.evaluation import evaluate
 from fedscaffold.simulation.local import ClientState, Work, gradient_at_x, train
@@ -498,7 +498,7 @@ def _update_memory(
         lambda a: a.astype(jnp.float64), (old.memory, state.told, message, held.memory)
     )
     renewed = None if begun is None else jax.tree.map(jnp.subtract, begun, before)
-    exact = jax.vmap(lambda own, sent: remember(own, shift_of(spec.algorithm, told, own), sent))(  # type: ignore[misc]
+    exact = jax.vmap(lambda own, sent: remember(own, spec.algorithm.shift(told, own), sent))(
         before if begun is None else begun, message
     )
     new = jax.tree.map(lambda a: a.astype(dtype), exact)

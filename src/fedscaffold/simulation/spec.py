@@ -116,15 +116,14 @@ class Spec(NamedTuple):
     @property
     def keeps(self) -> bool:
         """Whether the algorithm has client memory."""
-        return self.algorithm.memory is not None
+        return self.algorithm.has_memory
 
     @property
     def widths(self) -> dict[str, int]:
         """Number of entries of each field of a client's memory: the model's, or one."""
-        if self.algorithm.memory is None:
-            return {}
         memory: Any = self.algorithm.memory(np.zeros(self.layout.size))
-        return {name: np.size(value) for name, value in memory._asdict().items()}
+        fields = {} if memory is None else memory._asdict()
+        return {name: np.size(value) for name, value in fields.items()}
 
     @property
     def travel_steps(self) -> int:
