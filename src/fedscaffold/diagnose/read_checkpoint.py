@@ -25,11 +25,11 @@ from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import sharded_checkpoint
 from fedscaffold.simulation.checkpoint import load_progress
 from fedscaffold.simulation.fingerprint import differences, facts
-from fedscaffold.simulation.local import ClientState, train
+from fedscaffold.simulation.local import train
 from fedscaffold.simulation.out_of_core import field_slices, open_clients, row_width
 from fedscaffold.simulation.program import PreparedRun, prepare
 from fedscaffold.simulation.rounds import loop_length, select_cohort
-from fedscaffold.simulation.spec import Draws, Federation, Spec, State
+from fedscaffold.simulation.spec import ClientState, Draws, Federation, Spec, State
 from fedscaffold.simulation.staleness import decay_memory
 from fedscaffold.state import FileStore, Snapshot, SparseStore, StateError, Store, latest
 from fedscaffold.state.commit import generations

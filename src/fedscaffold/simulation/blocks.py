@@ -20,21 +20,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from fedscaffold.simulation.evaluation import ON_RECORDS, SHARES, sum_records
-from fedscaffold.simulation.local import ClientState, Work
+from fedscaffold.simulation.evaluation import ON_RECORDS, SHARES, evaluate, sum_records
 from fedscaffold.simulation.rounds import (
     Sums,
     begin_round,
-    client_tables,
     end_round,
-    measure_round,
     read_clients,
     run_block,
     sum_gradients,
     trace_in_precision,
     write_rows,
 )
-from fedscaffold.simulation.spec import Array, Draws, Federation, Spec, State
+from fedscaffold.simulation.spec import (
+    Array,
+    ClientState,
+    Draws,
+    Federation,
+    Spec,
+    State,
+    Work,
+)
 from fedscaffold.simulation.threads import lane, threads
 
 __all__ = ["RoundsByBlocks", "compile_blocks", "compile_sweep"]
@@ -185,7 +190,7 @@ def compile_blocks(
     if set(spec.metrics) & ON_RECORDS:
         shares, totals = on_lanes(sum_records, federation, state, number)
         add_shares, _ = compiled(_add, totals, totals, donate=0)
-    measure, _ = compiled(measure_round, federation, state, drift, never, totals, donate=1)
+    measure, _ = compiled(evaluate, federation, state, drift, never, totals, donate=1)
     nothing = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), totals)
     return RoundsByBlocks(
         spec=spec,
@@ -282,7 +287,7 @@ def _block(
 ) -> tuple[Sums, ClientState]:
     state, own = _told(state, server), _cut(spec, work, block)
     # the rows of a block are no whole table, even if everyone takes part
-    _, old = read_clients(spec._replace(everyone=False), state, client_tables(state), own.client)
+    _, old = read_clients(spec._replace(everyone=False), state, state.clients, own.client)
     return run_block(spec, federation, state, draw, never, None, (own, old))
 
 
@@ -303,5 +308,5 @@ def _end(
     clients = jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
     if not spec.everyone:
         write = partial(write_rows, spec, draw.cohort)
-        clients = jax.tree.map(write, client_tables(state), clients)
+        clients = jax.tree.map(write, state.clients, clients)
     return end_round(spec, federation, state, _told(state, server), draw, clients, sums)

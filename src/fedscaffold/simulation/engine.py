@@ -23,7 +23,7 @@ from fedscaffold.simulation.distributed import allreduce_min
 from fedscaffold.simulation.out_of_core import OutOfCoreClients
 from fedscaffold.simulation.own_metrics import OnHost
 from fedscaffold.simulation.program import PreparedRun
-from fedscaffold.simulation.rounds import rounds as all_rounds
+from fedscaffold.simulation.rounds import rounds, trace_in_precision
 from fedscaffold.simulation.sampling import Drawer
 from fedscaffold.simulation.sharding import Shards, on_all_devices
 from fedscaffold.simulation.spec import Draws, State
@@ -186,7 +186,8 @@ def compile_rounds(
     if runs is not None:
         start = _repeated(start, runs)
     arguments = federation, start, draw(0, 0), *lengths
-    program = _compile(ready.spec, group, *_signature(arguments))
+    leaves, structure = jax.tree.flatten(arguments)
+    program = _compile(ready.spec, group, tuple(map(_shape, leaves)), structure)
     jax.block_until_ready(federation)
     return engine._replace(program=program)
 
@@ -234,32 +235,30 @@ def run_rounds(engine: Engine, now: Progress, rounds: int, listener: Listener) -
     return now
 
 
-def _signature(arguments: Any) -> tuple[Any, Any]:
-    """Return shapes, dtypes and shardings of the arguments: with the spec, the key of a program."""
-    leaves, structure = jax.tree.flatten(arguments)
-    places = (getattr(a, "sharding", None) for a in leaves)
-    spread = [place if isinstance(place, NamedSharding) else None for place in places]
-    shapes = (
-        jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=s)
-        for a, s in zip(leaves, spread, strict=True)
-    )
-    return tuple(shapes), structure
+def _shape(array: Any) -> jax.ShapeDtypeStruct:
+    """Return shape, dtype and sharding over several devices."""
+    place = getattr(array, "sharding", None)
+    spread = place if isinstance(place, NamedSharding) else None
+    return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=spread)
 
 
 @lru_cache(maxsize=64)
 def _compile(spec: Any, group: int | None, leaves: Any, structure: Any) -> Any:
-    """Compile the program for one spec and one signature; the state's buffers are donated."""
+    """Compile the program for a spec and shapes of its arguments, whose state is donated."""
     arguments = jax.tree.unflatten(structure, leaves)
     if spec.by_blocks:
         return (compile_blocks if group is None else compile_sweep)(spec, *arguments)
 
-    def swept(federation: Any, state: Any, draws: Any, *lengths: Any) -> Any:
-        def one(run: Any) -> Any:
-            return all_rounds(spec, federation, *run, *lengths)
+    def run(*given: Any) -> Any:
+        return trace_in_precision(arguments[1].server.x.dtype, partial(rounds, spec), given)
+
+    def sweep(federation: Any, state: Any, draws: Any, *lengths: Any) -> Any:
+        def one(of_run: Any) -> Any:
+            return run(federation, *of_run, *lengths)
 
         return jax.lax.map(one, (state, draws), batch_size=None if group == 1 else group)
 
-    function = partial(all_rounds, spec) if group is None else swept
+    function = run if group is None else sweep
     function = function if spec.mesh is None else on_all_devices(spec, function, arguments)
     with jax.enable_x64(True):
         return jax.jit(function, donate_argnums=1).lower(*arguments).compile()

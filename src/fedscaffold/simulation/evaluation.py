@@ -44,10 +44,20 @@ def evaluate(
     drift: Array,
     due: Array,
     totals: Totals | None = None,
-) -> tuple[Array, Array]:
-    """Return one row of metrics, NaN if the round is not due, and whether the run has ended.
+) -> tuple[State, Array]:
+    """Measure a round.
 
-    `totals` are those of `sum_records`, if they are known.
+    Args:
+        spec: Static description of the program.
+        federation: The clients' data.
+        state: The state after the round.
+        drift: Drift of its cohort.
+        due: Whether the metrics are evaluated in this round.
+        totals: Those of `sum_records`, if they are known.
+
+    Returns:
+        The state, which says whether the run has ended, and the round's row of metrics, NaN if it
+        is not due.
     """
     names = spec.metrics
     unknown = jnp.full(len(names), jnp.nan, state.x.dtype)
@@ -72,9 +82,10 @@ def evaluate(
     # the end of a private run is seen by all, and must not tell of a metric that nothing noised
     if spec.privacy is None and spec.message_privacy is None:
         broken = broken | (due & ~jnp.isfinite(ours).all())
-    if spec.stop is None:
-        return row, broken
-    return row, broken | spec.stop.met(row[names.index(spec.stop.metric)], federation.target)
+    done = state.done | broken
+    if spec.stop is not None:
+        done = done | spec.stop.met(row[names.index(spec.stop.metric)], federation.target)
+    return state._replace(done=done), row
 
 
 def sum_records(

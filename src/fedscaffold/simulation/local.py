@@ -10,7 +10,7 @@ set of rows; batches of different sizes are padded with rows of weight 0.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ from fedscaffold.privacy.noise import gaussian_noise
 from fedscaffold.problems.batches import gradient as slope_on_batch
 from fedscaffold.problems.batches import record_gradients
 from fedscaffold.simulation.normals import normals
-from fedscaffold.simulation.spec import Array, Federation, Spec, State
+from fedscaffold.simulation.spec import Array, ClientState, Federation, Spec, State, Work
 
-__all__ = ["ClientState", "Work", "flat", "gradient", "gradient_at_x", "train"]
+__all__ = ["flat", "gradient", "gradient_at_x", "train"]
 
 Batch = tuple[Any, Array, tuple[int, ...]]
 """Records; their weights, or None without padding; the possible sizes, if each needs a branch of
@@ -41,32 +41,6 @@ jax.tree_util.register_pytree_node_class(Leaves)
 def flat(leaves: Leaves) -> Any:
     """Concatenate the layers into a flat vector."""
     return jnp.concatenate([leaf.ravel() for leaf in leaves.parts])
-
-
-class Work(NamedTuple):
-    """The work of one client in a round."""
-
-    client: Array
-    p: Array
-    """Its weight; float64 for algorithms with client memory, and so are all sums over clients."""
-    steps: Array
-    key: Array
-    """Random key of its gradient noise, its compressor, and its loss if that takes one."""
-    rows: Array
-    row_weights: Array
-    returns: Array = None
-    """Whether the `refresh` policy renews its memory."""
-
-
-class ClientState(NamedTuple):
-    """The fields of a `State` that a client keeps between rounds; unused fields are None."""
-
-    memory: Any
-    own: Any
-    errors: Any
-    """Error feedback of compression, by field of the message."""
-    own_buffers: Any = None
-    """The state that the loss updates, where each client keeps its own."""
 
 
 def train(
@@ -159,7 +133,11 @@ def _run_local_steps(
 
     def step(k: Array, carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
         y, total, memory, buffers = carry
-        batch = whole or _drawn_batch(spec, federation, work, k)
+        batch = whole or (
+            _rows(federation, work.rows[k]),
+            None if work.row_weights is None else work.row_weights[k],
+            spec.batch_sizes,
+        )
         new = buffers
 
         def slope(z: Leaves) -> Leaves:
@@ -317,12 +295,6 @@ def _optimizer_step(spec: Spec, y: Any, d: Any, memory: Any) -> tuple[Any, Any]:
         return type(y)(*(one for one, _ in new)), type(y)(*(state for _, state in new))
     updates, memory = spec.optimizer.update(d, memory, y)
     return jax.tree.map(jnp.add, y, updates), memory
-
-
-def _drawn_batch(spec: Spec, federation: Federation, work: Work, k: Array) -> Batch:
-    """Return the batch of local step k."""
-    weights = None if work.row_weights is None else work.row_weights[k]
-    return _rows(federation, work.rows[k]), weights, spec.batch_sizes
 
 
 def _full_batch(spec: Spec, federation: Federation, client: Array) -> Batch:

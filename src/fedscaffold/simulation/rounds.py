@@ -27,18 +27,24 @@ from jax.extend.core import jaxpr_as_fun
 from fedscaffold.algorithms.round import absorb
 from fedscaffold.privacy.messages import noise_sum
 from fedscaffold.simulation.evaluation import evaluate
-from fedscaffold.simulation.local import ClientState, Work, gradient_at_x, train
+from fedscaffold.simulation.local import gradient_at_x, train
 from fedscaffold.simulation.sharding import sum_over_devices
-from fedscaffold.simulation.spec import Array, Draws, Federation, Spec, State
+from fedscaffold.simulation.spec import (
+    Array,
+    ClientState,
+    Draws,
+    Federation,
+    Spec,
+    State,
+    Work,
+)
 from fedscaffold.simulation.staleness import apply_policy, decay_memory, needs_refresh
 
 __all__ = [
     "Sums",
     "begin_round",
-    "client_tables",
     "end_round",
     "loop_length",
-    "measure_round",
     "read_clients",
     "rounds",
     "run_block",
@@ -98,9 +104,20 @@ def rounds(
     Returns:
         The new state, and one row of metrics per round.
     """
-    given = (federation, state, draws, number, every, start)
-    outcome: tuple[State, Array] = trace_in_precision(state.x.dtype, partial(_loop, spec), given)
-    return outcome
+
+    def more(carry: tuple[Array, State, Array]) -> Array:
+        r, state, _ = carry
+        return r < number if spec.runs_on else (r < number) & ~state.done
+
+    def one(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
+        r, state, table = carry
+        draw, due = jax.tree.map(lambda a: a[r], draws), (start + r + 1) % every == 0
+        state, row = _round(spec, federation, state, draw, due, number < 0)
+        return r + 1, state, table.at[r].set(row)
+
+    table = jnp.full((draws.cohort.shape[0], len(spec.metrics)), jnp.nan, state.x.dtype)
+    _, state, table = jax.lax.while_loop(more, one, (jnp.int32(0), state, table))
+    return state, table
 
 
 def trace_in_precision(dtype: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
@@ -112,30 +129,6 @@ def trace_in_precision(dtype: Any, function: Callable[..., Any], given: tuple[An
         traced, shape = jax.make_jaxpr(function, return_shape=True)(*given)
     results = jaxpr_as_fun(traced)(*jax.tree.leaves(given))
     return jax.tree.unflatten(jax.tree.structure(shape), results)
-
-
-def _loop(
-    spec: Spec,
-    federation: Federation,
-    state: State,
-    draws: Draws,
-    number: Array,
-    every: Array,
-    start: Array,
-) -> tuple[State, Array]:
-    def more(carry: tuple[Array, State, Array]) -> Array:
-        r, state, _ = carry
-        return r < number if _runs_to_the_end(spec) else (r < number) & ~state.done
-
-    def one(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
-        r, state, table = carry
-        draw, due = jax.tree.map(lambda a: a[r], draws), (start + r + 1) % every == 0
-        state, row = _round(spec, federation, state, draw, due, number < 0)
-        return r + 1, state, table.at[r].set(row)
-
-    table = jnp.full((draws.cohort.shape[0], len(spec.metrics)), jnp.nan, state.x.dtype)
-    _, state, table = jax.lax.while_loop(more, one, (jnp.int32(0), state, table))
-    return state, table
 
 
 def _round(
@@ -150,9 +143,9 @@ def _round(
         told = state._replace(server=spec.algorithm.prepare(state.server, mean))
     clients, sums = _run_cohort(spec, federation, told, draw, work, never)
     new, drift = end_round(spec, federation, state, told, draw, clients, sums)
-    if _runs_to_the_end(spec):
+    if spec.runs_on:
         new = _unless_done(before, new)
-    return measure_round(spec, federation, new, drift, due)
+    return evaluate(spec, federation, new, drift, due)
 
 
 def begin_round(
@@ -193,14 +186,6 @@ def end_round(
     return new, drift.astype(new.x.dtype)
 
 
-def measure_round(
-    spec: Spec, federation: Federation, state: State, drift: Array, due: Array, totals: Any = None
-) -> tuple[State, Array]:
-    """Return the state, which says whether the run has ended, and the round's row of metrics."""
-    row, done = evaluate(spec, federation, state, drift, due, totals)
-    return state._replace(done=state.done | done), row
-
-
 def _noised(spec: Spec, federation: Federation, state: State, draw: Draws, sums: Sums) -> Sums:
     """Return the sums of a run that protects clients, with noise of this round."""
     assert spec.message_privacy is not None
@@ -210,14 +195,6 @@ def _noised(spec: Spec, federation: Federation, state: State, draw: Draws, sums:
         share = jnp.max(weights)  # all are equal, but for padding
         message = noise_sum(spec.message_privacy, sums.message, share, spec.sent, key)
     return sums._replace(message=message)
-
-
-def _runs_to_the_end(spec: Spec) -> bool:
-    """Return whether vectorised runs go on together after one has diverged.
-
-    The loop then needs no select.
-    """
-    return spec.side_by_side and spec.stop is None
 
 
 def _unless_done(last: State, new: State) -> State:
@@ -351,11 +328,6 @@ def sum_gradients(spec: Spec, federation: Federation, state: State, work: Work) 
     return _weighted_sum(work.p, _map_clients(spec, one, work))
 
 
-def client_tables(state: State) -> ClientState:
-    """Return the client tables of a state."""
-    return ClientState(*(getattr(state, name) for name in ClientState._fields))
-
-
 def _run_cohort(
     spec: Spec, federation: Federation, state: State, draw: Draws, work: Work, never: Array
 ) -> tuple[ClientState, Sums]:
@@ -366,28 +338,26 @@ def _run_cohort(
     replaced instead.
     """
     run = partial(run_block, spec, federation, state, draw, never)
-    tables, begin = client_tables(state), _zero_sums(spec, state)
+    tables, begin = state.clients, _zero_sums(spec, state)
     if spec.everyone and spec.mesh is None:
         stored, old = read_clients(spec, state, tables, work.client)
         sums, new = jax.lax.scan(run, begin, _split_into_blocks(spec, (work, old)))
         rows = jax.tree.map(lambda a: a.reshape(len(work.p), *a.shape[2:]), new)
-        return _unless_ended(spec, state, stored, rows), sums
+        return _unless_ended(state, stored, rows) if spec.runs_on else rows, sums
 
     def turn(carry: tuple[ClientState, Sums], part: tuple[Work, Array]) -> Any:
         (tables, sums), (work, slots) = carry, part
         stored, old = read_clients(spec, state, tables, work.client)
         sums, rows = run(sums, (work, old))
-        rows = _unless_ended(spec, state, stored, rows)
+        rows = _unless_ended(state, stored, rows) if spec.runs_on else rows
         return jax.tree.map(partial(write_rows, spec, slots), tables, rows), sums
 
     tables, sums = _fold_blocks(spec, federation, draw, turn, (tables, begin), (work, draw.cohort))
     return tables, sums if spec.mesh is None else sum_over_devices(spec, sums)
 
 
-def _unless_ended(spec: Spec, state: State, stored: ClientState, new: ClientState) -> ClientState:
+def _unless_ended(state: State, stored: ClientState, new: ClientState) -> ClientState:
     """Return the new rows of clients, or the stored ones of a run that ended before others."""
-    if not _runs_to_the_end(spec):
-        return new
     kept: ClientState = jax.tree.map(lambda a, b: jnp.where(state.done, a, b), stored, new)
     return kept
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -72,21 +73,16 @@ class Simulator:
 
     def __init__(self, algorithm: Algorithm, problem: Problem, **arguments: Any) -> None:
         refuse_arguments("Simulator", arguments)
-        self._prepare(RunConfig(algorithm, problem, **arguments))
+        self.config = RunConfig(algorithm, problem, **arguments)
+        if self.config.client_state != "array":
+            self.config = resolve_client_state(self.config)
+        with jax.enable_x64(self.config.precision == "float64"):
+            self.ready = prepare(self.config)
 
     @classmethod
     def of(cls, config: RunConfig) -> Simulator:
         """Return the simulator of a `RunConfig`."""
-        made = cls.__new__(cls)
-        made._prepare(config)
-        return made
-
-    def _prepare(self, config: RunConfig) -> None:
-        self.config = config
-        if config.client_state != "array":
-            self.config = resolve_client_state(config)
-        with jax.enable_x64(self.config.precision == "float64"):
-            self.ready = prepare(self.config)
+        return cls(**{one.name: getattr(config, one.name) for one in fields(config)})
 
     def init(self) -> State:
         """Return the state before the first round."""

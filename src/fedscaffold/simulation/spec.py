@@ -19,7 +19,7 @@ from fedscaffold.simulation.stale import KEEP, Policy
 if TYPE_CHECKING:
     from fedscaffold.simulation.compression import Compressor
 
-__all__ = ["Draws", "Federation", "Measure", "Spec", "State"]
+__all__ = ["ClientState", "Draws", "Federation", "Measure", "Spec", "State", "Work"]
 
 Array: TypeAlias = (
     Any  # jax.Array inside the program, numpy.ndarray outside; None for unused fields
@@ -109,6 +109,13 @@ class Spec(NamedTuple):
         return bool(self.batch_sizes or self.client_sizes)
 
     @property
+    def runs_on(self) -> bool:
+        """Whether vectorised runs go on together after one has diverged, so that the loop needs no
+        select.
+        """
+        return self.side_by_side and self.stop is None
+
+    @property
     def constant_step(self) -> bool:
         """Whether (x - y) / (K lr) is the mean direction."""
         return self.optimizer is None and self.clip_norm is None and not self.scheduled
@@ -183,6 +190,17 @@ class Federation(NamedTuple):
     """Value of the stop metric that ends the run, if any."""
 
 
+class ClientState(NamedTuple):
+    """The fields of a `State` that a client keeps between rounds; unused fields are None."""
+
+    memory: Any
+    own: Any
+    errors: Any
+    """Error feedback of compression, by field of the message."""
+    own_buffers: Any = None
+    """The state that the loss updates, where each client keeps its own."""
+
+
 class State(NamedTuple):
     """State of a federation between rounds."""
 
@@ -218,6 +236,11 @@ class State(NamedTuple):
         return self.server.x
 
     @property
+    def clients(self) -> ClientState:
+        """What clients keep between rounds, one row per client."""
+        return ClientState(*(getattr(self, name) for name in ClientState._fields))
+
+    @property
     def told(self) -> Any:
         """The server's record as broadcast to clients, in the run's precision."""
         dtype = self.x.dtype
@@ -239,3 +262,18 @@ class Draws(NamedTuple):
     """(R,) step sizes, or (R, K) if they vary over local steps."""
     key: Array
     """(R, 2) random key of the run, the same in all rounds."""
+
+
+class Work(NamedTuple):
+    """The work of one client in a round."""
+
+    client: Array
+    p: Array
+    """Its weight; float64 for algorithms with client memory, and so are all sums over clients."""
+    steps: Array
+    key: Array
+    """Random key of its gradient noise, its compressor, and its loss if that takes one."""
+    rows: Array
+    row_weights: Array
+    returns: Array = None
+    """Whether the `refresh` policy renews its memory."""
