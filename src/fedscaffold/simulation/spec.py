@@ -110,9 +110,7 @@ class Spec(NamedTuple):
 
     @property
     def runs_on(self) -> bool:
-        """Whether vectorised runs go on together after one has diverged, so that the loop needs no
-        select.
-        """
+        """Whether vectorised runs go on together after one has ended: the loop needs no select."""
         return self.side_by_side and self.stop is None
 
     @property
