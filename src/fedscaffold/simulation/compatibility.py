@@ -19,7 +19,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
     """Raise an InputError if arguments of the config are incompatible."""
     algorithm, problem = config.algorithm, config.problem
     name = algorithm.name
-    known = exchange(algorithm)
+    reads = exchange(algorithm).reads  # refuses functions that cannot be run
     absent = size < problem.num_clients or config.availability is not None
     absent |= config.cohorts is not None and any(
         len(cohort) < problem.num_clients for cohort in config.cohorts
@@ -41,7 +41,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
             raise InputError(f"{name} needs {condition!r}, which no engine knows; known: {known}")
         if unmet[condition]:
             raise InputError(f"{name} {reason}")
-    if config.local_optimizer is not None and "travel" in known.reads:
+    if config.local_optimizer is not None and "travel" in reads:
         raise InputError(
             f"{name} reads the sum of step sizes, which an optimizer does not have; give lr "
             "instead of local_optimizer"
