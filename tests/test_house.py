@@ -130,6 +130,7 @@ def test_algorithms_import_no_array_library():
             "collections",
             "functools",
             "inspect",
+            "operator",
             "typing",
             "fedscaffold",
         }, path
