@@ -61,6 +61,7 @@ ARROWS = {
         "diagnose",
         "theory",
         "simulation",
+        "privacy",
         "problems",
         "data",
         "algorithms",

@@ -17,6 +17,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.cli.interrupts import exit_code_of, exit_with_line, raise_on_signal
 from fedscaffold.cli.verbs import Json, app, print_answer
 from fedscaffold.parsing import plain, record
+from fedscaffold.privacy.accounting import round_up
 
 if TYPE_CHECKING:
     from fedscaffold.deploy.server import Outcome
@@ -235,9 +236,12 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
             else f"heard {time.time() - facts['last_seen']:.0f} s ago"
         )
         waits = ", the round waits for it" if site in now["waiting_for"] else ""
+        spent = ""
+        if facts.get("epsilon") is not None:
+            spent = f", epsilon {round_up(facts['epsilon'])} at delta {facts['delta']:g}"
         lines.append(
             f"  {site}: {facts['records']} records, counted in round {facts['counted_in_round']}, "
-            f"{seen}{waits}"
+            f"{seen}{waits}{spent}"
         )
     missed = now.get("missed", {})
     lines += [f"  {site}: absent" for site in now["absent"] if site not in missed]
@@ -360,6 +364,7 @@ def _simulator(folder: Path, out: Path, rounds: int | None, as_json: bool) -> in
             seed=settings.seed,
             precision=settings.precision,
             buffers=local.buffers,
+            privacy=settings.privacy,
         )
         values = zip(*(column.tolist() for column in done.history.values()), strict=True)
         rows = [plain(dict(zip(done.history, row, strict=True))) for row in values]
@@ -420,6 +425,10 @@ def _print_summary(answer: dict[str, Any], out: Path, allow_missing: bool, as_js
     lines = [f"{answer['rounds']} rounds, {words}, {answer['seconds']:.1f} s"]
     lines += [f"  {name} = {value:.6g}" for name, value in answer["metrics"].items()]
     lines += [f"  {_unmeasured_line(name, sites)}" for name, sites in answer["unmeasured"].items()]
+    lines += [
+        f"  {site} has spent epsilon {round_up(value)}, by its own word"
+        for site, value in answer["epsilon"].items()
+    ]
     never = [site for site, one in answer["missed"].items() if one["never_counted"]]
     said = [*lines, *_missed_lines(answer["missed"], out), f"model: {answer['model']}"]
     print_answer({**answer, "folder": str(out), "never_counted": never}, said, as_json)

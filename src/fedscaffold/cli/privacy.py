@@ -27,15 +27,33 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="Override a key: a
 
 @privacy_app.command(epilog="Example: fedscaffold privacy statement runs/latest --html page.html")
 def statement(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|SITE", help="The folder of a run, of a deployment or of a site."
+        ),
+    ],
     html: Annotated[Path | None, typer.Option(help="Write the page to this file too.")] = None,
     as_json: Json = False,
 ) -> None:
-    """State a run's privacy: of whom, against whom, by what means, and what it leaves out."""
-    from fedscaffold.runs.privacy_statement import statement as state
-    from fedscaffold.runs.privacy_statement import to_html, to_text
-    from fedscaffold.runs.run_folder import read
+    """State a run's privacy: of whom, against whom, by what means, and what it leaves out.
+
+    At a site of a deployment: of all that has left it, by its own ledger.
+    """
+    from fedscaffold.runs.privacy_statement import SIMULATED, to_html, to_text
     from fedscaffold.state.files import write_whole
+
+    facts, title, note = _state_deployed(folder) or (*_state_run(folder), SIMULATED)
+    if html is not None:
+        write_whole(html, to_html(facts, title, note))
+    lines = [to_text(facts, title, note).rstrip()]
+    print_answer({"statement": facts, "title": title, "note": note}, lines, as_json)
+
+
+def _state_run(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the statement of a simulated run, and its title."""
+    from fedscaffold.runs.privacy_statement import statement as state
+    from fedscaffold.runs.run_folder import read
 
     study = read(folder)
     if len(study.runs) != 1:
@@ -43,10 +61,32 @@ def statement(
     facts = state(study.runs[0])
     if (folder / AUDIT).exists():
         facts["Audit"] = (folder / AUDIT).read_text(encoding="utf-8").strip()
-    title = f"{study.runs[0].algorithm} on {study.problem}"
-    if html is not None:
-        write_whole(html, to_html(facts, title))
-    print_answer({"statement": facts, "title": title}, [to_text(facts, title).rstrip()], as_json)
+    return facts, f"{study.runs[0].algorithm} on {study.problem}"
+
+
+def _state_deployed(folder: Path) -> tuple[dict[str, Any], str, str] | None:
+    """Return the statement of a deployed run or site, its title and note; None for others."""
+    from fedscaffold.deploy.site_statement import (
+        DEPLOYED,
+        REHEARSED,
+        find_private_sites,
+        state_federation,
+        state_site,
+    )
+    from fedscaffold.parsing import record
+
+    above = (folder.resolve(), *folder.resolve().parents[:4])
+    note = REHEARSED if any((up / "deployment.json").is_file() for up in above) else DEPLOYED
+    for home in (folder, folder / "server"):
+        if (home / "status.json").is_file():
+            status = record(home / "status.json", round=int, sites=dict)
+            return state_federation(status), "a deployed run", note
+    sites = find_private_sites(folder)
+    if len(sites) > 1:
+        raise InputError(f"{folder} holds {len(sites)} sites: give one of them, such as {sites[0]}")
+    if not sites:
+        return None
+    return state_site(sites[0]), f"the site {sites[0].resolve().name}", note
 
 
 @privacy_app.command(epilog="Example: fedscaffold privacy plan config.toml --epsilon 1 --epsilon 8")

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -285,7 +286,7 @@ def _write_status(
 ) -> None:
     """Write status.json, which `deploy status` displays; replaced atomically."""
     now, wall = server.clock(), time.time()
-    p = shares(server.roster)
+    p, privacy = shares(server.roster), server.settings.privacy
     sites = {
         site: {
             "records": member.records,
@@ -314,5 +315,6 @@ def _write_status(
         "missed": server.missed,
         "unmeasured": unmeasured or {},
         "warnings": server.warnings,
+        "privacy": None if privacy is None else asdict(privacy),
     }
     write_private(server.folder / "status.json", json.dumps(status))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedscaffold.privacy.accounting import round_up
 from fedscaffold.runs.round_log import (
     RECENT,
     Tail,
@@ -31,7 +32,8 @@ from fedscaffold.runs.view_model import Progress, Source
 __all__ = ["Deployed", "find_server_folder"]
 
 AUDIT, METRICS, STATUS = "audit.jsonl", "metrics.jsonl", "status.json"
-NOT_COLUMNS = {"heard", "round", "unmeasured"}  # keys of a metrics line that are not metrics
+# keys of a metrics line that are not metrics
+NOT_COLUMNS = {"epsilon_by_site", "heard", "round", "unmeasured"}
 MOST_REFUSALS = 5  # kinds of refusals to list
 
 
@@ -188,6 +190,15 @@ class Deployed:
         said += [
             f"{name} is without {', '.join(sites)}: no finite number there."
             for name, sites in unmeasured.items()
+        ]
+        spent = {
+            site: one["epsilon"]
+            for site, one in status.get("sites", {}).items()
+            if isinstance(one, dict) and is_number(one.get("epsilon"))
+        }
+        said += [
+            f"{site} has spent epsilon {round_up(value)}, by its own word."
+            for site, value in sorted(spent.items())
         ]
         said += [f"Try {self.tries} of this round."] if running and self.tries > 1 else []
         known = {f"{site}: {one['cause']}" for site, one in missed.items()}

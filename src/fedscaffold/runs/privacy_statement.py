@@ -10,7 +10,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.privacy.accounting import round_up
 from fedscaffold.runs.run_folder import RunRecord
 
-__all__ = ["statement", "to_html", "to_text"]
+__all__ = ["SIMULATED", "statement", "to_html", "to_text"]
 
 NOT_COVERED = (
     "metrics computed on the clients' records (loss, accuracy, own metrics): nothing is added to "
@@ -106,9 +106,9 @@ def _of_records(held: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def to_text(facts: Mapping[str, Any], title: str) -> str:
-    """Return a statement as plain text."""
-    lines = [f"PRIVACY STATEMENT: {title}", "", SIMULATED, ""]
+def to_text(facts: Mapping[str, Any], title: str, note: str = SIMULATED) -> str:
+    """Return a statement as plain text, with a note at its head."""
+    lines = [f"PRIVACY STATEMENT: {title}", "", note, ""]
     for heading, fact in facts.items():
         if isinstance(fact, str):
             lines.append(f"{heading}: {fact}")
@@ -117,8 +117,8 @@ def to_text(facts: Mapping[str, Any], title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_html(facts: Mapping[str, Any], title: str) -> str:
-    """Return a statement as a page that needs nothing else."""
+def to_html(facts: Mapping[str, Any], title: str, note: str = SIMULATED) -> str:
+    """Return a statement as a page that needs nothing else, with a note at its head."""
 
     def cell(fact: Any) -> str:
         if isinstance(fact, str):
@@ -139,6 +139,6 @@ def to_html(facts: Mapping[str, Any], title: str) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Privacy statement: '
         f"{escape(title)}</title><style>{style}</style><h1>Privacy statement</h1>"
-        f'<p>{escape(title)}</p><p class="note">{escape(SIMULATED)}</p>'
+        f'<p>{escape(title)}</p><p class="note">{escape(note)}</p>'
         f"<table>{rows}</table></html>\n"
     )
