@@ -32,8 +32,11 @@ from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
 from fedscaffold.deploy.app_files import TOML, copy_app
 from fedscaffold.deploy.apps import open_app
+from fedscaffold.deploy.client import Site
+from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.local_cluster import SWITCHES
-from fedscaffold.deploy.settings import load
+from fedscaffold.deploy.settings import Settings, load
+from fedscaffold.deploy.site_privacy import RULES, open_private, place_of, rules_of, write_rules
 from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
 
@@ -99,7 +102,8 @@ def make_kit(path: Path, out: Path) -> list[Path]:
         )
     days = checks.whole("days", table.get("days", 365), at_most=36_500)
     app = path.parent / str(table.get("app", "app"))
-    sites = load(app / TOML).deploy.sites
+    settings = load(app / TOML)
+    sites = settings.deploy.sites
     data = table.get("data", {})
     if not isinstance(data, dict):
         raise InputError(f"{path}: data must be a table, written [data], got {checks.shown(data)}")
@@ -117,6 +121,8 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     copy_app(app, hub / "app")
     for site in sites:
         _site_folder(out / site, site, app, server, port, authority, hub, str(data.get(site, "")))
+        if (asked := rules_of(settings, site)) is not None:
+            write_rules(place_of(out / site / "state", site) / RULES, asked[0])
     _server_folder(hub, port, sites)
     return [authority, hub, *(out / site for site in sites)]
 
@@ -138,8 +144,10 @@ def check(folder: Path) -> list[Finding]:
         findings.append(
             Finding("settings", True, f"{settings.algorithm['name']}, digest {settings.digest}")
         )
-        records = learner.site(facts["site"]).records
-        findings.append(Finding("data", True, f"{records} records at {facts['site']}"))
+        site = learner.site(facts["site"])
+        findings.append(Finding("data", True, f"{site.records} records at {facts['site']}"))
+        if settings.privacy is not None:
+            findings.append(_privacy(settings, site, facts["site"], folder / "state"))
     except Exception as error:  # any error of the app is a finding
         findings.append(Finding("data", False, f"the app cannot read the data here: {error}"))
     secret = stat.S_IMODE((folder / "site.key").stat().st_mode)
@@ -149,6 +157,20 @@ def check(folder: Path) -> list[Finding]:
         )
     )
     return findings
+
+
+def _privacy(settings: Settings, site: Site, name: str, folder: Path) -> Finding:
+    """Check that a site can train privately, by its own rules."""
+    try:
+        private = open_private(settings, name, folder)
+    except Refused as refusal:
+        return Finding("privacy", False, str(refusal))
+    assert private is not None
+    if (why := site.not_private()) is not None:
+        return Finding("privacy", False, f"{name} cannot train privately: {why}")
+    most = private.rules.stop_at_epsilon
+    budget = "no budget" if most is None else f"a budget of epsilon {most:g}"
+    return Finding("privacy", True, f"noise {private.rules.noise:g}, {budget}, by {RULES}")
 
 
 def _versions() -> Finding:

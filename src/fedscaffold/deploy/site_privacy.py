@@ -41,7 +41,19 @@ from fedscaffold.privacy.site_steps import PrivateSteps
 from fedscaffold.state import commit, latest, locked
 from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["LEDGER", "RULES", "Begun", "PrivateSite", "Rules", "open_private", "place_of"]
+__all__ = [
+    "LEDGER",
+    "RULES",
+    "Begun",
+    "PrivateSite",
+    "Rules",
+    "digest_inputs",
+    "open_private",
+    "place_of",
+    "read_rules",
+    "rules_of",
+    "write_rules",
+]
 
 FORMAT = 1
 RULES, LEDGER, SECRET = "privacy.toml", "privacy.ledger", "secret"

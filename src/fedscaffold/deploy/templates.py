@@ -34,6 +34,16 @@ sites = ["cleveland", "hungarian", "switzerland", "va"]
 state = "server"           # who keeps the control variates: the server, or each "client" in a file
 deadline = 120.0           # seconds a round may take
 quorum = 0.5               # share of the cohort without which a round does not count
+
+# Differential privacy of single patients (docs/privacy.md, "At sites"): with it take local.steps
+# instead of epochs, and write down public numbers of records.
+# [privacy]
+# clip = 1.0
+# noise = 1.1
+# delta = 1e-5
+# stop_at_epsilon = 8.0
+# [deploy.records]
+# cleveland = 200
 """
 
 HEAD = '''\
