@@ -42,6 +42,36 @@ def test_other_settings_than_the_site_has_agreed_to_are_refused_by_name(tmp_path
     assert len(case.ledger_of(tmp_path, "ant").charges) == 1
 
 
+def test_another_app_is_refused_before_it_is_imported(tmp_path):
+    """By the site's own rules; one that agrees to any app leaves the line out."""
+    from fedscaffold.deploy.apps import open_app
+    from fedscaffold.deploy.gate import Refused
+    from fedscaffold.deploy.site_privacy import open_private
+
+    app = tmp_path / "app"
+    app.mkdir()
+    source = (
+        "precision = 'float64'\n[local]\nsteps = 1\n[deploy]\nsites = ['ant']\n"
+        "[deploy.records]\nant = 9\n[privacy]\nclip = 1.0\nnoise = 1.0\ndelta = 1e-3\n"
+    )
+    (app / "federation.toml").write_text(source)
+    good = "import private_case as case\n\ndef learner(settings):\n    return case.learner()\n"
+    (app / "app.py").write_text(good)
+
+    def check(settings):
+        return open_private(settings, "ant", tmp_path / "sites")
+
+    open_app(app, check)
+    (app / "app.py").write_text(f"import os; os.mkdir({str(tmp_path / 'stolen')!r})\n{good}")
+    with pytest.raises(Refused, match=r"app = \w+ is asked of ant, which has agreed to"):
+        open_app(app, check)
+    assert not (tmp_path / "stolen").exists()
+    rules = case.place(tmp_path, "ant") / "privacy.toml"
+    kept = [line for line in rules.read_text().splitlines() if not line.startswith("app")]
+    rules.write_text("\n".join(kept))
+    open_app(app, check)
+
+
 def test_settings_without_privacy_are_refused(tmp_path):
     config = case.settings()
     _, requests = case.requests_of(config, tmp_path)

@@ -6,6 +6,7 @@ Modules and other files beside `app.py` belong to the app (`app_files`, `app_imp
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from fedscaffold.checks import InputError
@@ -14,11 +15,29 @@ from fedscaffold.deploy.app_imports import import_app
 from fedscaffold.deploy.client import Learner
 from fedscaffold.deploy.settings import Settings, load
 
-__all__ = ["APP", "TOML", "open_app"]
+__all__ = ["APP", "TOML", "open_app", "read_settings"]
 
 
-def open_app(folder: Path) -> tuple[Settings, Learner]:
+def read_settings(folder: Path) -> Settings:
+    """Read the settings of an app's folder, with the digests of its files, and run nothing of it.
+
+    Raises:
+        FileNotFoundError: If there is no `app.py` or no `federation.toml`.
+    """
+    settings, path = load(Path(folder) / TOML), Path(folder) / APP
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} not found; `fedscaffold deploy new DIR` writes one")
+    return settings._replace(app=fingerprints(app_files(path.parent, settings.deploy.exclude)))
+
+
+def open_app(
+    folder: Path, check: Callable[[Settings], object] = lambda settings: None
+) -> tuple[Settings, Learner]:
     """Read the settings of an app's folder, import its `app.py`, and make its learner.
+
+    Args:
+        folder: The folder.
+        check: Called with the settings before anything of the app is run; it may raise.
 
     Returns:
         The settings, with the digests of the app's files, and the learner.
@@ -27,10 +46,8 @@ def open_app(folder: Path) -> tuple[Settings, Learner]:
         FileNotFoundError: If there is no `app.py` or no `federation.toml`.
         InputError: If the app cannot be imported, or returns no learner of the settings' precision.
     """
-    settings, path = load(Path(folder) / TOML), Path(folder) / APP
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} not found; `fedscaffold deploy new DIR` writes one")
-    settings = settings._replace(app=fingerprints(app_files(path.parent, settings.deploy.exclude)))
+    settings, path = read_settings(folder), Path(folder) / APP
+    check(settings)
     try:
         module = import_app(path)
     except Exception as error:

@@ -26,9 +26,11 @@ from fedscaffold.deploy.app_files import BUNDLE, unpack_app
 from fedscaffold.deploy.apps import open_app
 from fedscaffold.deploy.client import answer, decline
 from fedscaffold.deploy.errors import Failed, guarded
+from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.schema import Blob, Packet
 from fedscaffold.deploy.server import Server
 from fedscaffold.deploy.server_loop import Stopped, drive
+from fedscaffold.deploy.site_privacy import open_private
 from fedscaffold.state.files import make_folder, owned, write_private
 
 __all__ = ["FlowerTransport", "client_app", "from_record", "server_app", "to_record"]
@@ -255,11 +257,13 @@ def answer_message(message: Message, context: Context) -> Message:
     folder = Path(str(context.node_config["folder"]))
     request = from_record(message.content)
     try:
-        with guarded("loading the app", folder, site):
+        with guarded("loading the app", folder, site, (Refused,)):
             beside = context.node_config.get("files")
-            settings, learner = open_app(_app_folder(folder, beside))
+            settings, learner = open_app(
+                _app_folder(folder, beside), lambda settings: open_private(settings, site, folder)
+            )
         with guarded("answering", folder, site):
             record = to_record(answer(request, learner, settings, site, folder))
-    except Failed as failed:
+    except (Failed, Refused) as failed:
         record = to_record(decline(request, site, str(failed)))
     return Message(record, reply_to=message)

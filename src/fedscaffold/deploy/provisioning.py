@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
-from fedscaffold.deploy.app_files import TOML, copy_app
-from fedscaffold.deploy.apps import open_app
+from fedscaffold.deploy.app_files import copy_app
+from fedscaffold.deploy.apps import open_app, read_settings
 from fedscaffold.deploy.client import Site
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.local_cluster import SWITCHES
-from fedscaffold.deploy.settings import Settings, load
+from fedscaffold.deploy.settings import Settings
 from fedscaffold.deploy.site_privacy import RULES, open_private, place_of, rules_of, write_rules
 from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
@@ -102,7 +102,7 @@ def make_kit(path: Path, out: Path) -> list[Path]:
         )
     days = checks.whole("days", table.get("days", 365), at_most=36_500)
     app = path.parent / str(table.get("app", "app"))
-    settings = load(app / TOML)
+    settings = read_settings(app)
     sites = settings.deploy.sites
     data = table.get("data", {})
     if not isinstance(data, dict):

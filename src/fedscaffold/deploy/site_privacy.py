@@ -6,11 +6,11 @@ Below the site's folder, in privacy/SITE:
     privacy.ledger    what its records have been charged with (`privacy.site_ledger`)
     secret            what its noise is drawn from (`privacy.site_secret`)
 
-Nothing of this follows the server. Settings that ask for other work than the rules are refused, and
-so is every request that would exceed the site's budget. A request is charged, durably, before it is
-trained on, and its noise belongs to that charge: the same request again is answered with the bytes
-of the first reply and costs nothing; any other request, be it of the same round, is charged and
-draws noise of its own.
+Nothing of this follows the server. Settings that ask for other work than the rules, and another app
+(before it is imported), are refused, and so is every request that would exceed the site's budget. A
+request is charged, durably, before it is trained on, and its noise belongs to that charge: the same
+request again is answered with the bytes of the first reply and costs nothing; any other request, be
+it of the same round, is charged and draws noise of its own.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ FORMAT = 1
 RULES, LEDGER, SECRET = "privacy.toml", "privacy.ledger", "secret"
 REPLY = "reply"  # in the folder of a run: the last reply
 WRITTEN = """\
-# The privacy of this site's records, by its own word: settings that ask for other work are refused,
-# and nothing is trained beyond stop_at_epsilon. Written when the site first took part; edit it.
+# The privacy of this site's records, by its own word: settings that ask for other work, and other
+# apps, are refused, and nothing is trained beyond stop_at_epsilon. It was written before the first
+# round, and only the site changes it. Without a line `app`, any app is taken.
 """
 
 
@@ -76,9 +77,11 @@ class Rules(NamedTuple):
     """Local steps of a round."""
     delta: float
     stop_at_epsilon: float | None = None
+    app: str | None = None
+    """Digest of the app's files; None for any app."""
 
 
-OWN = ("delta", "stop_at_epsilon")  # rules that do not follow from the settings of the federation
+OWN = ("delta", "stop_at_epsilon")  # rules in which a site need not agree with the federation
 
 
 class Begun(NamedTuple):
@@ -109,6 +112,7 @@ def rules_of(settings: Settings, site: str) -> tuple[Rules, float] | None:
         steps=int(work.steps),
         delta=asked.delta,
         stop_at_epsilon=asked.stop_at_epsilon,
+        app=digest_inputs(settings.app, {}),
     )
     return rules, float(expected_batch(work.batch_size, records))
 
@@ -142,13 +146,15 @@ def open_private(settings: Settings, site: str, folder: Path) -> PrivateSite | N
     if own is None:
         write_rules(place / RULES, rules)
         own = rules
-    for name in Rules._fields:
-        if name not in OWN and getattr(rules, name) != getattr(own, name):
-            raise Refused(
-                "privacy",
-                f"{name} = {getattr(rules, name)} is asked of {site}, which has agreed to "
-                f"{getattr(own, name)}; if that is meant, change it in its own {RULES}",
-            )
+    for name, agreed in own._asdict().items():
+        there = getattr(rules, name)
+        if name in OWN or agreed == there or (name == "app" and agreed is None):
+            continue
+        raise Refused(
+            "privacy",
+            f"{name} = {str(there)[:12]} is asked of {site}, which has agreed to "
+            f"{str(agreed)[:12]}; if that is meant, change it in its own {RULES}",
+        )
     return PrivateSite(own, expected, site, folder)
 
 
@@ -282,9 +288,10 @@ def read_rules(path: Path) -> Rules:
     format_of(table.pop("format", None), FORMAT, str(path))
     for key in table:
         checks.choice("key", key, Rules._fields)
-    if missing := [n for n in Rules._fields if n not in table and n != "stop_at_epsilon"]:
+    free = Rules._field_defaults
+    if missing := [name for name in Rules._fields if name not in table and name not in free]:
         raise InputError(f"{path} lacks {missing[0]}")
-    rate, steps = table.pop("rate"), table.pop("steps")
+    rate, steps, app = table.pop("rate"), table.pop("steps"), table.pop("app", None)
     if checks.number("rate", rate, above=0) > 1:
         raise InputError(f"{path}: rate must be at most 1, got {rate}")
     held = Records(**table)
@@ -296,6 +303,7 @@ def read_rules(path: Path) -> Rules:
         steps=checks.whole("steps", steps),
         delta=float(held.delta),
         stop_at_epsilon=held.stop_at_epsilon,
+        app=app,
     )
 
 
