@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import fedscaffold as fs
-from fedscaffold.problems import rewriting
+from fedscaffold.problems import convolutions, rewriting
 from fedscaffold.problems.rewriting import as_products, patch_bytes
 
 pytestmark = pytest.mark.slow
@@ -220,15 +220,27 @@ def test_one_client_runs_in_the_direct_form_and_several_with_kernels_of_their_ow
 
 
 def test_gradients_of_kernels_take_one_product():
-    x, w = normal((4, 16, 16, 16), (3, 3, 16, 8))
+    x, w = normal((2, 16, 16, 16), (3, 3, 16, 8))
 
     def slope(x, w):
         return jax.grad(lambda w: jnp.sum(jnp.sin(convolve(x, w, padding="SAME"))))(w)
 
     text = str(jax.make_jaxpr(as_products(slope))(x, w))
     # the shifts of both operands are three each: nothing is copied nine times
-    assert "f64[4,18,16,48]" in text
-    assert "f64[4,18,16,24]" in text
+    assert "f64[2,18,16,48]" in text
+    assert "f64[2,18,16,24]" in text
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_gradients_of_kernels_add_up_parts_that_fit_the_cache(together, monkeypatch):
+    """Five images, one, two or three at a time; the last part may be smaller."""
+    lhs, rhs = (5, 8, 6, 4), (3, 3, 4, 2)
+    copies = 8 * (8 * 6 * 9 * 4 + 8 * 6 * 2)  # of one image: windows, and the results' gradient
+    monkeypatch.setattr(convolutions, "CACHED", (together + 0.5) * copies)
+    slope = jax.grad(lambda w, x: jnp.sum(jnp.sin(convolve(x, w, padding="SAME"))))
+    x, w = normal(lhs, rhs)
+    assert f"f64[{together},8,6,36]" in str(jax.make_jaxpr(as_products(slope))(w, x))
+    assert_same(slope, w, x)
 
 
 @pytest.mark.parametrize("axes", [(1, 2, 4), (0, 4), (1, 3, 4)])

@@ -40,6 +40,7 @@ CONTRACTION = 128
 # slices along one axis, and products in one convolution, at most: each is an operation to compile
 MOST_PARTS = 64
 DIRECT_FEATURES = 8  # input features from which XLA's kernel is faster than patches
+CACHED = 1 << 19  # bytes of copies that are contracted at a time: about a second-level cache
 CORRELATED_FEATURES = 32  # columns of a product that are worth shifting the other operand
 # times the least number of operations up to which a form with zeros is the faster one
 MOST_ZEROS = 1.5
@@ -281,10 +282,59 @@ def _scattered(lhs: Array, rhs: Array, sliding: Sliding, counts: tuple[int, ...]
 def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
     """Contract space and the features of the image, with the places of the window side by side.
 
-    Entry (n, a, b, o) is the sum over (y, x, i) of lhs[n, a + y, b + x, i] rhs[y, x, i, o].
+    Entry (n, a, b, o) is the sum over (y, x, i) of lhs[n, a + y, b + x, i] rhs[y, x, i, o]. The sum
+    over i is taken in parts whose copies stay in the cache.
     """
     # i, space, then n or o; the barrier keeps XLA from computing what is copied once for each copy
     lhs, rhs = lax.optimization_barrier((jnp.swapaxes(lhs, 0, -1), jnp.moveaxis(rhs, -2, 0)))
+
+    def copies(lhs: Array, rhs: Array) -> tuple[Array, Array]:
+        return _places(lhs, rhs, sliding)[:2]
+
+    def correlate(lhs: Array, rhs: Array) -> Array:
+        a, b, shape, order = _places(lhs, rhs, sliding)
+        a, b = (one.reshape(-1, one.shape[-1]) for one in (a, b))
+        wide = a.shape[-1] > b.shape[-1]  # products are faster with the wider operand second
+        product = lax.dot_general(
+            *((b, a) if wide else (a, b)),
+            (((0,), (0,)), ((), ())),
+            precision=sliding.precision,
+            preferred_element_type=sliding.dtype,
+        )
+        return lax.transpose((product.T if wide else product).reshape(shape), order)
+
+    number = len(lhs)
+    made = sum(one.size * one.dtype.itemsize for one in jax.eval_shape(copies, lhs, rhs))
+    size = _part(number, max(1, int(CACHED * number / made)))
+    if size == number:
+        return correlate(lhs, rhs)
+    whole = number // size * size
+    parts = [one[:whole].reshape(-1, size, *one.shape[1:]) for one in (lhs, rhs)]
+    shape = jax.eval_shape(correlate, lhs, rhs)
+    total, _ = lax.scan(
+        lambda total, part: (total + correlate(*part), None), jnp.zeros_like(shape), parts
+    )
+    return total if whole == number else total + correlate(lhs[whole:], rhs[whole:])
+
+
+def _part(number: int, most: int) -> int:
+    """Return how many of `number` to take at a time: a divisor, if one is near `most`.
+
+    >>> _part(32, 5), _part(31, 5), _part(3, 5)
+    (4, 5, 3)
+    """
+    most = min(most, number)
+    return next((d for d in range(most, most // 2, -1) if number % d == 0), most)
+
+
+def _places(
+    lhs: Array, rhs: Array, sliding: Sliding
+) -> tuple[Array, Array, tuple[int, ...], tuple[int, ...]]:
+    """Copy images (i, space, n) or kernels (i, space, o) so that places of the window are columns.
+
+    Returns:
+        The two arrays; the shape of the product of their last axes; and the order of its axes.
+    """
     lhs, (first, *others) = sliding.pad(lhs, rhs.shape[1:-1])
     n, o, m = lhs.shape[-1], rhs.shape[-1], len(others)
     for axis, w in reversed(list(enumerate(others, 2))):
@@ -292,20 +342,9 @@ def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
     counts = [w.number for w in others]
     if lhs.shape[-1] >= CORRELATED_FEATURES and lhs.shape[1] <= MOST_SHIFTED_ZEROS * first.size:
         rhs = _shifts(rhs, first, lhs.shape[1])
-        shape, order = (*counts, n, first.number, o), (m, m + 1, *range(m), m + 2)
-    else:
-        parts = [first.window(lhs, 1, j) for j in range(first.number)]
-        lhs = lax.concatenate(parts, lhs.ndim - 1)
-        shape, order = (first.number, *counts, n, o), (m + 1, *range(m + 1), m + 2)
-    a, b = (one.reshape(-1, one.shape[-1]) for one in (lhs, rhs))
-    wide = a.shape[-1] > b.shape[-1]  # products are faster with the wider operand second
-    product = lax.dot_general(
-        *((b, a) if wide else (a, b)),
-        (((0,), (0,)), ((), ())),
-        precision=sliding.precision,
-        preferred_element_type=sliding.dtype,
-    )
-    return lax.transpose((product.T if wide else product).reshape(shape), order)
+        return lhs, rhs, (*counts, n, first.number, o), (m, m + 1, *range(m), m + 2)
+    lhs = lax.concatenate([first.window(lhs, 1, j) for j in range(first.number)], lhs.ndim - 1)
+    return lhs, rhs, (first.number, *counts, n, o), (m + 1, *range(m + 1), m + 2)
 
 
 def _shifts(x: Array, windows: Windows, room: int) -> Array:
