@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from fedscaffold.algorithms.base import Algorithm, LocalWork, Record, Vector, Walk, forget
-from fedscaffold.algorithms.leaves import Leaves
+from fedscaffold.algorithms.base import Algorithm, Leaves, LocalWork, Record, Vector, Walk, forget
 from fedscaffold.checks import InputError
 
 __all__ = [

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedscaffold.algorithms import Walk, travelled
-from fedscaffold.algorithms.leaves import Leaves
+from fedscaffold.algorithms.base import Leaves, Walk, travelled
 from fedscaffold.algorithms.round import each, reply_of
 from fedscaffold.privacy.gradients import private_gradient
 from fedscaffold.privacy.messages import clip_message
