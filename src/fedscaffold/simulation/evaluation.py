@@ -214,6 +214,8 @@ def _sum_over_records(
         return jax.tree.map(jnp.add, sums, part(start, i * stretch - start))
 
     chunks = -(-total // stretch)
+    if share is None and chunks == 1:
+        return part(0, 0)
     if share is None:
         return jax.lax.fori_loop(1, chunks, add, part(0, 0))
     shape = jax.eval_shape(part, 0, 0)
