@@ -8,7 +8,8 @@ cycles are collected less often: both save a tenth of the time of tracing. Files
 is room: much of what is tested commits its state, and would wait for a disk.
 
 XLA's older emitters of fused loops compile small programs in half the time, and a program that is not
-split into parts for many threads is compiled in three quarters of the time. `make soak` runs the whole
+split into parts for many threads is compiled in three quarters of the time. The simulator unrolls no local
+steps where optimisations are off, so that each is compiled once instead of four times. `make soak` runs the whole
 suite with what users have by default, and all optimisations: set FEDSCAFFOLD_DEFAULT_XLA.
 """
 

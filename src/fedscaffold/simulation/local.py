@@ -167,8 +167,9 @@ def _run_local_steps(
     memory = None if spec.optimizer is None else each(spec.optimizer.init, y)
     total = jax.tree.map(jnp.zeros_like, y) if collect else None
     light = isinstance(most, int) and not (spec.one_by_one or spec.heavy or spec.privacy)
+    optimised = not jax.config.read("jax_disable_most_optimizations")
     y, total, _, buffers = jax.lax.fori_loop(
-        0, most, step, (y, total, memory, buffers), unroll=UNROLL if light else None
+        0, most, step, (y, total, memory, buffers), unroll=UNROLL if light and optimised else None
     )
     return each(flat, y), total, buffers
 
