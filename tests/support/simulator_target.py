@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from fedscaffold.simulation.simulator import Simulator
 from fedscaffold.simulation.spec import State
 
 __all__ = ["run"]
+
+_running: list[Case] = []  # the case whose gradients the compiled program asks for
 
 
 @offers("tensors", "clipping")
@@ -44,8 +47,9 @@ def run(case: Case) -> Trace:
         metrics=(),
         precision=case.precision,
         block=1,
-        **_optimizer(case),
+        **_optimizer(case.lr, case.momentum, case.clip_corrected),
     )
+    _running[:] = [case]
     with _precision_of_all_threads(case.precision):
         states = [simulator.init()]
         for done in range(case.rounds):
@@ -69,23 +73,26 @@ def _precision_of_all_threads(precision: str) -> Iterator[None]:
         jax.config.update("jax_enable_x64", before)
 
 
+def _ask(i: Any, y: Any) -> Any:
+    """Return the gradient of client i at y, of the case that is being run."""
+    case = _running[0]
+    return case.split(case.gradient(int(i), case.join(y)))
+
+
+def _gradient(y: Any, batch: Any) -> Any:
+    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in y]
+    return jax.experimental.io_callback(_ask, shapes, batch[0], y)
+
+
+def _loss(y: Any, batch: Any) -> Any:
+    return sum((tensor**2).sum() for tensor in y)
+
+
 def _problem(case: Case) -> Problem:
+    """Return the case as a problem. All have the same functions: those of equal shapes share a program."""
     clients = [np.array([i]) for i in range(case.num_clients)]
-
-    def ask(i: Any, y: Any) -> Any:
-        return case.split(case.gradient(int(i), case.join(y)))
-
-    def gradient(y: Any, batch: Any) -> Any:
-        shapes = [
-            jax.ShapeDtypeStruct(tensor.shape, case.precision) for tensor in case.split(case.x0)
-        ]
-        return jax.experimental.io_callback(ask, shapes, batch[0], y)
-
-    def loss(y: Any, batch: Any) -> Any:
-        return sum((tensor**2).sum() for tensor in y)
-
     return Problem(
-        loss, case.split(case.x0), clients, gradient=gradient, coupled=False, name="case"
+        _loss, case.split(case.x0), clients, gradient=_gradient, coupled=False, name="case"
     )
 
 
@@ -98,16 +105,18 @@ def _algorithm(case: Case) -> Algorithm:
     )
 
 
-def _optimizer(case: Case) -> dict[str, Any]:
-    constant = len(set(case.lr)) == 1
-    if case.momentum or case.clip_corrected is not None:
-        lr: Any = case.lr[0] if constant else lambda k: jax.numpy.asarray(case.lr)[k]
-        sgd = optax.sgd(lr, momentum=case.momentum or None)
-        clip = (
-            () if case.clip_corrected is None else (optax.clip_by_global_norm(case.clip_corrected),)
-        )
+@cache
+def _optimizer(
+    lr: tuple[float, ...], momentum: float, clip_corrected: float | None
+) -> dict[str, Any]:
+    """Return the local optimizer as arguments; the same for equal settings, as programs are."""
+    constant = len(set(lr)) == 1
+    if momentum or clip_corrected is not None:
+        step: Any = lr[0] if constant else lambda k: jax.numpy.asarray(lr)[k]
+        sgd = optax.sgd(step, momentum=momentum or None)
+        clip = () if clip_corrected is None else (optax.clip_by_global_norm(clip_corrected),)
         return {"local_optimizer": optax.chain(*clip, sgd)}
-    return {"lr": case.lr[0] if constant else lambda k: case.lr[k]}
+    return {"lr": lr[0] if constant else lambda k: lr[k]}
 
 
 def _restored(state: State) -> State:
