@@ -21,7 +21,14 @@ from papers.criteria import at_most, between, holds, undecided
 __all__ = ["CLAIM"]
 
 GOAL = 1e-10  # of |x - x*|^2 relative to the start
-SAME = {"clients": 10, "dim": 20, "steps": [1, 10, 100, 1000, 2000], "lrs": [1.0, 0.01], "seed": 0}
+SAME = {
+    "clients": 10,
+    "dim": 20,
+    "mu": 0.01,
+    "steps": [1, 10, 100, 1000, 2000],
+    "lrs": [1.0, 0.01],
+    "seed": 0,
+}
 SIZES = {
     "quick": SAME
     | {"noises": [0.1], "noisy": {"1.0": [10], "0.01": [1000]}, "runs": 10, "plateau": 1500},
@@ -38,7 +45,11 @@ SIZES = {
 def measure(settings: Settings, memo: Memo) -> Data:
     """Every cell: rounds without noise, exact stationary error, and noisy runs, exact in law."""
     problem = quadratic(
-        settings["clients"], settings["dim"], mu=0.01, smoothness=1.0, seed=settings["seed"]
+        settings["clients"],
+        settings["dim"],
+        mu=settings["mu"],
+        smoothness=1.0,
+        seed=settings["seed"],
     )
     parts = []
     for lr in settings["lrs"]:

@@ -122,7 +122,7 @@ METHODS = [
 ]
 FEW = {"seeds": [0], "grid": [0.3, 1.0], "tune_least": 5, "tune_most": 10}
 SMALLER = {
-    "quadratics-fig3": {"plateau": 100, "runs": 4},
+    "quadratics-fig3": {"mu": 0.1, "plateau": 100, "runs": 4},
     "quadratics-fig5": {
         "draws": 4,
         "iid_clients": [4, 8],
