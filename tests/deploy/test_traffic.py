@@ -46,6 +46,16 @@ class Weighed(InProcess):
         column[number] = column.get(number, 0) + sum(len(one.data) for one in packet.blobs.values())
 
 
+@pytest.fixture(scope="module")
+def problem():
+    """The sites in the simulator: one problem, so that runs that differ by who keeps the state share a program."""
+
+    def loss(w, batch):
+        return (batch[0] * (w - batch[1]) ** 2).sum(axis=1).mean() / 2
+
+    return fs.Problem(loss, START, list(map(data, SITES)))
+
+
 EQUAL, UNEQUAL = "steps = 3", "epochs = 1\nbatch_size = 1"
 ALGORITHMS = {
     "fedavg": fs.fedavg(),
@@ -83,7 +93,7 @@ TABLE = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "local", "optimizer", "weights", "keeper", "precision"), TABLE)
 def test_bytes_and_models_are_those_of_the_deployment(
-    name, local, optimizer, weights, keeper, precision, tmp_path
+    name, local, optimizer, weights, keeper, precision, problem, tmp_path
 ):
     word, _, option = name.partition("\n")
     config = settings(
@@ -99,11 +109,7 @@ def test_bytes_and_models_are_those_of_the_deployment(
     drive(server, transport, ROUNDS)
     run = fs.simulate(
         ALGORITHMS[name],
-        fs.Problem(
-            lambda w, batch: (batch[0] * (w - batch[1]) ** 2).sum(axis=1).mean() / 2,
-            START,
-            list(map(data, SITES)),
-        ),
+        problem,
         rounds=ROUNDS,
         cohorts=[sorted(transport.cohorts[r]) for r in range(1, ROUNDS + 1)],
         local_steps=3 if local == EQUAL else None,
