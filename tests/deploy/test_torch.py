@@ -45,17 +45,32 @@ def jax_loss(params, batch):
     return (a * (params["w"] - b) ** 2).sum(axis=1).mean() / 2
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    ["name = 'scaffold'", "name = 'scaffold'\noption = 1", "name = 'fedprox'", "name = 'sgd'"],
+SCAFFOLD, *OTHERS = (
+    "name = 'scaffold'",
+    "name = 'scaffold'\noption = 1",
+    "name = 'fedprox'",
+    "name = 'sgd'",
 )
+PLAIN, *LOCALS = (
+    "steps = 3\nlr = 0.2",
+    "epochs = 2\nbatch_size = 2\nlr = 0.1",
+    "steps = 4\nbatch_size = 3\nlr = 0.05\noptimizer = 'momentum'",
+    "steps = 4\nlr = 0.05\noptimizer = 'adam'",
+)
+
+
+# SCAFFOLD with every loop, and every algorithm with one: formulas do not know of the loop around them, and
+# tests/algorithms/test_worlds.py has them on torch under every condition. `make soak` has all pairs.
 @pytest.mark.parametrize(
-    "local",
+    ("algorithm", "local"),
     [
-        "steps = 3\nlr = 0.2",
-        "epochs = 2\nbatch_size = 2\nlr = 0.1",
-        "steps = 4\nbatch_size = 3\nlr = 0.05\noptimizer = 'momentum'",
-        "steps = 4\nlr = 0.05\noptimizer = 'adam'",
+        *((SCAFFOLD, local) for local in (PLAIN, *LOCALS)),
+        *((algorithm, PLAIN) for algorithm in OTHERS),
+        *(
+            pytest.param(algorithm, local, marks=pytest.mark.soak)
+            for algorithm in OTHERS
+            for local in LOCALS
+        ),
     ],
 )
 def test_torch_is_numpy(algorithm, local, folder):
