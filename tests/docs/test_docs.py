@@ -35,9 +35,16 @@ for words in json.load(sys.stdin):
 JUDGE = "python -m fedscaffold.conformance "
 
 # commands that take long and are run by tests of their own
-ELSEWHERE = {
+EXERCISES = {
     f"python -m papers.exercises {name}"
     for name in ("participation", "stale", "momentum", "compression", "richardson")
+}
+ELSEWHERE = EXERCISES | {
+    # `test_conform_judges_ours_and_others` of tests/cli/test_cli.py
+    "fedscaffold conform",
+    "fedscaffold conform --json",
+    # two of its claims: `test_the_command` of tests/papers/test_reproduce.py, and docs/howto-reproduce.md
+    "python -m papers quadratics-fig2 theorem2-lower-bound --quick --out runs/papers",
 }
 
 
@@ -52,20 +59,22 @@ def entry(command):
 
 
 LIMITS = {
+    "--clients": 10,
     "--rounds": 5,
     "--seeds": 1,
-}  # of a comparison: the command is tested, not where it gets to
+}  # of a comparison or a diagnosis: the command is tested, not where it gets to
 
 
 def shortened(words):
-    """The words of a comparison, with fewer rounds and seeds, in one process: `tests/grids` has several."""
-    if words[1:2] != ["compare"]:
+    """The words with fewer clients, rounds and seeds; a comparison in one process: `tests/grids` has several."""
+    if words[1:2] not in (["compare"], ["diagnose"]):
         return words
     fewer = [
         str(min(int(word), LIMITS[last])) if last in LIMITS else word
         for last, word in zip(["", *words[:-1]], words, strict=True)
     ]
-    return fewer if {"--workers", "--slurm"} & {*words} else [*fewer, "--workers", "1"]
+    alone = words[1] == "diagnose" or {"--workers", "--slurm"} & {*words}
+    return fewer if alone else [*fewer, "--workers", "1"]
 
 
 def blocks(page, language):
@@ -132,9 +141,12 @@ def test_links_lead_somewhere():
 
 def test_what_is_run_elsewhere_is():
     text = (ROOT / "tests" / "papers" / "test_exercises.py").read_text(encoding="utf-8")
-    for command in ELSEWHERE:  # by the verb, or the function behind it on fewer rounds
+    for command in EXERCISES:  # by the verb, or the function behind it on fewer rounds
         name = command.split()[-1]
         assert f'verb("{name}"' in text or f".{name}(" in text, name
+    typed = {command for page in PAGES for command in commands(page)}
+    assert typed >= ELSEWHERE - EXERCISES
+    assert "python -m papers quadratics-fig2 --quick --out runs/papers" in typed
 
 
 def test_the_readme_counts_right_and_names_every_room():

@@ -105,14 +105,14 @@ def test_redrawn_gradients_have_the_noise_of_full_batches():
 
 @pytest.mark.slow
 def test_a_large_problem_is_planned_in_few_directions_and_simulated():
-    federated = federate(load("digits"), "similarity:0", 20)
+    federated = federate(load("digits"), "similarity:0", 8)
     problem = fs.problems.softmax(
         [(x[:, ::4], y) for x, y in federated.clients], classes=10, l2=1e-2
     )  # d = 170
     made = plan(problem, target=0.5, algorithms=["scaffold"])
     assert made.distance > 2
     assert not made.proposals[0].promised
-    [one] = verify(problem, made)
+    [one] = verify(problem, made, seeds=6)
     assert 0.5 < one.ratio < 2
 
 
