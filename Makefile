@@ -4,7 +4,8 @@ BIN := .venv/bin
 READY := .venv/ready
 FOR_DEMO := .venv/ready-for-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-ALONE := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# modules are compiled once, not in each of the many processes that tests start
+ALONE := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PYTEST := $(ALONE) -n 3 --dist worksteal
 CODE := src papers tests tools examples benchmarks
 

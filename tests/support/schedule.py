@@ -1,30 +1,48 @@
 """The order of tests for `pytest --dist worksteal`: long files first on every worker, short tests last."""
 
-LONGEST = (  # files of more than about 25 s of CPU time, the longest first
-    "tests/deploy/test_federation.py",
-    "tests/problems/test_torch_module.py",
-    "tests/papers/test_reproduce.py",
-    "tests/docs/test_docs.py",
-    "tests/estimators/test_estimator.py",
-    "tests/simulation/test_distributed.py",
-    "tests/conformance/test_conformance.py",
-    "tests/problems/test_coupled_losses.py",
-    "tests/cli/test_interrupts.py",
-    "tests/papers/test_exercises.py",
-    "tests/theory/test_heterogeneity.py",
-    "tests/docs/test_examples.py",
-    "tests/simulation/test_conforms.py",
-    "tests/theory/test_exact.py",
-    "tests/simulation/test_engine.py",
-    "tests/docs/test_site.py",
-    "tests/theory/test_plan.py",
-    "tests/algorithms/test_family.py",
-    "tests/simulation/test_random_losses.py",
-    "tests/problems/test_state.py",
-    "tests/simulation/test_own_metrics.py",
-    "tests/simulation/test_gauge.py",
-    "tests/cli/test_cli.py",
-    "tests/runs/test_compare_resume.py",
+# Files of more than about 20 s of CPU time, the longest first. Those of a group use what one of them has made: the runs
+# of all mistakes, or torch's exporter, which takes seconds to import.
+LONGEST = (
+    ("tests/deploy/test_federation.py",),
+    (
+        "tests/problems/test_torch_module.py",
+        "tests/problems/test_torch_architectures.py",
+        "docs/torch-modules.md",
+        "src/fedscaffold/problems/torch_module.py",
+    ),
+    ("tests/papers/test_reproduce.py",),
+    (
+        "tests/conformance/test_conformance.py",
+        "tests/conformance/test_peers.py",
+        "docs/conformance.md",
+        "src/fedscaffold/conformance/diagnosis.py",
+    ),
+    ("tests/simulation/test_distributed.py",),
+    ("tests/docs/test_docs.py",),
+    ("tests/problems/test_convolutions.py",),
+    ("tests/theory/test_heterogeneity.py", "docs/heterogeneity.md"),
+    ("tests/estimators/test_estimator.py",),
+    ("tests/docs/test_site.py",),
+    ("tests/privacy/test_records.py", "docs/privacy.md"),
+    ("tests/theory/test_plan.py",),
+    ("tests/cli/test_cli.py",),
+    ("tests/problems/test_coupled_losses.py",),
+    ("tests/simulation/test_blocks.py",),
+    ("tests/simulation/test_own_metrics.py",),
+    ("tests/papers/test_exercises.py",),
+    ("tests/docs/test_examples.py",),
+    ("tests/simulation/test_conforms.py",),
+    ("tests/theory/test_exact.py",),
+    ("tests/deploy/test_faults.py",),
+    ("tests/simulation/test_engine.py",),
+    ("tests/grids/test_grid.py",),
+    ("tests/runs/test_compare_resume.py",),
+    ("tests/simulation/test_random_losses.py",),
+    ("tests/problems/test_state.py",),
+    ("tests/algorithms/test_methods.py",),
+    ("tests/cli/test_grids.py",),
+    ("tests/algorithms/test_additions.py",),
+    ("tests/algorithms/test_family.py",),
 )
 
 
@@ -40,11 +58,13 @@ def dealt(files, workers, together):
         Names of all files. A worker's part begins with its share of `LONGEST`; then come files of few tests, which
         are longer than those of files of many.
     """
+    groups = [[name for name in group if name in files] for group in LONGEST]
     hands = [[] for _ in range(workers)]
-    for k, name in enumerate(name for name in LONGEST if name in files):
-        hands[k % workers].append(name)
+    for k, group in enumerate(filter(None, groups)):
+        hands[k % workers] += group
     firsts = [len(hand) for hand in hands]
-    for name in sorted(files.keys() - set(LONGEST), key=lambda name: (-files[name], name)):
+    rest = files.keys() - {name for group in groups for name in group}
+    for name in sorted(rest, key=lambda name: (-files[name], name)):
         min(hands, key=lambda hand: sum(files[name] for name in hand)).append(name)
     for hand, first in zip(hands, firsts, strict=True):
         hand[first:] = sorted(
