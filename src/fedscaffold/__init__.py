@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     )
     from fedscaffold.theory.heterogeneity import heterogeneity
     from fedscaffold.theory.planning import plan
+    from fedscaffold.theory.private_plan import plan_privacy
 
 __version__ = "0.2.0.dev0"
 __all__ = [
@@ -98,6 +99,7 @@ __all__ = [
     "metric",
     "mime",
     "plan",
+    "plan_privacy",
     "privacy",
     "problems",
     "richardson",
@@ -113,7 +115,9 @@ __all__ = [
     "theory",
 ]
 
-_LATER = {"Problem": "problems", "heterogeneity": "theory", "plan": "theory"}
+_LATER = {"Problem": "problems"} | dict.fromkeys(
+    ("heterogeneity", "plan", "plan_privacy"), "theory"
+)
 _LATER |= dict.fromkeys(
     (
         "Audit",

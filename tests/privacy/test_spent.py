@@ -78,9 +78,9 @@ stop_at_epsilon = {}
 """
 
 
-def ran(folder, budget):
-    """The folder of a run that protects whole clients, as `fedscaffold run` leaves it."""
-    config = parse(TEXT.format(budget))
+def ran(folder, budget, text=TEXT):
+    """The folder of a private run, as `fedscaffold run` leaves it."""
+    config = parse(text.format(budget))
     built = build(config.problem)
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -178,6 +178,28 @@ def test_a_changed_row_is_still_found_under_privacy_of_clients(tmp_path):
     found = findings(folder)["residual"]
     assert found.severity == "wrong"
     assert found.number == pytest.approx(0.01 * np.sqrt(3) / 4, rel=1e-6)
+
+
+RECORDS = """
+rounds = 3
+precision = "float64"
+metrics = ["loss"]
+problem = {{dataset = "synthetic-linear", clients = 2, dim = 3}}
+local = {{steps = 3, lr = 0.05}}
+privacy = {{clip = 20.0, noise = 4.0, delta = 1e-5, stop_at_epsilon = {}}}
+"""
+
+
+def test_diagnose_says_what_the_noise_leaves_in_the_long_run(tmp_path):
+    """On quadratics, by the law with covariance (noise C / n)^2 I; the gauge is at rounding."""
+    found = findings(ran(tmp_path / "run", 20.0, RECORDS))
+    problem = build(parse(RECORDS.format(20.0)).problem).problem
+    noise = np.array([(4.0 * 20.0 / n) ** 2 * np.eye(3) for n in problem.counts])
+    law = fs.theory.stationary(problem, lr=0.05, local_steps=3, noise=noise)
+    assert found["noise"].number == pytest.approx(np.sqrt(np.trace(law.x_covariance)), rel=1e-6)
+    assert "fedavg" in found["noise"].sentence
+    assert found["residual"].severity == "ok"
+    assert found["privacy"].severity == "ok"
 
 
 @pytest.mark.parametrize(

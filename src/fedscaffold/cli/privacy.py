@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedscaffold.checks import InputError
 from fedscaffold.cli.verbs import Json, app, prepare_problem, print_answer
+
+if TYPE_CHECKING:
+    from fedscaffold.theory.private_plan import PrivatePlan
 
 __all__ = ["audit", "plan", "statement"]
 
@@ -95,22 +98,30 @@ def plan(
     epsilon: Annotated[
         list[float] | None, typer.Option(help="A budget; repeatable.  [default: 1, 3, 8]")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Also draw error against epsilon: a .png, .svg or .pdf file."),
+    ] = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
     """Find the noise for a budget, and on quadratics the error that it leaves.
 
-    SCAFFOLD against FedAvg.
+    SCAFFOLD against FedAvg: as configured, and with the batches, local steps and step sizes that
+    leave the least error.
     """
+    if out is not None and out.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--out takes a .png, .svg or .pdf file, got {str(out)!r}")
     config = _private_config(path, sets)
     from fedscaffold.theory.privacy import privacy_cost
 
-    costs = privacy_cost(config, epsilon or [1.0, 3.0, 8.0])
+    wanted = sorted(epsilon or [1.0, 3.0, 8.0])
+    costs = privacy_cost(config, wanted)
     lines = []
     for cost in costs:
         line = f"epsilon {cost.epsilon:g}: noise {cost.noise:.3f}"
         for name, error in (cost.errors or {}).items():
-            line += f", {name} ends {error:.4g} from the optimum"
+            line += f", {name} {error:.4g} from the optimum in the long run"
         lines.append(line)
     if costs and costs[0].errors is None:
         lines.append("the error is known on quadratics with a stable step size only: run it to see")
@@ -119,7 +130,83 @@ def plan(
             f"{costs[0].clipped:.0%} of the records are clipped at the optimum, which the errors "
             "leave out: a larger clip has less bias and more noise"
         )
-    print_answer({"plan": [cost._asdict() for cost in costs]}, lines, as_json)
+    plans, more = _plan_settings(config, wanted)
+    if out is not None:
+        _draw(plans, out)
+    answer: dict[str, Any] = {"plan": [cost._asdict() for cost in costs]}
+    for name, made in plans.items():
+        answer[name] = [one._asdict() for one in made.proposals]
+    print_answer(answer, [*lines, *more], as_json)
+
+
+def _plan_settings(config: Any, epsilons: list[float]) -> tuple[dict[str, PrivatePlan], list[str]]:
+    """Return the errors after the last round, as configured and at best, and lines that tell them.
+
+    Nothing is returned where theory does not know them.
+    """
+    from fedscaffold.cli.theory import private_plan_lines
+    from fedscaffold.theory.private_plan import plan_privacy
+
+    if config.privacy.unit == "client":
+        return {}, ["the noise of whole clients adds up in c, so SCAFFOLD has no such error"]
+    shared = {
+        "delta": config.privacy.delta,
+        "rounds": config.rounds,
+        "clip": config.privacy.clip,
+        "cohort": config.cohort,
+        "weights": config.weights,
+    }
+    ways: dict[str, dict[str, Any]] = {"best": {}}
+    if isinstance(config.lr, float) and isinstance(config.local_steps, int):
+        rate = 1.0 if config.batch_size is None else config.batch_size
+        if isinstance(rate, float):
+            fixed = {"rate": rate, "local_steps": config.local_steps, "lr": config.lr}
+            ways = {"configured": fixed} | ways
+    try:
+        made = {
+            name: plan_privacy(config.problem, epsilons=epsilons, **shared, **given)
+            for name, given in ways.items()
+        }
+    except InputError as error:
+        return {}, [f"no error after {config.rounds} rounds is known: {error}"]
+    titles = {"configured": "as configured", "best": "with the least error"}
+    told = [line for name, one in made.items() for line in private_plan_lines(titles[name], one)]
+    return made, list(dict.fromkeys(told))
+
+
+def _draw(plans: dict[str, PrivatePlan], out: Path) -> None:
+    """Draw the errors after the last round against epsilon, in the format of the file's suffix."""
+    if not plans:
+        raise InputError("nothing to draw: errors are known on smooth problems that are not large")
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    epsilons = sorted({one.epsilon for one in plans["best"].proposals})
+    for name, made in plans.items():
+        for algorithm, marker, color in (("scaffold", "o", "C0"), ("fedavg", "s", "C1")):
+            errors = [one.error for one in made.proposals if one.algorithm == algorithm]
+            axes.loglog(
+                epsilons,
+                errors,
+                marker=marker,
+                markersize=9 if marker == "o" else 5,
+                fillstyle="none",
+                color=color,
+                linestyle="-" if name == "best" else "--",
+                label=f"{algorithm}, {name}",
+            )
+    axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
+    axes.xaxis.minorticks_off()
+    rounds = plans["best"].rounds
+    axes.set(xlabel="epsilon", ylabel=f"predicted distance to the optimum, round {rounds}")
+    axes.legend()
+    axes.grid(visible=True, alpha=0.3)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
 
 
 @privacy_app.command(epilog="Example: fedscaffold privacy audit runs/latest --canaries 2000")

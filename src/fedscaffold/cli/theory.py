@@ -13,10 +13,12 @@ from fedscaffold.cli.options import PROBLEM, config_options
 from fedscaffold.cli.verbs import Json, app, prepare_problem, print_answer, refuse_other_options
 
 if TYPE_CHECKING:
+    from fedscaffold.experiments.build_problem import Built
     from fedscaffold.experiments.config_file import Config
     from fedscaffold.theory.planning import Plan, Proposal, Verified
+    from fedscaffold.theory.private_plan import PrivatePlan
 
-__all__ = ["app", "diagnose", "plan"]
+__all__ = ["app", "diagnose", "plan", "private_plan_lines"]
 
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Set a config key: problem.mu=0.1.")]
 KEPT = (*PROBLEM, "cohort.size", "local.batch_size")
@@ -34,13 +36,20 @@ USES = {
 )
 @config_options(*KEPT, defaults={"problem.dataset": "quadratic"})
 def plan(
-    target: Annotated[
-        float, typer.Option(help="Root mean squared distance to the optimum to reach.")
-    ],
     overrides: list[str],
+    target: Annotated[
+        float | None, typer.Option(help="Root mean squared distance to the optimum to reach.")
+    ] = None,
+    epsilon: Annotated[
+        list[float] | None,
+        typer.Option(help="Instead of a target: a privacy budget for records; repeatable."),
+    ] = None,
+    delta: Annotated[float, typer.Option(help="The delta of --epsilon.")] = 1e-5,
     cost_of_round: Annotated[float, typer.Option(help="What a round costs.")] = 1.0,
     cost_of_step: Annotated[float, typer.Option(help="What a local step costs.")] = 0.0,
-    max_rounds: Annotated[int, typer.Option(help="Rounds at most.")] = 20_000,
+    max_rounds: Annotated[
+        int, typer.Option(help="Rounds at most; with --epsilon their number.")
+    ] = 20_000,
     verify: Annotated[
         bool, typer.Option("--verify", help="Simulate the plan: predicted against measured.")
     ] = False,
@@ -50,12 +59,18 @@ def plan(
 ) -> None:
     """Plan step size, local steps, rounds and bytes for a target error: SGD, FedAvg and SCAFFOLD.
 
+    With --epsilon: noise, clip, batches and local steps of private runs, and the error they leave.
     What is set of local.steps, local.lr, local.batch_size, cohort.size, weights and [algorithm] is
     kept.
     """
     checks.whole("seeds", seeds)
     config = _parse_options("plan", overrides, sets)
+    if (target is None) == (not epsilon):
+        raise InputError("give --target, or one or more --epsilon")
     built = prepare_problem(config)
+    if target is None:
+        _plan_privacy(config, built, epsilon or [], delta, max_rounds, as_json)
+        return
     from fedscaffold.algorithms import make
     from fedscaffold.theory import planning as room
 
@@ -137,6 +152,55 @@ def diagnose(
     ]
     print_answer(answer, [*lines, str(advice)], as_json)
     return 0
+
+
+def _plan_privacy(
+    config: Config, built: Built, epsilons: list[float], delta: float, rounds: int, as_json: bool
+) -> None:
+    from fedscaffold.theory.private_plan import plan_privacy
+
+    batch = config.local.batch_size
+    if isinstance(batch, int):
+        raise InputError(
+            f"local.batch_size must be a fraction of the records here, or left out, got {batch}"
+        )
+    made = plan_privacy(
+        built.problem,
+        epsilons=epsilons,
+        delta=delta,
+        rounds=rounds,
+        rate=batch,
+        cohort=config.cohort.size,
+        weights=config.weights,
+        **_fixed_settings(config),
+    )
+    answer = made._asdict() | {
+        "problem": built.sentence,
+        "weights": made.weights.tolist(),
+        "proposals": [one._asdict() for one in made.proposals],
+    }
+    print_answer(answer, private_plan_lines(built.sentence, made), as_json)
+
+
+def private_plan_lines(sentence: str, made: PrivatePlan) -> list[str]:
+    """Return a private plan in words, one line for each proposal."""
+    lines = [
+        f"{sentence}: {made.rounds} rounds from {made.distance:.3g} away from the optimum, clip "
+        f"{made.clip:.4g}, delta {made.delta:g}"
+    ]
+    for one in made.proposals:
+        batch = "all records" if one.rate == 1 else f"batch_size {one.rate:g}"
+        lines.append(
+            f"epsilon {one.epsilon:g}: {one.algorithm:9} noise {one.noise:.3f}, {batch}, "
+            f"{one.local_steps} local steps, lr {one.lr:.4g}: ends {one.error:.4g} from the "
+            f"optimum, {one.without:.3g} without privacy"
+        )
+    if made.clipped > 0:
+        lines.append(
+            f"{100 * made.clipped:.2g} % of the records are clipped at the start or the optimum, "
+            "which the errors leave out"
+        )
+    return [*lines, "settings that were chosen by looking at private records tell of them"]
 
 
 def _parse_options(verb: str, flags: list[str], sets: list[str] | None) -> Config:

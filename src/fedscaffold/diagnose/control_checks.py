@@ -46,6 +46,7 @@ NUMBERS = {
     "refusals": "replies refused",
     "audit": "rounds committed",
     "privacy": "epsilon spent, the largest of any client",
+    "noise": "root mean squared distance to the optimum that noise and bias leave, by theory",
 }
 SEVERITIES = ("ok", "watch", "wrong")
 CHANCE = 1e-3  # sampling explains an absence that is at least this probable

@@ -29,6 +29,7 @@ from fedscaffold.run_config import RunConfig
 from fedscaffold.runs import RunRecord, read
 from fedscaffold.runs.live import Simulated
 from fedscaffold.simulation.out_of_core import resolve_client_state
+from fedscaffold.theory.privacy import stationary_errors
 from fedscaffold.theory.stable_step import stable_step
 
 __all__ = ["diagnose", "load_config"]
@@ -71,10 +72,20 @@ def _diagnose_checkpoint(
     if not fresh and request.client_state == "file" and tries > 1:
         return _diagnose_checkpoint(checkpoint, config, request, sentence, tries - 1)
     spent = Simulated(checkpoint.parent).poll().study.runs[0].privacy
-    found += [] if spent is None else [check_privacy(spent)]
+    found += [] if spent is None else [check_privacy(spent), *_noise_cost(request)]
     state = "ended" if run.ended else "under way or interrupted"
     title = f"{sentence}: {request.algorithm.name}, {run.round} of {config.rounds} rounds, {state}"
     return Diagnosis(title, run.round, found)
+
+
+def _noise_cost(request: RunConfig) -> list[Finding]:
+    """Say what the noise of a private run leaves in the long run, where theory knows it."""
+    errors = stationary_errors(request)
+    if errors is None:
+        return []
+    told = ", ".join(f"{name} {error:.3g}" for name, error in errors.items())
+    said = f"In the long run noise and bias leave this distance to the optimum: {told}."
+    return [Finding("noise", "ok", said, number=errors.get(request.algorithm.name))]
 
 
 def _diagnose_metrics(folder: Path, config: Config, built: Built) -> Diagnosis:

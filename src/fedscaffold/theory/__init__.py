@@ -17,6 +17,7 @@ And beyond, for smooth problems:
     heterogeneity, advise           how heterogeneous the clients are; which method to use, and why
     plan, verify                    step size, local steps, rounds and bytes for a target; predicted
                                     against measured
+    plan_privacy, verify_privacy    noise, clip, batches, local steps and error for an epsilon
 """
 
 from fedscaffold.theory.advice import Advice, advise
@@ -24,6 +25,13 @@ from fedscaffold.theory.error_dynamics import mean_squared_error
 from fedscaffold.theory.heterogeneity import Heterogeneity, heterogeneity
 from fedscaffold.theory.local_steps import BestLocalSteps, best_local_steps
 from fedscaffold.theory.planning import Plan, Proposal, Verified, plan, verify
+from fedscaffold.theory.private_plan import (
+    PrivatePlan,
+    PrivateProposal,
+    VerifiedPrivacy,
+    plan_privacy,
+    verify_privacy,
+)
 from fedscaffold.theory.quadratics import Spectra, spectra
 from fedscaffold.theory.rates import (
     ContractionRate,
@@ -43,10 +51,13 @@ __all__ = [
     "ContractionRate",
     "Heterogeneity",
     "Plan",
+    "PrivatePlan",
+    "PrivateProposal",
     "Proposal",
     "Spectra",
     "Stationary",
     "Verified",
+    "VerifiedPrivacy",
     "advise",
     "best_local_steps",
     "bias",
@@ -58,9 +69,11 @@ __all__ = [
     "is_quadratic",
     "mean_squared_error",
     "plan",
+    "plan_privacy",
     "round_map",
     "rounds_per_digit",
     "spectra",
     "stationary",
     "verify",
+    "verify_privacy",
 ]

@@ -13,7 +13,7 @@ the step size otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,14 +26,24 @@ from fedscaffold.checks import InputError
 from fedscaffold.privacy.accounting import noise_for
 from fedscaffold.privacy.records import Records
 from fedscaffold.problems.batches import record_gradients
-from fedscaffold.problems.problem import Floats
+from fedscaffold.problems.problem import Floats, Problem, weights_of
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import resolve
 from fedscaffold.simulation.program import prepare
+from fedscaffold.theory.derivatives import find_optimum
 from fedscaffold.theory.round_map import is_quadratic
 from fedscaffold.theory.stationary import stationary
 
-__all__ = ["PrivacyCost", "noise_deviation", "privacy_cost", "private_covariance"]
+__all__ = [
+    "PrivacyCost",
+    "batch_covariance",
+    "noise_deviation",
+    "privacy_cost",
+    "private_covariance",
+    "record_norms",
+    "share_clipped",
+    "stationary_errors",
+]
 
 
 class PrivacyCost(NamedTuple):
@@ -77,13 +87,13 @@ def privacy_cost(
     >>> dear.noise > cheap.noise, dear.errors["scaffold"] > cheap.errors["scaffold"]
     (True, True)
     """
-    if not isinstance(config.privacy, Records):
+    if config.privacy is None:
         raise InputError("privacy_cost is of a private run: give privacy=fs.privacy.records(...)")
     found = []
     for wanted in epsilons:
         noise = _noise_for(config, wanted)
         private = replace(config, privacy=replace(config.privacy, noise=noise))
-        errors, clipped = _errors(private, algorithms)
+        errors, clipped = stationary_errors(private, algorithms), share_clipped(private)
         found.append(PrivacyCost(wanted, noise, errors, clipped))
     return found
 
@@ -103,31 +113,43 @@ def _noise_for(config: RunConfig, epsilon: float) -> float:
     return found
 
 
-def _errors(
-    config: RunConfig, algorithms: Sequence[Algorithm]
-) -> tuple[dict[str, float] | None, float]:
-    try:
-        optimum = np.asarray(config.problem.optimum(config.weights), float)
-        covariance, clipped = private_covariance(config)
-        if not is_quadratic(config.problem) or not isinstance(config.lr, (int, float)):
-            return None, clipped
-    except InputError:
-        return None, np.nan
-    errors = {}
+def stationary_errors(
+    config: RunConfig, algorithms: Sequence[Algorithm] = (scaffold(), fedavg())
+) -> dict[str, float] | None:
+    """Return the root mean squared distance to the optimum in the long run, by algorithm.
+
+    None where it is not known: whole clients are private, whose noise adds up in c; the problem is
+    not quadratic; or a step size is not stable.
+    """
+    lr = config.lr
+    if not isinstance(config.privacy, Records) or not isinstance(lr, (int, float)):
+        return None
+    if not is_quadratic(config.problem):
+        return None
+    optimum = np.asarray(config.problem.optimum(config.weights), float)
+    covariance, errors = private_covariance(config), {}
     for algorithm in algorithms:
         try:
             law = stationary(
                 config.problem,
-                lr=config.lr,
+                lr=lr,
                 local_steps=int(np.max(resolve.local_work(config).steps)),
                 noise=covariance,
                 algorithm=algorithm,
             )
         except InputError:
-            return None, clipped
+            return None
         square = float(((law.x_mean - optimum) ** 2).sum() + np.trace(law.x_covariance))
         errors[algorithm.name] = square**0.5
-    return errors, clipped
+    return errors
+
+
+def share_clipped(config: RunConfig) -> float:
+    """Return the share of records that are clipped at the optimum; NaN if it is not known."""
+    if not isinstance(config.privacy, Records) or config.problem.facts.optimum is None:
+        return np.nan
+    norms = record_norms(config.problem, config.problem.optimum(config.weights))
+    return float((norms > config.privacy.clip).mean())
 
 
 def noise_deviation(config: RunConfig) -> Floats:
@@ -140,25 +162,38 @@ def noise_deviation(config: RunConfig) -> Floats:
     return found
 
 
-def private_covariance(config: RunConfig) -> tuple[Floats, float]:
-    """Return the (N, d, d) covariances of the private gradients at the optimum.
+def private_covariance(config: RunConfig) -> Floats:
+    """Return the (N, d, d) covariances of the private gradients at the optimum."""
+    mechanism = noise_deviation(config)[:, None, None] ** 2 * np.eye(config.problem.dim)
+    return mechanism + batch_covariance(config, resolve.poisson_rates(config))
 
-    Also the share of records that are clipped there.
-    """
+
+def batch_covariance(config: RunConfig, rates: float | Floats) -> Floats:
+    """Return (1 - q_i) / (q_i n_i^2) sum_r g_r g_r^T, of Poisson batches, for clipped g_r at x*."""
     problem, private = config.problem, config.privacy
-    assert private is not None
-    rates, scales = resolve.poisson_rates(config), noise_deviation(config)
+    assert isinstance(private, Records)
+    best = np.asarray(find_optimum(problem, weights_of(problem, config.weights)), float)
+    products = np.zeros((problem.num_clients, problem.dim, problem.dim))
+    for i, rows in enumerate(_record_gradients(problem, best)):
+        norms = np.linalg.norm(rows, axis=1)
+        rows = rows / np.maximum(norms / private.clip, 1)[:, None]
+        products[i] = rows.T @ rows
+    shares = (1 - np.asarray(rates)) / (rates * problem.counts**2)
+    found: Floats = shares[:, None, None] * products
+    return found
+
+
+def record_norms(problem: Problem, x: Floats) -> Floats:
+    """Return the norms of the gradients of all records at x, client by client."""
+    return np.concatenate([np.linalg.norm(rows, axis=1) for rows in _record_gradients(problem, x)])
+
+
+def _record_gradients(problem: Problem, x: Floats) -> Iterator[Floats]:
+    """Yield the (n_i, d) gradients of each client's records at x."""
     with jax.enable_x64(True):
-        params = problem.layout.unflatten(np.asarray(problem.optimum(config.weights), float))
-        found, clipped = np.zeros((problem.num_clients, problem.dim, problem.dim)), 0
-        for i, (rate, count) in enumerate(zip(rates, problem.counts.tolist(), strict=True)):
+        params = problem.layout.unflatten(np.asarray(x, float))
+        for i, count in enumerate(problem.counts.tolist()):
             own = slice(problem.offsets[i], problem.offsets[i + 1])
             records = jax.tree.map(lambda a: jnp.asarray(np.asarray(a[own])), problem.records)  # noqa: B023
             rows = record_gradients(problem.functions, params, records, jnp.arange(count))
-            flat = np.hstack([np.asarray(a).reshape(count, -1) for a in jax.tree.leaves(rows)])
-            norms = np.linalg.norm(flat, axis=1)
-            clipped += int((norms > private.clip).sum())
-            flat = flat / np.maximum(norms / private.clip, 1)[:, None]
-            found[i] = scales[i] ** 2 * np.eye(problem.dim)
-            found[i] += (1 - rate) / (rate * count**2) * flat.T @ flat
-    return found, clipped / int(problem.offsets[-1])
+            yield np.hstack([np.asarray(a).reshape(count, -1) for a in jax.tree.leaves(rows)])
