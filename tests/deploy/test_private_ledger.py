@@ -119,6 +119,26 @@ def test_runs_share_the_budget_of_the_ledger(tmp_path):
     assert server.spent["ant"] == pytest.approx(whole, rel=1e-9)
 
 
+def test_a_run_with_other_settings_is_charged_on_top_of_what_was_spent(tmp_path):
+    """After the site has changed its rules by its own hand."""
+    first = case.settings(table=COSTLY)
+    case.run(first, tmp_path / "a", rounds=1)
+    (tmp_path / "b").mkdir()
+    shutil.copytree(tmp_path / "a" / "sites", tmp_path / "b" / "sites")
+    more = COSTLY.replace("2.0", "4.0")
+    with pytest.raises(case.Stopped, match=r"noise = 4\.0 is asked of"):
+        case.run(case.settings(table=more), tmp_path / "b", rounds=1)
+    for site in SITES:
+        rules = case.place(tmp_path / "b", site) / "privacy.toml"
+        rules.write_text(rules.read_text().replace("noise = 2.0", "noise = 4.0"))
+    server, _ = case.run(case.settings(table=more), tmp_path / "b", rounds=1)
+    steps = {"rate": 1.0, "steps": STEPS, "delta": 1e-3}
+    # of Gaussians on all records: the noises' inverse squares add up
+    both = (1 / 2.0**2 + 1 / 4.0**2) ** -0.5
+    assert server.spent["cow"] == pytest.approx(epsilon(noise=both, **steps), rel=2e-3)
+    assert server.spent["cow"] > epsilon(noise=2.0, **steps)
+
+
 def test_an_old_ledger_put_back_is_refused_by_what_the_site_stores(tmp_path):
     config = case.settings()
     case.run(config, tmp_path, rounds=1)

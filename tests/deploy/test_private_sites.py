@@ -7,7 +7,9 @@ import private_case as case
 import pytest
 from private_case import BATCH, COUNTS, SITES
 
+import fedscaffold as fs
 from fedscaffold.checks import InputError
+from fedscaffold.privacy.site_secret import SiteStream
 
 SHARES = {site: n / sum(COUNTS.values()) for site, n in COUNTS.items()}
 
@@ -144,6 +146,42 @@ def test_the_gauge_stays_at_rounding_with_sampling_lost_replies_and_restarts(tmp
     np.testing.assert_allclose(server.state.server.c, mean, rtol=0, atol=1e-14)
 
 
+def deployable():
+    """Algorithms that can be deployed and be private."""
+    for name in fs.ALGORITHMS:
+        try:
+            case.settings(algorithm=f"name = '{name}'")
+        except InputError:
+            continue
+        yield name
+
+
+@pytest.mark.parametrize("name", [*deployable()])
+def test_every_algorithm_that_can_be_private_is(tmp_path, name, monkeypatch):
+    """Without noise, at a vast clip and with all records in each step, it is the algorithm itself."""
+    monkeypatch.setattr(SiteStream, "noise", lambda self, step, size: np.zeros(size))
+    given = {
+        "local": "steps = 3\nlr = 0.02",
+        "algorithm": f"name = '{name}'",
+        "table": "clip = 1e6\nnoise = 0.15\ndelta = 1e-3",
+        "deploy": "state = 'client'",
+    }
+    private, _ = case.run(case.settings(**given), tmp_path / "private", rounds=2)
+    plain = case.settings(**given)._replace(privacy=None)
+    other, _ = case.run(plain, tmp_path / "plain", rounds=2)
+    assert np.abs(private.state.x - case.X0).max() > 1e-3
+    for found, there in zip(private.state.server, other.state.server, strict=True):
+        np.testing.assert_allclose(found, there, rtol=0, atol=1e-12)
+
+
+def test_which_algorithms_can_be_private_at_sites():
+    """Those of the simulator but for those that no deployment takes."""
+    assert set(fs.ALGORITHMS) - set(deployable()) == {
+        *("dane", "mime", "ditto"),  # gradients over all records, or two in a step
+        *("scaffnew", "scaffold-xi"),  # every client in every round
+    }
+
+
 def simulated_noise(seed, round, client, step):
     """The noise of the simulator, by its keys."""
     import jax
@@ -159,9 +197,6 @@ def simulated_noise(seed, round, client, step):
 
 @pytest.mark.slow
 def test_with_equal_draws_a_deployment_is_the_simulation(tmp_path, monkeypatch):
-    import fedscaffold as fs
-    from fedscaffold.privacy.site_secret import SiteStream
-
     private = fs.privacy.records(clip=case.CLIP, noise=case.NOISE, delta=1e-3)
     simulator = fs.Simulator(
         fs.scaffold(),
