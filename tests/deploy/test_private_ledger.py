@@ -9,6 +9,7 @@ import pytest
 from private_case import SITES, STEPS
 
 from fedscaffold.deploy.schema import Blob, Packet
+from fedscaffold.deploy.site_statement import state_site
 from fedscaffold.privacy.accounting import epsilon
 from fedscaffold.state import StateError
 
@@ -151,10 +152,13 @@ def test_an_old_ledger_put_back_is_refused_by_what_the_site_stores(tmp_path):
     assert path.read_bytes() == old
     text = "".join(p.read_text() for p in (tmp_path / "sites" / "errors").iterdir())
     assert "it lacks charges" in text
+    with pytest.raises(StateError, match="it lacks charges"):  # nor is it stated to anybody
+        state_site(path.parent)
     path.unlink()  # and one that is gone, with its secret
     (path.parent / "secret").unlink()
     _, summary = case.run(config, tmp_path, rounds=4)
     assert "charging its privacy ledger failed" in summary.missed["ant"]["cause"]
+    assert not path.exists()
 
 
 def test_a_whole_folder_put_back_is_refused_by_what_the_server_knows(tmp_path):

@@ -51,6 +51,7 @@ __all__ = [
     "open_private",
     "place_of",
     "read_rules",
+    "refuse_older",
     "rules_of",
     "write_rules",
 ]
@@ -182,14 +183,20 @@ class PrivateSite:
             told: The number of charges of this run that the server knows of.
 
         Raises:
-            Refused: The budget does not allow it.
+            Refused: The budget does not allow it, or the server knows of charges that are missing.
             StateError: The ledger is damaged, in use, or lacks charges.
         """
         rules = self.rules
         make_folder(self.place, private=True)
         with locked(self.place / ".lock"):
             ledger = SiteLedger(self.place / LEDGER, self.site)
-            self._refuse_older(ledger, run, told)
+            refuse_older(ledger, self.folder)
+            if ledger.count(run) < told:
+                raise Refused(
+                    "privacy",
+                    f"the ledger of {self.site} lacks charges of this run that the server knows "
+                    "of: an older one was put back",
+                )
             secret = load_secret(self.place / SECRET)
             work = rules.noise, rules.rate, rules.steps
             charge = SiteCharge(run, round, inputs, name_secret(secret), *work)
@@ -227,19 +234,6 @@ class PrivateSite:
             f"{rules.delta:g}, and its own budget is {most:g}",
         )
 
-    def _refuse_older(self, ledger: SiteLedger, run: str, told: int) -> None:
-        """Raise if the ledger lacks charges that the site's state or the server knows of."""
-        for stored in self.folder.glob(f"*/{self.site}/{REPLY}"):
-            reply = latest(stored)
-            if reply is not None:
-                ledger.refuse(reply.facts["ledger"])
-        if ledger.count(run) < told:
-            raise Refused(
-                "privacy",
-                f"the ledger of {self.site} lacks charges of this run that the server knows of: "
-                "an older one was put back",
-            )
-
     def stored_reply(self, kept: Path, begun: Begun) -> Packet | None:
         """Return the reply that a charge has had, with all its bytes; None without one."""
         stored = latest(kept / REPLY)
@@ -263,6 +257,14 @@ class PrivateSite:
             "blobs": [[name, b.dtype, list(b.shape)] for name, b in reply.blobs.items()],
         }
         commit(kept / REPLY, arrays, facts, private=True)
+
+
+def refuse_older(ledger: SiteLedger, folder: Path) -> None:
+    """Raise StateError if a ledger lacks charges that the replies in a site's folder know of."""
+    for stored in folder.glob(f"*/{ledger.site}/{REPLY}"):
+        reply = latest(stored)
+        if reply is not None:
+            ledger.refuse(reply.facts["ledger"])
 
 
 def digest_inputs(words: Any, arrays: dict[str, Array]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedscaffold.checks import InputError
-from fedscaffold.deploy.site_privacy import LEDGER, RULES, read_rules
+from fedscaffold.deploy.site_privacy import LEDGER, RULES, read_rules, refuse_older
 from fedscaffold.privacy.accounting import describe_accountant, round_up
 from fedscaffold.privacy.site_ledger import SiteLedger
 
@@ -55,12 +55,13 @@ def state_site(place: Path) -> dict[str, Any]:
         place: The site's privacy folder.
 
     Raises:
-        InputError: Nothing was charged there yet, or a file is damaged.
+        InputError: Nothing was charged there yet, a file is damaged, or the ledger is an older one.
     """
     rules, site = read_rules(place / RULES), place.resolve().name
     if not (place / LEDGER).exists():
         raise InputError(f"{place} has no {LEDGER}: nothing was trained on the records of {site}")
     ledger = SiteLedger(place / LEDGER, site)
+    refuse_older(ledger, place.resolve().parents[1])
     charges = [charge for charge, _ in ledger.charges]
     kinds = {(charge.noise, charge.rate) for charge in charges} or {(rules.noise, rules.rate)}
     runs = len({charge.run for charge in charges})

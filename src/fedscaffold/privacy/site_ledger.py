@@ -40,7 +40,7 @@ class SiteLedger(Chain):
     """The ledger of a site.
 
     Args:
-        path: The file; created if missing, for its owner only.
+        path: The file; the first charge makes it, for its owner only.
         site: The site's name: a ledger of another is refused.
 
     Raises:
@@ -61,11 +61,11 @@ class SiteLedger(Chain):
         self.site = site
         self.charges: list[tuple[SiteCharge, str]] = []
         super().__init__(path, private=True)
-        if not self._hashes:
-            self._append({"kind": "ledger", "format": FORMAT, "site": site})
 
     def charge(self, charge: SiteCharge) -> str:
         """Enter a charge, durably; return the hash of its line, which no other line has."""
+        if not self._hashes:
+            self._append({"kind": "ledger", "format": FORMAT, "site": self.site})
         return self._append({"kind": "charge", **charge._asdict()})
 
     def last(self, run: str) -> tuple[SiteCharge, str] | None:
