@@ -9,7 +9,7 @@ from deploy_case import SITES, data, gradient, settings
 from fedscaffold.algorithms import scaffold
 from fedscaffold.algorithms.reference import descend
 from fedscaffold.algorithms.scaffold import Message
-from fedscaffold.deploy import aggregation, audit, client, errors, gate, server
+from fedscaffold.deploy import aggregation, audit, client, errors, gate, server, site_privacy
 from fedscaffold.deploy import settings as deploy_settings
 from tests import faults
 
@@ -42,6 +42,8 @@ def test_every_fault_is_survived(number):
         (8, (server, "save_state"), lambda folder, kept, settings, schema: kept.generation + 1),
         (22, (aggregation, "measure"), unclipped),
         (23, (aggregation, "measure"), unclipped),
+        (27, (site_privacy.PrivateSite, "_refuse_beyond"), lambda self, ledger, charge: None),
+        (27, (site_privacy, "refuse_older"), lambda ledger, folder: None),
         (29, (aggregation, "find_outsized"), lambda lengths, usual: {}),
         (29, (aggregation, "measure"), lambda update, *_: update),
         (30, (gate, "check_greeting"), lambda packet, *_: packet.facts["records"]),

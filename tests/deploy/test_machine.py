@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine):
     def reborn(self):
         self.lives += 1
         return server_of(
-            self.settings, self.folder, clock=lambda: self.now, token=f"life {self.lives}"
+            self.settings, self.folder, clock=lambda: self.now, token=f"life-{self.lives}"
         )
 
     def answered(self, site):

@@ -1,6 +1,6 @@
 """Reliability scorecard: faults injected into the real server and clients, two points for each handled correctly.
 
-The scenarios are numbered as in docs/faults.md. Privacy accounting (27) and soak tests (28) are not included. Faults of
+The scenarios are numbered as in docs/faults.md. Soak tests (28) are not included. Faults of
 real processes (kill -9 of a client, the server or the link, with TLS) take minutes and are in the test suite.
 """
 
@@ -14,11 +14,12 @@ from unittest import mock
 
 from tests.faults.members import SCENARIOS as MEMBERS
 from tests.faults.messages import SCENARIOS as MESSAGES
+from tests.faults.privacy import SCENARIOS as PRIVACY
 from tests.faults.state import SCENARIOS as STATE
 
 __all__ = ["SCENARIOS", "Score", "answer", "lines", "scorecard"]
 
-SCENARIOS = dict(sorted((STATE | MESSAGES | MEMBERS).items()))
+SCENARIOS = dict(sorted((STATE | MESSAGES | MEMBERS | PRIVACY).items()))
 
 
 class Score(NamedTuple):

@@ -64,7 +64,7 @@ class Lab:
         """Restart the server from its files."""
         self.lives += 1
         one = self.learner
-        clock, token = self.clock, f"{self.folder} life {self.lives}"
+        clock, token = self.clock, f"{self.folder.name}-life-{self.lives}"
         self.server = Server(
             self.settings, one.schema, one.start, self.folder, clock=clock, token=token
         )

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
-from fedscaffold.deploy.app_files import copy_app
+from fedscaffold.deploy.app_files import TOML, copy_app
 from fedscaffold.deploy.apps import open_app, read_settings
 from fedscaffold.deploy.client import Site
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.local_cluster import SWITCHES
-from fedscaffold.deploy.settings import Settings
+from fedscaffold.deploy.settings import Settings, load
 from fedscaffold.deploy.site_privacy import RULES, open_private, place_of, rules_of, write_rules
 from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
@@ -102,7 +102,7 @@ def make_kit(path: Path, out: Path) -> list[Path]:
         )
     days = checks.whole("days", table.get("days", 365), at_most=36_500)
     app = path.parent / str(table.get("app", "app"))
-    settings = read_settings(app)
+    settings = load(app / TOML)
     sites = settings.deploy.sites
     data = table.get("data", {})
     if not isinstance(data, dict):
@@ -121,8 +121,8 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     copy_app(app, hub / "app")
     for site in sites:
         _site_folder(out / site, site, app, server, port, authority, hub, str(data.get(site, "")))
-        if (asked := rules_of(settings, site)) is not None:
-            write_rules(place_of(out / site / "state", site) / RULES, asked[0])
+    if settings.privacy is not None:
+        _write_rules(read_settings(app), out)
     _server_folder(hub, port, sites)
     return [authority, hub, *(out / site for site in sites)]
 
@@ -237,6 +237,14 @@ def _site_folder(
         what=f"site {site}", folder=f"/opt/fedscaffold/{site}", script="start.sh", pause=70
     )
     write_private(folder / f"fedscaffold-{site}.service", unit)
+
+
+def _write_rules(settings: Settings, out: Path) -> None:
+    """Write the privacy rules of each site to its folder, for the site to review."""
+    for site in settings.deploy.sites:
+        asked = rules_of(settings, site)
+        assert asked is not None
+        write_rules(place_of(out / site / "state", site) / RULES, asked[0])
 
 
 def _server_folder(hub: Path, port: int, sites: tuple[str, ...]) -> None:
