@@ -27,6 +27,7 @@ from fedscaffold.conformance.mistakes import MISTAKES, Scaffold, over_met, right
 __all__ = ["diagnose", "signatures"]
 
 EARLY = 12  # rounds examined: mistakes differ in the transient, and no number is huge yet
+FIRST = 2  # rounds that tell most mistakes apart: the others are run only where these agree
 CLOSE = 1e-3  # of coefficients; mistakes are factors, signs and zeros
 NAMED = 3
 FEDERATIONS = {name: condition.case for name, condition in CONDITIONS.items()} | {
@@ -339,8 +340,6 @@ class Likeness(NamedTuple):
     """Federations in which all numbers equal those of the mistake."""
     rows: float
     """Rows that fail in both, as a share of those that fail in either."""
-    apart: float
-    """Median distance from the mistake's numbers in the federations that are wrong."""
 
 
 def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) -> list[str]:
@@ -364,21 +363,27 @@ def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) ->
         for name, run in runs.items()
         if id(FEDERATIONS[name]) in ill and gap(None, name, run, growths[name]) > bounds[name]
     }
+
+    def equals(name: str, where: str) -> bool:
+        gaps = (gap(name, where, runs[where], growths[where], rounds) for rounds in (FIRST, EARLY))
+        return all(one <= bounds[where] for one in gaps)
+
+    def apart(one: Likeness) -> float:
+        """Return the median distance from its numbers in the federations that are wrong."""
+        gaps = [gap(one.name, where, runs[where], growths[where]) for where in wrong]
+        return float(np.median(gaps)) if gaps else 0.0
+
     likenesses = []
     for name in MISTAKES:
-        gaps = {where: gap(name, where, run, growths[where]) for where, run in runs.items()}
-        same = frozenset(where for where in runs if gaps[where] <= bounds[where])
         theirs = signatures()[name] & compared
         share = len(theirs & failed) / max(1, len(theirs | failed))
-        apart = float(np.median([gaps[federation] for federation in wrong])) if wrong else 0.0
-        likenesses.append(Likeness(name, same, share, apart))
+        same = frozenset(where for where in runs if equals(name, where))
+        likenesses.append(Likeness(name, same, share))
     found = cover_by_mistakes(likenesses, wrong, others=runs.keys() - wrong)
     if found or not guess:
         return found
     least = max(0.5, 0.8 * max(one.rows for one in likenesses))
-    best = sorted((one for one in likenesses if one.rows >= least), key=lambda one: one.apart)[
-        :NAMED
-    ]
+    best = sorted((one for one in likenesses if one.rows >= least), key=apart)[:NAMED]
     return [
         f"the rows that fail are most like those of the mistake {one.name!r} ({one.rows:.0%})"
         for one in best
@@ -403,12 +408,14 @@ def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[s
     return said
 
 
-def gap(name: str | None, federation: str, run: Run, growth: Array) -> float:
-    """Return the distance to a mistake's run; a mistake of None is a correct run.
+def gap(name: str | None, federation: str, run: Run, growth: Array, rounds: int = EARLY) -> float:
+    """Return the distance to a mistake's run in the first rounds.
 
-    It is relative to the growth of the run's numbers. c_i is made from gradients or from the move,
-    whichever is closer.
+    A mistake of None is a correct run. The distance is relative to the growth of the run's
+    numbers. c_i is made from gradients or from the move, whichever is closer.
     """
+    rounds = min(rounds, run.case.rounds)
+    seen = slice(rounds + 1)
     mistake, forms = right if name is None else MISTAKES[name], [False]
     if (
         isinstance(mistake, Scaffold)
@@ -418,13 +425,14 @@ def gap(name: str | None, federation: str, run: Run, growth: Array) -> float:
         forms.append(True)  # elsewhere both forms are the same
     gaps = [np.inf]
     for moved in forms:
-        trace = run_mistake(name, federation, run.case.rounds, run.case.precision, run.met, moved)
+        trace = run_mistake(name, federation, rounds, run.case.precision, run.met, moved)
         if trace is not None:
             pairs = zip(trace.vectors, run.trace.vectors, strict=True)
-            differences = [(one - other).reshape(len(one), -1) for one, other in pairs]
+            differences = [(one - other[seen]).reshape(len(one), -1) for one, other in pairs]
             if run.trace.buffers is not None and trace.buffers is not None:
-                differences.append(trace.buffers - run.trace.buffers)
-            gaps.append(measures.largest(np.concatenate(differences, axis=1) / growth[:, None]))
+                differences.append(trace.buffers - run.trace.buffers[seen])
+            relative = np.concatenate(differences, axis=1) / growth[seen, None]
+            gaps.append(measures.largest(relative))
     return min(gaps)
 
 
