@@ -43,6 +43,8 @@ ELSEWHERE = EXERCISES | {
     # `test_conform_judges_ours_and_others` of tests/cli/test_cli.py
     "fedscaffold conform",
     "fedscaffold conform --json",
+    # a claim of tests/papers/test_reproduce.py, which is measured and judged there
+    "python -m papers conjectures --quick",
     # two of its claims: `test_the_command` of tests/papers/test_reproduce.py, and docs/howto-reproduce.md
     "python -m papers quadratics-fig2 theorem2-lower-bound --quick --out runs/papers",
 }
