@@ -28,7 +28,7 @@ def test_dir_is_known_before_jax_is_loaded():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-PROBLEM = fs.problems.quadratic(num_clients=30, dim=20, mu=0.1, noise=0.01)
+PROBLEM = fs.problems.quadratic(num_clients=6, dim=20, mu=0.1, noise=0.01)
 SMALL = fs.problems.quadratic(num_clients=3, dim=2, mu=0.1, noise=0.01)
 ASK = {"rounds": 3, "local_steps": 2}
 RESULTS = {
@@ -65,7 +65,7 @@ def test_a_run_says_how_it_went():
     assert f"loss {run.history['loss'][-1]:.4g}" in repr(run)
     assert (
         repr(run.clients)
-        == "Clients(memory=Memory(c_i=float32 (30, 20)), age=None, who=None, own=None, models=None, state=None)"
+        == "Clients(memory=Memory(c_i=float32 (6, 20)), age=None, who=None, own=None, models=None, state=None)"
     )
     bad = fs.simulate(fs.scaffold(), PROBLEM, lr=1e6, rounds=50, local_steps=2)
     assert f"diverged in round {bad.diverged_at}" in repr(bad)
