@@ -1,6 +1,7 @@
 """A server that lies to a private site: other settings, metrics, replays, more rounds, vectors of its choosing."""
 
 import logging
+import sys
 
 import numpy as np
 import private_case as case
@@ -70,6 +71,47 @@ def test_another_app_is_refused_before_it_is_imported(tmp_path):
     kept = [line for line in rules.read_text().splitlines() if not line.startswith("app")]
     rules.write_text("\n".join(kept))
     open_app(app, check)
+
+
+def test_flowers_client_refuses_another_app_and_settings_before_it_imports_the_app(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("flwr")
+    from flwr.app import Context, Message, MessageType, RecordDict
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from fedscaffold.deploy import flower_app
+    from fedscaffold.deploy.app_files import pack_app
+
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    source = (
+        "precision = 'float64'\n[local]\nsteps = 1\n[deploy]\nsites = ['ant']\n"
+        "[deploy.records]\nant = 9\n[privacy]\nclip = 1.0\nnoise = 1.0\ndelta = 1e-3\n"
+    )
+    good = "import private_case as case\n\ndef learner(settings):\n    return case.learner()\n"
+    evil = f"import os; os.mkdir({str(tmp_path / 'stolen')!r})\n{good}"
+
+    def greet(number, app, settings):
+        place, package = tmp_path / f"app{number}", tmp_path / f"package{number}"
+        place.mkdir()
+        (place / "app.py").write_text(app)
+        (place / "federation.toml").write_text(settings)
+        pack_app(place, package)
+        node = {"site": "ant", "folder": str(tmp_path / "site")}
+        message = Message(flower_app.to_record(Packet({"kind": "hello"}, {})), 1, MessageType.QUERY)
+        message.metadata.__dict__["_message_id"] = "m1"
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [str(package), *sys.path])
+            reply = flower_app.client_app(message, Context(1, 1, node, RecordDict(), {}))
+        return flower_app.from_record(reply.content).facts
+
+    assert greet(1, good, source)["kind"] == "hello"
+    assert "which has agreed to" in greet(2, evil, source)["reason"]
+    without = source.partition("[privacy]")[0]
+    assert "ant trains privately only" in greet(3, evil, without)["reason"]
+    assert not (tmp_path / "stolen").exists()
+    assert greet(4, good, source)["kind"] == "hello"
 
 
 def test_settings_without_privacy_are_refused(tmp_path):

@@ -64,6 +64,20 @@ def test_another_model_or_shift_in_the_same_round_is_charged_and_has_noise_of_it
     assert np.abs(third - first).max() > 0.01 * scale
 
 
+def test_a_round_that_misses_its_quorum_is_tried_again_at_no_cost(tmp_path):
+    """By a server that was started anew, too: the vectors are the same, and so are the replies."""
+    config, sent = case.settings(deploy="quorum = 3"), []
+    for attempt in range(3):
+        server, requests = case.requests_of(config, tmp_path)
+        replies = {site: case.ask(q, config, tmp_path) for site, q in requests.items()}
+        sent.append({site: reply.blobs for site, reply in replies.items()})
+        for site in SITES[: attempt + 1]:
+            assert server.receive(site, replies[site]).counted
+        assert server.close().committed == (attempt == 2)
+    assert sent[0] == sent[1] == sent[2]
+    assert [len(case.ledger_of(tmp_path, site).charges) for site in SITES] == [1, 1, 1]
+
+
 def test_a_site_that_fails_in_training_has_been_charged_and_goes_on_from_that_charge(tmp_path):
     config = case.settings()
     _, requests = case.requests_of(config, tmp_path)
