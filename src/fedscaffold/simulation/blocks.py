@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import SingleDeviceSharding
 
 from fedscaffold.simulation.evaluation import ON_RECORDS, SHARES, evaluate, sum_records
@@ -167,12 +168,11 @@ def compile_blocks(
         return lowered.compile(), lowered.out_info
 
     def on_lanes(function: Callable[..., Any], *given: Any) -> tuple[list[Any], Any]:
-        """Return a part of the round on each lane, compiled at the same time, and its shapes."""
-        lower = _jit(spec, function, state.x.dtype)
-        lowered = [lower(*_on(lane(i), given)) for i in range(min(threads(), blocks))]
-        with ThreadPoolExecutor(len(lowered)) as pool:
-            programs = list(pool.map(jax.stages.Lowered.compile, lowered))
-        return programs, _on(None, lowered[0].out_info)
+        """Return a part of the round on each lane, compiled once, and its shapes."""
+        lowered = _jit(spec, function, state.x.dtype)(*_on(lane(0), given))
+        program = lowered.compile()
+        devices = [lane(i) for i in range(1, min(threads(), blocks))]
+        return [program, *_loaded(program, devices)], _on(None, lowered.out_info)
 
     begin, (state, work) = compiled(begin_round, federation, state, draw, donate=1)
     blocks = len(jax.tree.leaves(work)[0]) // spec.block
@@ -224,6 +224,17 @@ def _jit(
             return jitted.lower(*given)
 
     return lower
+
+
+def _loaded(program: Any, devices: Sequence[Any]) -> list[Any]:
+    """Return a compiled program on other devices, by its machine code: none compiles it again."""
+    code, given, results = serialize(program)
+    return [
+        deserialize_and_load(
+            code, given, results, backend=device.client, execution_devices=[device]
+        )
+        for device in devices
+    ]
 
 
 def _on(device: Any, tree: Any) -> Any:
