@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -188,6 +189,24 @@ def moved_module(module: Module, precision: str, spread: float) -> Module:
     return copied
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread.
+
+    Batches of a few records leave nothing for others to do, and threads that wait for work take
+    CPU time: ten times as much as the work where the machine is busy.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
 def value_and_slopes(
     function: Callable[[Module, Any], Any], module: Module, batch: Any, slopes: bool = True
 ) -> tuple[Any, dict[str, Any]]:
