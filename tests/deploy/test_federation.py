@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -206,6 +205,55 @@ def test_flower_messages_carry_the_same_bits(precision, tmp_path, monkeypatch):
     np.testing.assert_allclose(server.state.x, simulated(app), rtol=0, atol=tolerance)
 
 
+class Rotating(Wire):
+    """After two requests to north its node is gone, and one with a new key has its name."""
+
+    number, registered = 1, True
+
+    def get_nodes(self):
+        north, south = super().get_nodes()
+        north.node_id = self.number
+        if not self.registered:
+            north.name = south.name = ""
+        return [north, south]
+
+    def push_messages(self, messages):
+        for message in messages:
+            node = message.metadata.dst_node_id
+            assert node in (self.number, 2), "sent to a node that is gone"
+            message.metadata.__dict__["_dst_node_id"] = 2 if node == 2 else 1
+        ids = super().push_messages(messages)
+        for message in messages:
+            if message.metadata.dst_node_id == 1:
+                message.metadata.__dict__["_dst_node_id"] = self.number
+        if len(self.replies) >= 2 and any("round" in m.content["facts"] for m in messages):
+            self.number = 3
+        return ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_site_with_a_new_key_goes_on_and_a_stranger_does_not_take_its_name(
+    registered, tmp_path, monkeypatch
+):
+    """Its new node has the registered name; a node that only claims the name of one that is away is none."""
+    engine_identity(monkeypatch)
+    monkeypatch.setattr(Rotating, "registered", registered)
+    toml = TOML.replace("quorum = 1.0", "quorum = 1").replace("deadline = 40.0", "deadline = 1.0")
+    app = write_app(tmp_path / "app", toml=toml)
+    settings, learner = open_app(app)
+    server = Server(settings, learner.schema, learner.start, tmp_path / "run")
+    wire = Rotating(app, tmp_path / "sites")
+    drive(server, flower_app.FlowerTransport(wire, settings.deploy.deadline), 3)
+    heard = [
+        event["heard"]
+        for event in read_verified(tmp_path / "run" / "audit.jsonl")
+        if event["event"] == "committed"
+    ]
+    assert heard[0] == ["north", "south"]
+    assert heard[-1] == (["north", "south"] if registered else ["south"])
+
+
 def test_packets_survive_flower_and_strangers_do_not():
     from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
@@ -298,28 +346,3 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
     assert not any(is_alive(one.pid) for one in kin)  # nothing is left behind
     assert (home / "link.db").is_file()
     assert open_to_others(home) == {}
-
-
-@pytest.mark.process
-def test_the_kit_of_a_site_passes_its_preflight(tmp_path):
-    from fedscaffold.deploy.provisioning import check, make_kit
-
-    write_app(tmp_path / "app")
-    (tmp_path / "sites.toml").write_text('server = "localhost"\nport = 1\n')
-    folders = make_kit(tmp_path / "sites.toml", tmp_path / "kits")
-    assert [folder.name for folder in folders] == ["authority", "server", "north", "south"]
-    assert not (tmp_path / "kits" / "server" / "ca.key").exists()
-    for folder in folders[1:]:
-        for script in folder.glob("*.sh"):
-            subprocess.run(["sh", "-n", script], check=True)
-    hub = tmp_path / "kits" / "server"
-    made = next(line for line in (hub / "run.sh").read_text().splitlines() if "app_files" in line)
-    subprocess.run([sys.executable, *made.split()[1:]], cwd=hub, check=True)
-    assert (hub / "package" / "bundle.json").is_file()
-    findings = {finding.what: finding for finding in check(tmp_path / "kits" / "north")}
-    assert {name for name, finding in findings.items() if not finding.good} == {
-        "server"
-    }  # nobody listens there
-    assert "4 records" in findings["data"].said
-    with pytest.raises(ValueError, match="not empty"):
-        make_kit(tmp_path / "sites.toml", tmp_path / "kits")

@@ -140,22 +140,51 @@ def kit(
             metavar="SITES.toml", help="Server address, app folder, sites' data folders."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="A new folder.")] = Path("kits"),
+    out: Annotated[Path, typer.Option("--out", help="A new folder, or the kit to change.")] = Path(
+        "kits"
+    ),
+    add: Annotated[
+        str | None, typer.Option("--add", metavar="SITE", help="Add a site to the kit.")
+    ] = None,
+    rotate: Annotated[
+        str | None,
+        typer.Option("--rotate", metavar="SITE|server", help="Replace a key in the kit."),
+    ] = None,
+    revoke: Annotated[
+        str | None,
+        typer.Option("--revoke", metavar="SITE", help="Revoke the key of a site that has left."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make one folder for the server and one for each site.
+    """Make one folder for the server and one for each site, or change them.
 
-    Certificates, keys, start scripts, systemd units.
+    Certificates, keys, start scripts, systemd units, the settings of a proxy.
     """
-    from fedscaffold.deploy.provisioning import make_kit
+    from fedscaffold.deploy import provisioning
 
-    folders = [str(folder) for folder in make_kit(path, out)]
+    asked = {
+        name: site
+        for name, site in (("add", add), ("rotate", rotate), ("revoke", revoke))
+        if site is not None
+    }
+    if len(asked) > 1:
+        raise InputError(f"give one of --{' and --'.join(asked)} at a time")
+    if not asked:
+        folders = provisioning.make_kit(path, out)
+        hint = f"keep {folders[0]} off line; carry the others to their machines"
+    else:
+        change = {
+            "add": provisioning.add_site,
+            "rotate": provisioning.rotate,
+            "revoke": provisioning.revoke,
+        }
+        ((name, site),) = asked.items()
+        folders = change[name](path, out, site)
+        hint = "carry what changed to its machine and run install.sh there; on the server then " + (
+            "restart the link and the proxy" if site == "server" else "register-sites.sh and run.sh"
+        )
     lines = [f"{folder}/" for folder in folders]
-    print_answer(
-        {"folders": folders},
-        [*lines, f"keep {folders[0]} off line; carry the others to their machines"],
-        as_json,
-    )
+    print_answer({"folders": [str(folder) for folder in folders]}, [*lines, hint], as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy check kits/cleveland")

@@ -126,11 +126,16 @@ class FlowerTransport:
                     {"kind": "refusal", "site": nodes.get(node, ""), "reason": reply}, {}
                 )
             claimed = reply.facts.get("site")
-            name = nodes.get(node) or (claimed if isinstance(claimed, str) else "")
-            if not name or name in self.names.values():
+            registered = nodes.get(node)
+            name = registered or (claimed if isinstance(claimed, str) else "")
+            holder = next((old for old, site in self.names.items() if site == name), None)
+            # a key that was rotated is another node, with the name of one that is gone; a name that
+            # is only claimed stays with the node that had it first
+            if not name or holder in self.online or (holder is not None and not registered):
                 continue
             out[name] = reply
             if reply.facts.get("kind") == "hello":
+                self.names.pop(holder, None)  # type: ignore[arg-type]
                 self.names[node] = name
             else:
                 pause = min(LONGEST, 2 * self.later[node][1] if node in self.later else AGAIN)

@@ -5,7 +5,9 @@ The kit is described by a file sites.toml:
     server = "fl.example.org"        # the name or address that sites call
     port = 8000
     app = "app"                      # the folder with app.py and federation.toml, beside this file
-    days = 365                       # how long certificates last
+    days = 365                       # how long the server's certificate lasts
+    environment = "/opt/fedscaffold/venv"    # the Python environment on every machine
+    proxy = "nginx"                  # before the link, or "none"
     [data]                           # optional: where a site's data lies
     north = "/srv/records"           # given to its app as FEDSCAFFOLD_DATA
 
@@ -18,12 +20,12 @@ from __future__ import annotations
 import email.utils
 import json
 import platform
-import shlex
 import ssl
 import stat
 import time
 import urllib.request
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,43 +36,27 @@ from fedscaffold.deploy.app_files import TOML, copy_app
 from fedscaffold.deploy.apps import open_app, read_settings
 from fedscaffold.deploy.client import Site
 from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.local_cluster import SWITCHES
+from fedscaffold.deploy.kit_files import HOME, write_server_files, write_site_files
 from fedscaffold.deploy.settings import Settings, load
 from fedscaffold.deploy.site_privacy import RULES, open_private, place_of, rules_of, write_rules
 from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
 
-__all__ = ["ENGINE", "Finding", "check", "make_kit"]
+__all__ = [
+    "ENGINE",
+    "Finding",
+    "Kit",
+    "add_site",
+    "check",
+    "make_kit",
+    "read_kit",
+    "revoke",
+    "rotate",
+]
 
 ENGINE = "1.41.0"  # the version of flwr that the kit was tested with
+KEYS = ("server", "port", "app", "days", "data", "environment", "proxy")
 MOST_SKEW = 120.0  # seconds; Flower's signatures are valid for 300
-HEAD = """\
-#!/bin/sh
-set -eu
-umask 077
-here="$(cd "$(dirname "$0")" && pwd)"
-cd "$here"
-export FLWR_HOME="$here/engine"
-""" + "".join(f"export {name}={value}\n" for name, value in SWITCHES.items())
-UNIT = """\
-[Unit]
-Description=fedscaffold {what}
-After=network-online.target
-Wants=network-online.target
-
-[Service]
-UMask=0077
-ExecStart=/bin/sh {folder}/{script}
-Restart=always
-# a site that comes back within a minute of a crash is still taken for online, and refused
-RestartSec={pause}
-NoNewPrivileges=true
-PrivateTmp=true
-ProtectSystem=full
-
-[Install]
-WantedBy=multi-user.target
-"""
 
 
 class Finding(NamedTuple):
@@ -79,6 +65,60 @@ class Finding(NamedTuple):
     what: str
     good: bool
     said: str
+
+
+class Kit(NamedTuple):
+    """What a sites.toml says."""
+
+    server: str
+    """Name or address that sites call."""
+    port: int
+    app: Path
+    settings: Settings
+    days: int
+    """How long the server's certificate lasts; that of the authority lasts ten times as long."""
+    data: dict[str, str]
+    """Folders of the sites' data."""
+    environment: str
+    """Folder of the Python environment on every machine."""
+    proxied: bool
+    """Whether sites call a proxy on the server, not the link itself."""
+
+
+def read_kit(path: Path) -> Kit:
+    """Read a sites.toml, and the settings of the app that it names."""
+    table = toml(text_of(path), str(path))
+    for key in table:
+        checks.choice("key", key, KEYS)
+    server = str(table.get("server", ""))
+    if not server or any(c.isspace() or c in "\"'$" for c in server):
+        raise InputError(
+            f"{path}: server must be the name or address that sites call, got {server!r}"
+        )
+    proxied = checks.choice("proxy", table.get("proxy", "nginx"), ("nginx", "none")) == "nginx"
+    environment = str(table.get("environment", f"{HOME}/venv"))
+    if not environment.startswith("/") or any(c.isspace() or c in "\"'$%" for c in environment):
+        raise InputError(
+            f"{path}: environment must be the full path of a Python environment, got "
+            f"{environment!r}"
+        )
+    app = path.parent / str(table.get("app", "app"))
+    settings = load(app / TOML)
+    data = table.get("data", {})
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: data must be a table, written [data], got {checks.shown(data)}")
+    for site in data:
+        checks.choice("site in [data]", site, settings.deploy.sites)
+    return Kit(
+        server=server,
+        port=checks.whole("port", table.get("port", 8000), at_most=65535 - proxied),
+        app=app,
+        settings=settings,
+        days=checks.whole("days", table.get("days", 365), at_most=3_650),
+        data={site: str(folder) for site, folder in data.items()},
+        environment=environment,
+        proxied=proxied,
+    )
 
 
 def make_kit(path: Path, out: Path) -> list[Path]:
@@ -91,40 +131,151 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     Returns:
         The folders of the authority, the server and the sites.
     """
-    table = toml(text_of(path), str(path))
-    for key in table:
-        checks.choice("key", key, ("server", "port", "app", "days", "data"))
-    server = str(table.get("server", ""))
-    port = checks.whole("port", table.get("port", 8000), at_most=65535)
-    if not server or any(c.isspace() or c in "\"'$" for c in server):
-        raise InputError(
-            f"{path}: server must be the name or address that sites call, got {server!r}"
-        )
-    days = checks.whole("days", table.get("days", 365), at_most=36_500)
-    app = path.parent / str(table.get("app", "app"))
-    settings = load(app / TOML)
-    sites = settings.deploy.sites
-    data = table.get("data", {})
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: data must be a table, written [data], got {checks.shown(data)}")
-    for site in data:
-        checks.choice("site in [data]", site, sites)
+    kit = read_kit(path)
     if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out} is not empty: keys in use must not be replaced; give a new folder")
+        raise InputError(
+            f"{out} is not empty: keys in use must not be replaced; give a new folder, or add, "
+            "rotate or revoke one site of this kit"
+        )
     authority, hub = out / "authority", out / "server"
-    for folder in (out, authority, hub, *(out / site for site in sites)):
+    for folder in (out, authority, hub):
         make_folder(folder, private=True)
-    keys.make_authority(authority, days)
-    keys.make_server(authority, hub, [server, *({"localhost", "127.0.0.1"} - {server})], days)
+    keys.make_authority(authority, 10 * kit.days)
     _copy(authority / "ca.crt", hub / "ca.crt")
+    _sign_server(kit, out)
     keys.make_secret(hub / "superexec.secret")
-    copy_app(app, hub / "app")
-    for site in sites:
-        _site_folder(out / site, site, app, server, port, authority, hub, str(data.get(site, "")))
-    if settings.privacy is not None:
-        _write_rules(read_settings(app), out)
-    _server_folder(hub, port, sites)
-    return [authority, hub, *(out / site for site in sites)]
+    copy_app(kit.app, hub / "app")
+    write_server_files(hub, kit.port, kit.proxied, kit.environment)
+    sites = [_make_site(kit, out, site) for site in kit.settings.deploy.sites]
+    return [authority, hub, *sites]
+
+
+def add_site(path: Path, out: Path, site: str) -> list[Path]:
+    """Add the folder of a new site to a kit; the others keep their keys.
+
+    Args:
+        path: The sites.toml, whose app names the site in its federation.toml.
+        out: The kit.
+        site: The new site.
+
+    Returns:
+        The folders that changed: the server's, which has the new key and settings, and the site's.
+
+    Raises:
+        InputError: It is no site of the app, or the kit has a folder for it.
+    """
+    kit = _open_kit(path, out)
+    if site not in kit.settings.deploy.sites:
+        raise InputError(
+            f"{kit.app / TOML} does not name {site}: add it to sites first; it names "
+            f"{', '.join(kit.settings.deploy.sites)}"
+        )
+    if (out / site).exists():
+        raise InputError(f"{out / site} is there already; to give {site} a new key, rotate it")
+    copy_app(kit.app, out / "server" / "app")
+    return [out / "server", _make_site(kit, out, site)]
+
+
+def rotate(path: Path, out: Path, name: str) -> list[Path]:
+    """Replace the key of a site, or with the name "server" the server's key and certificate.
+
+    Args:
+        path: The sites.toml.
+        out: The kit; for the server, with the authority's folder.
+        name: A site, or "server".
+
+    Returns:
+        The folders that changed.
+    """
+    kit, hub = _open_kit(path, out), out / "server"
+    if name == "server":
+        if not (out / "authority" / "ca.key").is_file():
+            raise InputError(
+                f"a certificate is signed by the authority: bring {out / 'authority'} back"
+            )
+        _sign_server(kit, out)
+        return [hub]
+    checks.choice("site", name, ("server", *kit.settings.deploy.sites))
+    if not (out / name).is_dir():
+        raise InputError(f"{out / name} does not exist: {name} was never added to this kit")
+    if (hub / "keys" / f"{name}.pub").exists():  # else a rotation was interrupted
+        _retire_key(hub, name)
+    _make_key(hub, out / name, name)
+    return [hub, out / name]
+
+
+def revoke(path: Path, out: Path, site: str) -> list[Path]:
+    """Revoke the key of a site that has left, and set its folder apart in `revoked/`.
+
+    Args:
+        path: The sites.toml, whose app does not name the site any more.
+        out: The kit.
+        site: The site.
+
+    Returns:
+        The folder that changed: the server's, which has the key among the revoked ones.
+    """
+    kit, hub = _open_kit(path, out), out / "server"
+    if site in kit.settings.deploy.sites:
+        raise InputError(
+            f"{kit.app / TOML} still names {site}: take it out of sites first, or the "
+            "server would wait for it"
+        )
+    _retire_key(hub, site)
+    copy_app(kit.app, hub / "app")
+    if (out / site).exists():
+        make_folder(out / "revoked", private=True)
+        (out / site).rename(_next_free(out / "revoked", site, ""))
+    return [hub]
+
+
+def _open_kit(path: Path, out: Path) -> Kit:
+    if not (out / "server" / "keys").is_dir():
+        raise InputError(f"{out} is not a kit: it has no server/keys; `deploy kit` makes one")
+    return read_kit(path)
+
+
+def _sign_server(kit: Kit, out: Path) -> None:
+    hosts = [kit.server, *({"localhost", "127.0.0.1"} - {kit.server})]
+    keys.make_server(out / "authority", out / "server", hosts, kit.days)
+
+
+def _make_site(kit: Kit, out: Path, site: str) -> Path:
+    """Write the folder of a site: certificate, key, app, scripts, unit, rules of privacy."""
+    folder = out / site
+    make_folder(folder, private=True)
+    _copy(out / "server" / "ca.crt", folder / "ca.crt")
+    _make_key(out / "server", folder, site)
+    copy_app(kit.app, folder / "app")
+    facts: dict[str, Any] = {"site": site, "server": kit.server, "port": kit.port}
+    write_private(folder / "site.json", json.dumps(facts, indent=1) + "\n")
+    data = kit.data.get(site, "")
+    write_site_files(folder, site, kit.server, kit.port, kit.environment, data)
+    if kit.settings.privacy is not None:  # rules of the app as it is, for the site to review
+        asked = rules_of(read_settings(kit.app), site)
+        assert asked is not None
+        write_rules(place_of(folder / "state", site) / RULES, asked[0])
+    return folder
+
+
+def _make_key(hub: Path, folder: Path, site: str) -> None:
+    keys.make_site_key(folder / "site.key", folder / "site.pub")
+    _copy(folder / "site.pub", hub / "keys" / f"{site}.pub")
+
+
+def _retire_key(hub: Path, site: str) -> None:
+    """Move a site's key to the revoked ones."""
+    key = hub / "keys" / f"{site}.pub"
+    if not key.is_file():
+        raise InputError(f"{key} does not exist: this kit has no valid key of {site}")
+    make_folder(hub / "keys" / "revoked", private=True)
+    key.rename(_next_free(hub / "keys" / "revoked", site, ".pub"))
+
+
+def _next_free(folder: Path, name: str, suffix: str) -> Path:
+    """Return the first of name-1, name-2 ... that is not in a folder."""
+    number = next(n for n in count(1) if not (folder / f"{name}-{n}{suffix}").exists())
+    return folder / f"{name}-{number}{suffix}"
 
 
 def check(folder: Path) -> list[Finding]:
@@ -205,89 +356,6 @@ def _server(folder: Path, server: str, port: int) -> list[Finding]:
         return [reached]
     skew = time.time() - email.utils.parsedate_to_datetime(date).timestamp()
     return [reached, Finding("clock", abs(skew) < MOST_SKEW, f"{skew:+.0f} s against the server")]
-
-
-def _site_folder(
-    folder: Path,
-    site: str,
-    app: Path,
-    server: str,
-    port: int,
-    authority: Path,
-    hub: Path,
-    data: str,
-) -> None:
-    """Write the folder of a site: certificate, key, app, start script, systemd unit."""
-    _copy(authority / "ca.crt", folder / "ca.crt")
-    keys.make_site_key(folder / "site.key", folder / "site.pub")
-    _copy(folder / "site.pub", hub / "keys" / f"{site}.pub")
-    copy_app(app, folder / "app")
-    facts: dict[str, Any] = {"site": site, "server": server, "port": port}
-    write_private(folder / "site.json", json.dumps(facts, indent=1) + "\n")
-    given = f"export FEDSCAFFOLD_DATA={shlex.quote(data)}\n" if data else ""
-    start = (
-        f"{HEAD}{given}mkdir -p state\n"
-        f'exec flower-supernode --superlink "{server}:{port}" --root-certificates ca.crt \\\n'
-        f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port "
-        f"${{FEDSCAFFOLD_PORT:-9094}} \\\n"
-        f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\" files=\\"$here/app\\""\n'
-    )
-    _script(folder / "start.sh", start)
-    unit = UNIT.format(
-        what=f"site {site}", folder=f"/opt/fedscaffold/{site}", script="start.sh", pause=70
-    )
-    write_private(folder / f"fedscaffold-{site}.service", unit)
-
-
-def _write_rules(settings: Settings, out: Path) -> None:
-    """Write the privacy rules of each site to its folder, for the site to review."""
-    for site in settings.deploy.sites:
-        asked = rules_of(settings, site)
-        assert asked is not None
-        write_rules(place_of(out / site / "state", site) / RULES, asked[0])
-
-
-def _server_folder(hub: Path, port: int, sites: tuple[str, ...]) -> None:
-    """Write the server's start scripts and systemd units."""
-    link = (
-        f"{HEAD}exec flower-superlink --host 0.0.0.0 --port {port} --database link.db \\\n"
-        "  --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key "
-        "--enable-supernode-auth \\\n"
-        "  --isolation process --superexec-auth-secret-file superexec.secret\n"
-    )
-    executor = (
-        f"{HEAD}exec flower-superexec --runtime-api-address localhost:{port} --root-certificates "
-        "ca.crt \\\n"
-        "  --superexec-auth-secret-file superexec.secret\n"
-    )
-    config = (
-        "mkdir -p engine\n"
-        'printf \'[superlink]\\ndefault = "hub"\\n\\n[superlink.hub]\\naddress = "localhost:%s"\\n'
-        f'root-certificates = "%s"\\n\' {port} "$here/ca.crt" > engine/config.toml\n'
-    )
-    register = "".join(
-        f"flwr supernode register keys/{site}.pub hub --name {site}\n" for site in sites
-    )
-    run = (
-        "# starts the run, or goes on with the one in run/ after a crash\n"
-        "python3 -m fedscaffold.deploy.app_files app package\n"
-        'flwr run package hub --run-config "home=\\"$here/run\\" files=\\"$here/app\\"" '
-        "--format json\n"
-    )
-    _script(hub / "start-link.sh", link)
-    _script(hub / "start-executor.sh", executor)
-    _script(hub / "register-sites.sh", f"{HEAD}{config}{register}")
-    _script(hub / "run.sh", f"{HEAD}{config}{run}")
-    for name in ("link", "executor"):
-        unit = UNIT.format(
-            what=name, folder="/opt/fedscaffold/server", script=f"start-{name}.sh", pause=5
-        )
-        write_private(hub / f"fedscaffold-{name}.service", unit)
-
-
-def _script(path: Path, text: str) -> None:
-    write_private(path, text)
-    path.chmod(0o700)
 
 
 def _copy(source: Path, target: Path) -> None:

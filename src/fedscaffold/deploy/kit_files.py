@@ -1,0 +1,240 @@
+"""The files of a kit that machines run: start scripts, systemd units, and the proxy's settings."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from fedscaffold.deploy.local_cluster import SWITCHES
+from fedscaffold.state.files import write_private
+
+__all__ = ["HOME", "write_server_files", "write_site_files"]
+
+HOME = "/opt/fedscaffold"
+"""Where `install.sh` puts the folders of a kit."""
+HEAD = """\
+#!/bin/sh
+set -eu
+umask 077
+here="$(cd "$(dirname "$0")" && pwd)"
+cd "$here"
+export FLWR_HOME="$here/engine"
+""" + "".join(f"export {name}={value}\n" for name, value in SWITCHES.items())
+# Memory that is written and then executed stays allowed, as XLA and torch compile, and devices
+# stay visible, as some sites have accelerators.
+UNIT = """\
+[Unit]
+Description=fedscaffold {name}
+After=network-online.target{after}
+Wants=network-online.target
+
+[Service]
+Type={kind}
+User=fedscaffold
+Group=fedscaffold
+UMask=0077
+WorkingDirectory={folder}
+Environment=PATH={environment}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin HOME={folder}
+ExecStart=/bin/sh {folder}/{script}
+Restart={restart}
+RestartSec={pause}
+CapabilityBoundingSet=
+LockPersonality=true
+NoNewPrivileges=true
+PrivateTmp=true
+ProtectClock=true
+ProtectControlGroups=true
+ProtectHome=read-only
+ProtectHostname=true
+ProtectKernelLogs=true
+ProtectKernelModules=true
+ProtectKernelTunables=true
+ProtectProc=invisible
+ProtectSystem=strict
+ReadWritePaths={folder}
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6
+RestrictNamespaces=true
+RestrictRealtime=true
+RestrictSUIDSGID=true
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+
+[Install]
+WantedBy=multi-user.target
+"""
+INSTALL = """\
+#!/bin/sh
+set -eu
+umask 077
+# Run as root: gives this folder to a user of its own, under {home}, and starts its units.
+# It may be run again after the kit has changed; what was trained stays.
+here="$(cd "$(dirname "$0")" && pwd)"
+id fedscaffold >/dev/null 2>&1 ||
+  useradd --system --home-dir {home} --shell /usr/sbin/nologin fedscaffold
+install -d -m 0755 {home}
+install -d -m 0700 {folder}
+if [ "$here" != {folder} ]; then
+  rm -rf {folder}/app
+  cp -R "$here/." {folder}/
+fi
+chown -R fedscaffold:fedscaffold {folder}
+install -m 0644 {folder}/*.service /etc/systemd/system/
+systemctl daemon-reload
+systemctl enable {units}
+systemctl restart {units}
+"""
+PROXY = """\
+# What sites may reach of the link: its fleet interface and its health, and nothing else. Whoever
+# reaches the control interface can run code at every site.
+daemon off;
+pid proxy/nginx.pid;
+error_log stderr;
+worker_processes auto;
+events {{ }}
+http {{
+  access_log off;
+  server_tokens off;
+  client_body_temp_path proxy/body;
+  proxy_temp_path proxy/replies;
+  fastcgi_temp_path proxy/fastcgi;
+  uwsgi_temp_path proxy/uwsgi;
+  scgi_temp_path proxy/scgi;
+  server {{
+    listen {port} ssl;
+    ssl_certificate server.crt;
+    ssl_certificate_key server.key;
+    ssl_protocols TLSv1.2 TLSv1.3;
+    client_max_body_size 0;  # or a little more than the model's size, to bound what a site sends
+    proxy_request_buffering off;
+    proxy_buffering off;
+    proxy_http_version 1.1;
+    proxy_read_timeout 1h;
+    proxy_set_header Host $http_host;
+    proxy_ssl_trusted_certificate ca.crt;
+    proxy_ssl_verify on;
+    proxy_ssl_name localhost;
+    # with a path of its own, proxy_pass sends the path as it was normalised: no way around by ..
+    location /v1/fleet/ {{ proxy_pass https://127.0.0.1:{link}/v1/fleet/; }}
+    location = /health {{ proxy_pass https://127.0.0.1:{link}/health; }}
+    location / {{ return 403; }}
+  }}
+}}
+"""
+
+
+def write_site_files(
+    folder: Path, site: str, server: str, port: int, environment: str, data: str
+) -> None:
+    """Write the start script of a site, its unit and `install.sh`.
+
+    Args:
+        folder: The site's folder of the kit.
+        site: Its name.
+        server: The name or address that it calls.
+        port: The server's port.
+        environment: Folder of the Python environment on its machine.
+        data: Folder of its data there; "" if its app knows it.
+    """
+    given = f"export FEDSCAFFOLD_DATA={shlex.quote(data)}\n" if data else ""
+    start = (
+        f"{HEAD}{given}mkdir -p state\n"
+        f'exec flower-supernode --superlink "{server}:{port}" --root-certificates ca.crt \\\n'
+        f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port "
+        f"${{FEDSCAFFOLD_PORT:-9094}} \\\n"
+        f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\" files=\\"$here/app\\""\n'
+    )
+    _write_script(folder / "start.sh", start)
+    # a site that comes back within a minute of a crash is still taken for online, and refused
+    _write_unit(folder, site, "start.sh", environment, pause=70)
+    _write_install(folder, [site])
+
+
+def write_server_files(folder: Path, port: int, proxied: bool, environment: str) -> None:
+    """Write the server's start scripts, units, the proxy's settings and `install.sh`.
+
+    Args:
+        folder: The server's folder of the kit.
+        port: The port that sites call.
+        proxied: Whether they call a proxy, which passes them on to the link on the next port, where
+            only this machine reaches it. Otherwise they call the link itself.
+        environment: Folder of the Python environment on the server.
+    """
+    link_port, host = (port + 1, "127.0.0.1") if proxied else (port, "0.0.0.0")
+    link = (
+        f"exec flower-superlink --host {host} --port {link_port} --database link.db \\\n"
+        "  --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key "
+        "--enable-supernode-auth \\\n"
+        "  --isolation process --superexec-auth-secret-file superexec.secret\n"
+    )
+    executor = (
+        f"exec flower-superexec --runtime-api-address localhost:{link_port} --root-certificates "
+        "ca.crt \\\n  --superexec-auth-secret-file superexec.secret\n"
+    )
+    config = (
+        "mkdir -p engine\n"
+        'printf \'[superlink]\\ndefault = "hub"\\n\\n[superlink.hub]\\naddress = "localhost:%s"\\n'
+        f'root-certificates = "%s"\\n\' {link_port} "$here/ca.crt" > engine/config.toml\n'
+    )
+    register = (
+        "# registers new keys and unregisters revoked ones; it may be run at any time\n"
+        "python3 -m fedscaffold.deploy.registration keys hub\n"
+    )
+    run = (
+        "# starts the run, or goes on with the one in run/ after a crash\n"
+        "python3 -m fedscaffold.deploy.app_files app package\n"
+        'flwr run package hub --run-config "home=\\"$here/run\\" files=\\"$here/app\\"" '
+        "--format json\n"
+    )
+    scripts = {
+        "start-link.sh": link,
+        "start-executor.sh": executor,
+        "register-sites.sh": config + register,
+        "run.sh": config + run,
+    }
+    units = ["link", "executor"]
+    if proxied:
+        write_private(folder / "nginx.conf", PROXY.format(port=port, link=link_port))
+        scripts["start-proxy.sh"] = 'mkdir -p proxy\nexec nginx -p "$here" -c nginx.conf\n'
+        units.append("proxy")
+    for name, text in scripts.items():
+        _write_script(folder / name, HEAD + text)
+    for name in units:
+        _write_unit(folder, name, f"start-{name}.sh", environment, pause=5)
+    # started once the sites are registered, and again with the machine
+    after = " fedscaffold-link.service fedscaffold-executor.service"
+    _write_unit(folder, "run", "run.sh", environment, pause=10, kind="oneshot", after=after)
+    _write_install(folder, units)
+
+
+def _write_unit(
+    folder: Path,
+    name: str,
+    script: str,
+    environment: str,
+    *,
+    pause: int,
+    kind: str = "simple",
+    after: str = "",
+) -> None:
+    unit = UNIT.format(
+        name=name,
+        folder=f"{HOME}/{folder.name}",
+        script=script,
+        environment=environment,
+        pause=pause,
+        kind=kind,
+        restart="always" if kind == "simple" else "on-failure",
+        after=after,
+    )
+    write_private(folder / f"fedscaffold-{name}.service", unit)
+
+
+def _write_install(folder: Path, units: list[str]) -> None:
+    names = " ".join(f"fedscaffold-{name}.service" for name in units)
+    text = INSTALL.format(home=HOME, folder=f"{HOME}/{folder.name}", units=names)
+    _write_script(folder / "install.sh", text)
+
+
+def _write_script(path: Path, text: str) -> None:
+    write_private(path, text)
+    path.chmod(0o700)
