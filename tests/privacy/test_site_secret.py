@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import chi2, kstest
 
+from fedscaffold.privacy.accounting import epsilon
+from fedscaffold.privacy.auditing import guess
 from fedscaffold.privacy.site_secret import SiteStream, load_secret, name_secret
 from fedscaffold.privacy.site_steps import PrivateSteps
 from fedscaffold.state import StateError
@@ -162,3 +164,55 @@ def test_a_secret_is_made_once_and_read_by_its_owner_alone(tmp_path):
     path.symlink_to(tmp_path / "other" / "secret")
     with pytest.raises(StateError, match="symbolic link"):
         load_secret(path)
+
+
+def attack(claims, mutant=None, canaries=600, steps=6):
+    """A lower bound on epsilon from what a site sends, where half of the canaries are its records."""
+    rng = np.random.default_rng(1)
+    inside = rng.random(canaries) < 0.5
+    axes = np.flatnonzero(inside)
+    rate, noise = 0.5, claims
+
+    def gradients(rows, places):
+        loud = np.zeros((len(rows), canaries))
+        loud[np.arange(len(rows)), axes[rows]] = -9.0  # each along an axis of its own
+        return loud
+
+    given = {"clip": 1.0, "noise": noise, "rate": rate, "expected": rate * canaries}
+    if mutant == "no clip":
+        given["clip"], given["noise"] = 9.0, noise / 9.0
+    if mutant == "noise of a mean on the sum":
+        given["noise"] /= given["expected"]
+    private = PrivateSteps(SiteStream(SECRET, "ab12"), steps=steps, **given)
+    if mutant == "noise that the server knows":
+        private.noise = 0.0
+    sent = [private.gradient(k, len(axes), np.zeros(canaries), gradients) for k in range(steps)]
+    score = -np.sum(sent, axis=0)
+    claimed = epsilon(noise=claims, rate=rate, steps=steps, delta=1e-5)
+    return guess([score], inside, delta=1e-5).epsilon, claimed
+
+
+@pytest.mark.parametrize("noise", [0.7, 2.0])
+def test_an_attack_on_what_a_site_sends_stays_below_the_claim(noise):
+    found, claimed = attack(noise)
+    assert found <= claimed
+
+
+@pytest.mark.parametrize(
+    "mutant", ["no clip", "noise of a mean on the sum", "noise that the server knows"]
+)
+def test_an_attack_on_a_broken_site_refutes_the_claim(mutant):
+    found, claimed = attack(2.0, mutant)
+    assert found > claimed
+
+
+def test_single_precision_is_kept_and_is_that_of_double():
+    g = np.random.default_rng(0).normal(size=(20, 5))
+    made = []
+    for dtype in (np.float32, np.float64):
+        steps = PrivateSteps(
+            SiteStream(SECRET, "ab12"), clip=1.0, noise=1.0, rate=0.5, expected=10.0, steps=1
+        )
+        made.append(steps.gradient(0, 20, np.zeros(5, dtype), lambda rows, places: g[rows]))
+    assert made[0].dtype == np.float32
+    np.testing.assert_allclose(*made, rtol=0, atol=1e-6)

@@ -58,7 +58,8 @@ __all__ = [
 
 FORMAT = 1
 RULES, LEDGER, SECRET = "privacy.toml", "privacy.ledger", "secret"
-REPLY = "reply"  # in the folder of a run: the last reply
+# in a run's folder: the last reply, and apart from the ledger, the end that it must have
+REPLY, WITNESS = "reply", "ledger"
 WRITTEN = """\
 # The privacy of this site's records, by its own word: settings that ask for other work, and other
 # apps, are refused, and nothing is trained beyond stop_at_epsilon. It was written before the first
@@ -91,6 +92,8 @@ class Begun(NamedTuple):
     steps: PrivateSteps
     charge: str
     """Hash of its charge."""
+    again: bool
+    """Whether the same request had been charged before."""
     facts: dict[str, Fact]
     """What the site tells of its budget."""
 
@@ -200,12 +203,12 @@ class PrivateSite:
             secret = load_secret(self.place / SECRET)
             work = rules.noise, rules.rate, rules.steps
             charge = SiteCharge(run, round, inputs, name_secret(secret), *work)
-            last = ledger.last(run)
-            if last is not None and last[0] == charge:
-                key = last[1]
-            else:
+            last, key = ledger.last(run) or (None, "")
+            if last != charge:
                 self._refuse_beyond(ledger, charge)
                 key = ledger.charge(charge)
+                seen = {"kind": "ledger", "ledger": list(ledger.head)}
+                commit(self.folder / run / self.site / WITNESS, {}, seen, private=True)
             facts: dict[str, Fact] = {
                 "epsilon": ledger.epsilon(rules.delta),
                 "delta": rules.delta,
@@ -219,7 +222,7 @@ class PrivateSite:
             expected=self.expected,
             steps=rules.steps,
         )
-        return Begun(steps, key, facts)
+        return Begun(steps, key, last == charge, facts)
 
     def _refuse_beyond(self, ledger: SiteLedger, charge: SiteCharge) -> None:
         """Raise `Refused` if a charge would exceed the budget, or has no finite epsilon."""
@@ -236,7 +239,7 @@ class PrivateSite:
 
     def stored_reply(self, kept: Path, begun: Begun) -> Packet | None:
         """Return the reply that a charge has had, with all its bytes; None without one."""
-        stored = latest(kept / REPLY)
+        stored = latest(kept / REPLY) if begun.again else None
         if stored is None or stored.facts["charge"] != begun.charge:
             return None
         blobs = {
@@ -248,11 +251,9 @@ class PrivateSite:
     def store_reply(self, kept: Path, begun: Begun, reply: Packet) -> None:
         """Store a reply durably, before it is sent."""
         arrays = {name: np.frombuffer(b.data, np.uint8) for name, b in reply.blobs.items()}
-        ledger = SiteLedger(self.place / LEDGER, self.site)
         facts = {
             "kind": "reply",
             "charge": begun.charge,
-            "ledger": list(ledger.head),
             "reply": dict(reply.facts),
             "blobs": [[name, b.dtype, list(b.shape)] for name, b in reply.blobs.items()],
         }
@@ -260,11 +261,11 @@ class PrivateSite:
 
 
 def refuse_older(ledger: SiteLedger, folder: Path) -> None:
-    """Raise StateError if a ledger lacks charges that the replies in a site's folder know of."""
-    for stored in folder.glob(f"*/{ledger.site}/{REPLY}"):
-        reply = latest(stored)
-        if reply is not None:
-            ledger.refuse(reply.facts["ledger"])
+    """Raise StateError if a ledger lacks charges that the runs in a site's folder know of."""
+    for witness in folder.glob(f"*/{ledger.site}/{WITNESS}"):
+        seen = latest(witness)
+        if seen is not None:
+            ledger.refuse(seen.facts["ledger"])
 
 
 def digest_inputs(words: Any, arrays: dict[str, Array]) -> str:
