@@ -56,6 +56,17 @@ def test_a_new_torch_app_learns_resumes_and_shows_its_status(fedscaffold):
     assert "chain whole" in fedscaffold("deploy", "status", "run").stdout
 
 
+def test_a_federation_that_is_being_started_says_so(fedscaffold, tmp_path):
+    """The processes of a real one take half a minute to come up."""
+    (tmp_path / "run").mkdir()
+    none = fedscaffold("deploy", "status", "run")
+    assert (none.returncode, "nothing was started there" in none.stderr) == (2, True)
+    (tmp_path / "run" / "deployment.json").write_text('{"app": "app", "engine": "local"}')
+    shown = fedscaffold("deploy", "status", "run", "--json")
+    assert (shown.returncode, json.loads(shown.stdout)["phase"]) == (0, "starting")
+    assert "deploy resume run" in fedscaffold("deploy", "status", "run").stdout
+
+
 @pytest.mark.slow
 def test_ctrl_c_within_a_round_keeps_what_was_committed_and_says_how_to_go_on(
     fedscaffold, tmp_path

@@ -310,7 +310,9 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
         )
 
     with Federation(app, home) as federation:
-        federation.up()
+        begun = []
+        federation.up(begun.append)
+        assert begun == ["starting the link", "registering 2 sites", "starting north, south"]
         keys.make_site_key(tmp_path / "stranger.key", tmp_path / "stranger.pub")
         shutil.copy(tmp_path / "stranger.key", home / "secrets" / "stranger.key")
         federation.start_site("stranger")  # a key that nobody registered

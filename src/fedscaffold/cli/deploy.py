@@ -226,6 +226,14 @@ def status(
     home = next(
         (folder for folder in (out, out / "server") if (folder / "status.json").is_file()), None
     )
+    if home is None and (out / "deployment.json").is_file():
+        since = time.time() - (out / "deployment.json").stat().st_mtime
+        text = (
+            f"starting for {since:.0f} s, no round yet; {out / 'logs'} says how far it is, and if "
+            f"it was interrupted `fedscaffold deploy resume {out}` goes on"
+        )
+        print_answer({"phase": "starting", "seconds": since}, [text], as_json)
+        return 0
     if home is None:
         raise InputError(f"{out} has no status.json: nothing was started there")
     kinds = {
@@ -341,22 +349,23 @@ def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json
     from fedscaffold.deploy import Stopped
     from fedscaffold.deploy.local_cluster import Federation
 
-    shown: list[Any] = []
+    told = [""]
 
-    def tell(now: dict[str, Any]) -> None:
-        seen = [now["phase"], now["round"], now["waiting_for"]]
-        if seen != shown and not as_json and sys.stderr.isatty():
-            shown[:] = seen
-            waits = f", waiting for {', '.join(now['waiting_for'])}" if now["waiting_for"] else ""
-            typer.echo(
-                f"{now['phase']}: {now['round']} of {now['rounds']} rounds done{waits}", err=True
-            )
+    def tell(text: str) -> None:
+        if text != told[0] and not as_json:
+            told[0] = text
+            typer.echo(text, err=True)
+
+    def tell_status(now: dict[str, Any]) -> None:
+        waits = f", waiting for {', '.join(now['waiting_for'])}" if now["waiting_for"] else ""
+        tell(f"{now['phase']}: {now['round']} of {now['rounds']} rounds done{waits}")
 
     try:
         with raise_on_signal(), Federation(folder, out) as federation:
-            federation.up()
+            federation.up(tell)
+            tell("starting the server")
             federation.submit()
-            answer = federation.outcome(timeout, tell)
+            answer = federation.outcome(timeout, tell_status)
     except Stopped as stopped:
         return _print_stopped(stopped, out, as_json)
     except KeyboardInterrupt as stop:

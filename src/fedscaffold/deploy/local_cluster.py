@@ -109,12 +109,20 @@ class Federation:
         if self.usual is not None:
             signal.signal(signal.SIGTERM, self.usual)
 
-    def up(self) -> None:
-        """Start all processes, once the link is healthy and the sites are registered."""
+    def up(self, tell: Callable[[str], None] = lambda what: None) -> None:
+        """Start all processes, once the link is healthy and the sites are registered.
+
+        Args:
+            tell: Called with what is begun.
+        """
+        sites = self.settings.deploy.sites
+        tell("starting the link")
         self.start_link()
         self.start_executor()
+        tell(f"registering {len(sites)} sites")
         self._register()
-        for site in self.settings.deploy.sites:
+        tell(f"starting {', '.join(sites)}")
+        for site in sites:
             self.start_site(site)
 
     def start_link(self) -> None:
