@@ -8,6 +8,7 @@ from fedscaffold.experiments import compare
 from fedscaffold.experiments.build_problem import build
 from fedscaffold.experiments.config_file import parse
 from fedscaffold.privacy.accounting import Charge, compose
+from fedscaffold.runs.privacy_statement import statement
 
 PRIVATE = fs.privacy.clients(clip=0.4, noise=8.0, delta=1e-3)
 PROBLEM = fs.problems.quadratic(num_clients=4, dim=3, mu=0.2, smoothness=1.0, seed=0)
@@ -69,6 +70,8 @@ def test_a_grid_and_a_comparison_say_what_their_runs_spend():
     one = fs.privacy.epsilon(noise=8.0, rate=1.0, steps=2, delta=1e-3)
     assert spent.each == one
     assert [run.privacy["epsilon"] for run in found.study.runs] == [one] * 4
+    with pytest.raises(fs.InputError, match="kept no ledger, as those of comparisons do not"):
+        statement(found.study.runs[0])
 
 
 def test_a_comparison_with_a_budget_is_refused():

@@ -1,6 +1,7 @@
 """What a private run has spent is told by client and round: by the run, its log, its pages and `diagnose`."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from fedscaffold.diagnose.diagnose_run import diagnose
 from fedscaffold.experiments import compare
 from fedscaffold.experiments.build_problem import build
 from fedscaffold.experiments.config_file import load, parse, to_toml
+from fedscaffold.privacy.accounting import round_up
 from fedscaffold.privacy.budget import MOST_KINDS, Budget
 from fedscaffold.runs import read
 from fedscaffold.runs.live import Simulated
 from fedscaffold.runs.log_writer import LogWriter
+from fedscaffold.runs.privacy_statement import statement
 from fedscaffold.runs.round_log import RoundLog, is_valid_line
 from fedscaffold.runs.view_model import view
 from fedscaffold.state import commit, latest
@@ -119,6 +122,16 @@ def test_the_log_the_record_and_the_page_hold_epsilon_by_client(folder):
     assert run["privacy"]["simulated"]
     assert run["columns"]["epsilon"]["values"][-1] == held["epsilon"] == max(held["by_client"])
     assert run["health"] == "noised"
+
+
+def test_the_statement_tells_the_clients_apart_and_claims_nothing_without_a_bound(folder):
+    run = read(folder).runs[0]
+    low, _, middle, _, high = (round_up(one) for one in run.privacy["quantiles"])
+    facts = statement(run)
+    assert facts["By client"] == f"epsilon {low} to {high}, {middle} in the middle of 4 clients"
+    none = statement(replace(run, privacy=run.privacy | {"epsilon": None, "quantiles": [None] * 5}))
+    assert none["Guarantee"].startswith("NONE")
+    assert "By client" not in none
 
 
 def test_a_run_under_way_tells_what_it_has_spent(folder, tmp_path):

@@ -51,6 +51,8 @@ class Spent(NamedTuple):
     """Number of rounds that are paid for."""
     before: float = 0.0
     """The largest epsilon that other runs had spent before; `epsilon` includes them."""
+    ledger: bool = False
+    """Whether it is entered on a ledger, beside what other runs have spent."""
 
     def to_pandas(self) -> Any:
         """Return the epsilons as a pandas DataFrame, one row per round and one column per client.
@@ -88,6 +90,7 @@ class Spent(NamedTuple):
             "by_client": None if every is None or len(every) > MOST_LISTED else every.tolist(),
             "quantiles": None if every is None else _quantiles(every),
             "before": self.before,
+            "ledger": self.ledger,
             "rates": [float(self.rates.min()), float(self.rates.max())],
             "steps": [int(self.steps.min()), int(self.steps.max())],
             "rounds": self.rounds,

@@ -21,8 +21,8 @@ NOT_COVERED = (
     "each spends anew, and those with the same seed draw the same noise, which cancels in their "
     "difference",
     "a folder that was put back as a whole, ledger and checkpoints, or deleted",
-    "floating-point arithmetic: clipped norms hold to rounding, and the noise has finitely many "
-    "values",
+    "floating-point arithmetic: clipped norms hold to rounding, and Gaussian noise has finitely "
+    "many values, which in theory tells of what it was added to (Mironov 2012)",
 )
 PUBLIC = {"round", "bytes_up", "bytes_down", "epsilon"}
 SIMULATED = (
@@ -40,19 +40,28 @@ def statement(run: RunRecord) -> dict[str, Any]:
     held = run.privacy
     if held is None:
         raise InputError(
-            f"the record of the run of {run.algorithm} holds no privacy: run it by itself, with a "
-            "table [privacy]; runs of comparisons keep no ledger"
+            f"the record of the run of {run.algorithm} holds no privacy: run it with a table "
+            "[privacy]"
+        )
+    if not held.get("ledger"):
+        raise InputError(
+            f"the run of {run.algorithm} kept no ledger, as those of comparisons do not: what else "
+            "was spent on its records is not known; run it by itself"
         )
     budget = held["stop_at_epsilon"]
     shared = {
         "Adversary": "the server, and everybody who sees all that clients send in all rounds",
-        "Guarantee": f"({round_up(held['epsilon'])}, {held['delta']:g})-differential privacy "
-        "for the client that spent most",
+        "Guarantee": _guarantee(held),
         "Budget": "none was set" if budget is None else f"epsilon {budget:g}",
     }
     how = _of_records(held) if held["unit"] == "record" else _of_clients(held)
     sent = "noised gradients" if held["unit"] == "record" else "noised sums"
     facts = how | {heading: fact for heading, fact in shared.items() if heading not in how}
+    if (among := held.get("quantiles")) is not None and None not in among:
+        low, _, middle, _, high = (round_up(one) for one in among)
+        facts["By client"] = (
+            f"epsilon {low} to {high}, {middle} in the middle of {held['clients']:,} clients"
+        )
     facts["Accountant"] = held["accountant"]
     facts["Released"] = (
         f"what {run.algorithm} makes known in {held['rounds']} rounds: functions of the {sent}, "
@@ -74,6 +83,15 @@ def statement(run: RunRecord) -> dict[str, Any]:
     return facts
 
 
+def _guarantee(held: Mapping[str, Any]) -> str:
+    if held["epsilon"] is None:
+        return f"NONE: the accountant has no bound on epsilon at delta {held['delta']:g}"
+    return (
+        f"({round_up(held['epsilon'])}, {held['delta']:g})-differential privacy for the client "
+        "that spent most"
+    )
+
+
 def _of_clients(held: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "Protected unit": "a whole client, with all its records",
@@ -84,7 +102,8 @@ def _of_clients(held: Mapping[str, Any]) -> dict[str, Any]:
         f"noise of {held['noise']:g} times that norm on their sum, once a round",
         "Sampling assumed": "none: cohorts may be known",
         "Composition": f"up to {held['steps'][1]:,} rounds that a client attends",
-        "Gauge": "c holds the noise, and the c_i do not: c - mean c_i is not zero, by design",
+        "Gauge": "c holds the noise of all rounds, and the c_i do not: c - mean c_i is not zero, "
+        "by design",
     }
 
 
@@ -92,7 +111,7 @@ def _of_records(held: Mapping[str, Any]) -> dict[str, Any]:
     low, high = held["rates"]
     rate = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}, by client"
     fewest, most = held["steps"]
-    steps = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}, by client"
+    steps = f"{most:,} steps" if fewest == most else f"{fewest:,} to {most:,} steps, by client"
     return {
         "Protected unit": "a single record of a client",
         "Neighbouring data": "one record of one client is replaced by one that adds nothing",
@@ -101,7 +120,7 @@ def _of_records(held: Mapping[str, Any]) -> dict[str, Any]:
         "independent for each client and step",
         "Sampling assumed": "Poisson: each record with its client's probability, independently",
         "Sampling used": f"{held['sampling']}, with probability {rate}",
-        "Composition": f"{steps} steps; nothing is gained from the sampling of clients",
+        "Composition": f"{steps}; nothing is gained from the sampling of clients",
         "Overflow": "a batch larger than its room ends the run; its probability is part of delta",
     }
 

@@ -66,7 +66,8 @@ class Account(NamedTuple):
 
     def spent(self, rounds: int) -> Spent:
         """Return what the run has spent: its first rounds, and others that it was charged with."""
-        return self.budget.spent(max(rounds, self.ledger.rounds(self.run)))
+        paid = max(rounds, self.ledger.rounds(self.run))
+        return self.budget.spent(paid)._replace(ledger=True)
 
 
 def within_budget(config: RunConfig, budget: Budget, account: Account | None) -> RunConfig:
