@@ -54,7 +54,7 @@ def spend_together(runs: Iterable[tuple[int, Mapping[str, Any]]]) -> Together | 
     >>> held = {"unit": "record", "noise": 2.0, "rates": [0.1, 0.1], "steps": [50, 50]}
     >>> held |= {"epsilon": 1.67, "delta": 1e-5, "before": 0.0}
     >>> print(spend_together([(0, held), (1, held)]))
-    each of the 2 private runs spends epsilon up to 1.67, all of them 2.38... at delta 1e-05
+    each of the 2 private runs spends epsilon up to 1.670, all of them 2.338 at delta 1e-05
     >>> spend_together([(0, held), (0, held)]).epsilon
     inf
     """

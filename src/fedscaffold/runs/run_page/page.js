@@ -182,7 +182,7 @@ const Page = typeof document === "undefined" ? null : (() => {
 
   // What was spent: epsilon by round with the budget's line, and by client at the end.
   function privacy() {
-    const runs = visible().flatMap(group => group.runs.filter(run => run.privacy)), budgets = [...new Set(runs.map(run => run.privacy.budget))];
+    const runs = visible().flatMap(group => group.runs.filter(run => run.columns.epsilon)), budgets = [...new Set(runs.map(run => run.privacy?.budget ?? null))];
     byId("privacy").hidden = !runs.length;
     if (!runs.length) return;
     Panels.privacy(runs);

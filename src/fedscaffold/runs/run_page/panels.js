@@ -111,6 +111,10 @@ const Panels = (() => {
   // What was spent, in words and by client; of several runs the words alone.
   const PROTECTED = { record: "a single record of a client", client: "a whole client" };
   function privacy(runs) {
+    if (runs.some(run => !run.privacy)) {  // a deployed server: its sites told it, in the notes
+      for (const id of ["guarantee", "protects", "spenders", "spent"]) byId(id).replaceChildren();
+      return;
+    }
     const { unit, delta, epsilon, after, clients, quantiles, before } = runs[0].privacy, single = runs.length === 1;
     const earlier = before ? ` Other runs on its ledger had spent ${above(before)} before, which is included.` : "";
     set("guarantee", single ? `After round ${after}: epsilon ${known(epsilon) ? above(epsilon) : "without bound"} at delta ${short(delta)}, for ${PROTECTED[unit]}.${earlier}` :
