@@ -9,6 +9,8 @@ from torch import nn
 from fedscaffold.deploy import ArraysLearner, TorchLearner
 from fedscaffold.deploy.schema import Packet
 from fedscaffold.deploy.torch_data import open_records
+from fedscaffold.privacy.site_secret import SiteStream
+from fedscaffold.privacy.site_steps import PrivateSteps
 
 
 @pytest.fixture
@@ -229,8 +231,8 @@ def test_data_sets_are_batched_by_poisson_samples(tmp_path):
     for data in (images, lambda site: listed):
         one = TorchLearner(network, loss, data, precision="float64")
         records = open_records("ant", data("ant"))
-        draws = case.SiteStream(bytes(32), "ab12")
-        steps = case.PrivateSteps(draws, clip=1.0, noise=1.0, rate=0.5, expected=6.0, steps=1)
+        draws = SiteStream(bytes(32), "ab12")
+        steps = PrivateSteps(draws, clip=1.0, noise=1.0, rate=0.5, expected=6.0, steps=1)
         one._private_gradient(steps, 0, records)
         sent.append(one.g.numpy().copy())
     np.testing.assert_allclose(*sent, rtol=0, atol=1e-13)

@@ -8,7 +8,9 @@ import private_case as case
 import pytest
 from private_case import SITES, STEPS
 
+from fedscaffold.deploy import Stopped
 from fedscaffold.deploy.schema import Blob, Packet
+from fedscaffold.deploy.site_privacy import PrivateSite
 from fedscaffold.deploy.site_statement import state_site
 from fedscaffold.privacy.accounting import epsilon
 from fedscaffold.state import StateError
@@ -141,7 +143,7 @@ def test_a_run_with_other_settings_is_charged_on_top_of_what_was_spent(tmp_path)
     (tmp_path / "b").mkdir()
     shutil.copytree(tmp_path / "a" / "sites", tmp_path / "b" / "sites")
     more = COSTLY.replace("2.0", "4.0")
-    with pytest.raises(case.Stopped, match=r"noise = 4\.0 is asked of"):
+    with pytest.raises(Stopped, match=r"noise = 4\.0 is asked of"):
         case.run(case.settings(table=more), tmp_path / "b", rounds=1)
     for site in SITES:
         rules = case.place(tmp_path / "b", site) / "privacy.toml"
@@ -185,7 +187,7 @@ def test_a_whole_folder_put_back_is_refused_by_what_the_server_knows(tmp_path):
     server = case.server_of(config, tmp_path)
     outcome = case.drive(server, case.InProcess(case.learner(), config, tmp_path), 2)
     assert outcome.rounds == 2  # nothing is asked
-    with pytest.raises(case.Stopped, match="lacks charges of this run that the server knows of"):
+    with pytest.raises(Stopped, match="lacks charges of this run that the server knows of"):
         case.run(config, tmp_path, rounds=3)
 
 
@@ -267,3 +269,50 @@ def test_a_ledger_in_use_by_another_process_is_not_charged(tmp_path):
         _, summary = case.run(config, tmp_path, rounds=2)
     assert "charging its privacy ledger failed" in summary.missed["ant"]["cause"]
     assert len(case.ledger_of(tmp_path, "ant").charges) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_comes_in_any_order_no_noise_is_free_and_none_is_used_twice(tmp_path, seed):
+    """Requests of two runs at three models, failures before and after training, ledgers put back."""
+    rng, config = np.random.default_rng(seed), case.settings()
+    _, requests = case.requests_of(config, tmp_path)
+    models = [moved(requests["ant"], "x", 1e-9 * k) for k in range(3)]
+    path = case.place(tmp_path, "ant") / "privacy.ledger"
+    sent, last, copies, refused = {}, {}, [], 0
+
+    def fail(*_):
+        raise OSError
+
+    for _ in range(60):
+        run, model = f"run{rng.integers(2)}", int(rng.integers(3))
+        event = rng.choice(["ask", "ask", "ask", "fail", "die", "copy", "put back"])
+        request = resend(models[model], run=run)
+        charges = case.ledger_of(tmp_path, "ant").charges
+        if event == "copy" and path.exists():
+            copies.append(path.read_bytes())
+        elif event == "put back" and copies and copies[0] != path.read_bytes():
+            now = path.read_bytes()
+            path.write_bytes(copies[0])
+            assert "d" not in case.ask(request, config, tmp_path).blobs
+            path.write_bytes(now)
+            refused += 1
+        elif event == "fail":
+            case.ask(request, config, tmp_path, case.learner(record_gradients=fail))
+            last[run] = model
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                if event == "die":
+                    patch.setattr(PrivateSite, "store_reply", fail)
+                reply = case.ask(request, config, tmp_path)
+            again = last.get(run) == model
+            assert len(case.ledger_of(tmp_path, "ant").charges) - len(charges) == (not again)
+            last[run] = model
+            assert "d" in reply.blobs or event == "die"
+            if "d" in reply.blobs:  # one that was stored before is sent, whatever happens now
+                key = case.ledger_of(tmp_path, "ant").last(run)[1]
+                assert sent.setdefault(key, reply.blobs["d"].data) == reply.blobs["d"].data
+    vectors = np.array([np.frombuffer(data) for data in sent.values()])
+    apart = np.abs(vectors[:, None] - vectors[None]).max(axis=2) + np.eye(len(vectors))
+    assert len(vectors) > 10
+    assert apart.min() > 1e-6  # models differ by 1e-9, and so would equal noise
+    assert refused

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedscaffold.deploy import ArraysLearner, InProcess, Server, Stopped, drive, parse  # noqa: F401
+from fedscaffold.deploy import ArraysLearner, InProcess, Server, drive, parse
 from fedscaffold.deploy.client import answer, greeting
 from fedscaffold.privacy.site_ledger import SiteLedger
 from fedscaffold.privacy.site_secret import SiteStream, load_secret
-from fedscaffold.privacy.site_steps import PrivateSteps  # noqa: F401
 
 COUNTS = {"ant": 40, "bee": 25, "cow": 6}
 SITES = tuple(COUNTS)
