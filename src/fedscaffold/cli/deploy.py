@@ -214,6 +214,29 @@ def check(
     return 0 if good else 1
 
 
+@deploy_app.command(epilog="Example: fedscaffold deploy bundle runs/hospitals --out bundle.zip")
+def bundle(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a deployment, or of a kit.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The zip file to write.")] = Path("bundle.zip"),
+    as_json: Json = False,
+) -> None:
+    """Collect what support needs: status, metrics, audit log, settings, versions.
+
+    No data, keys, states, models, code, or texts of errors at sites.
+    """
+    from fedscaffold.deploy.bundle import write_bundle
+
+    made = write_bundle(folder, out)
+    said = f"{made.path}: {len(made.files)} files; {made.left_out} others were left out"
+    print_answer(
+        {"path": str(made.path), "files": made.files, "left_out": made.left_out},
+        [*(f"  {name}" for name in made.files), said],
+        as_json,
+    )
+
+
 @deploy_app.command(epilog="Example: fedscaffold deploy status runs/hospitals")
 def status(
     out: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")],
