@@ -6,6 +6,7 @@
     aggregation.py    state transitions
     server.py         rounds, each committed before the next
     client.py         replies of a site
+    site_privacy.py   a private site's own rules, charges and noise
     server_loop.py    the main loop, for any transport
     audit.py          the log, and who missed rounds
 

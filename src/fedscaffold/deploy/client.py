@@ -36,12 +36,13 @@ from fedscaffold.deploy.schema import (
     Schema,
     blob,
     cast,
+    digest_inputs,
     digest_of,
     pack,
     unpack,
 )
 from fedscaffold.deploy.settings import NAME, Local, Settings
-from fedscaffold.deploy.site_privacy import PrivateSite, digest_inputs, open_private
+from fedscaffold.deploy.site_privacy import PrivateSite, open_private
 from fedscaffold.privacy.site_steps import PrivateSteps
 from fedscaffold.state import commit, latest
 

@@ -38,7 +38,8 @@ from fedscaffold.deploy.client import Site
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.kit_files import HOME, write_server_files, write_site_files
 from fedscaffold.deploy.settings import Settings, load
-from fedscaffold.deploy.site_privacy import RULES, open_private, place_of, rules_of, write_rules
+from fedscaffold.deploy.site_privacy import open_private, place_of
+from fedscaffold.deploy.site_rules import RULES, rules_of, write_rules
 from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
 

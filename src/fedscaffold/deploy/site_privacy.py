@@ -2,7 +2,7 @@
 
 Below the site's folder, in privacy/SITE:
 
-    privacy.toml      the rules that the site has agreed to, written when it first takes part
+    privacy.toml      the rules that the site has agreed to (`site_rules`)
     privacy.ledger    what its records have been charged with (`privacy.site_ledger`)
     secret            what its noise is drawn from (`privacy.site_secret`)
 
@@ -15,75 +15,37 @@ it of the same round, is charged and draws noise of its own.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedscaffold import checks
-from fedscaffold.algorithms import make
-from fedscaffold.algorithms.round import work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.schema import Array, Blob, Fact, Packet
+from fedscaffold.deploy.schema import Blob, Fact, Packet
 from fedscaffold.deploy.settings import Settings
-from fedscaffold.parsing import format_of, text_of, toml
+from fedscaffold.deploy.site_rules import (
+    RULES,
+    Rules,
+    read_rules,
+    refuse_other_rules,
+    rules_of,
+    write_rules,
+)
 from fedscaffold.privacy.accounting import describe_accountant, round_up
-from fedscaffold.privacy.mechanism import expected_batch, sampling_rate
-from fedscaffold.privacy.records import Records
 from fedscaffold.privacy.site_ledger import SiteCharge, SiteLedger
 from fedscaffold.privacy.site_secret import SiteStream, load_secret, name_secret
 from fedscaffold.privacy.site_steps import PrivateSteps
 from fedscaffold.state import commit, latest, locked
-from fedscaffold.state.files import make_folder, write_private
+from fedscaffold.state.files import make_folder
 
-__all__ = [
-    "LEDGER",
-    "RULES",
-    "Begun",
-    "PrivateSite",
-    "Rules",
-    "digest_inputs",
-    "open_private",
-    "place_of",
-    "read_rules",
-    "refuse_older",
-    "rules_of",
-    "write_rules",
-]
+__all__ = ["LEDGER", "Begun", "PrivateSite", "open_private", "place_of", "refuse_older"]
 
-FORMAT = 1
-RULES, LEDGER, SECRET = "privacy.toml", "privacy.ledger", "secret"
+LEDGER, SECRET = "privacy.ledger", "secret"
 # in a run's folder: the last reply, and apart from the ledger, the end that it must have
 REPLY, WITNESS = "reply", "ledger"
-WRITTEN = """\
-# The privacy of this site's records, by its own word: settings that ask for other work, and other
-# apps, are refused, and nothing is trained beyond stop_at_epsilon. It was written before the first
-# round, and only the site changes it. Without a line `app`, any app is taken.
-"""
-
-
-class Rules(NamedTuple):
-    """What a site has agreed to."""
-
-    clip: float
-    noise: float
-    sampling: str
-    rate: float
-    """Probability with which a local step draws a record."""
-    steps: int
-    """Local steps of a round."""
-    delta: float
-    stop_at_epsilon: float | None = None
-    app: str | None = None
-    """Digest of the app's files; None for any app."""
-
-
-OWN = ("delta", "stop_at_epsilon")  # rules in which a site need not agree with the federation
 
 
 class Begun(NamedTuple):
@@ -96,29 +58,6 @@ class Begun(NamedTuple):
     """Whether the same request had been charged before."""
     facts: dict[str, Fact]
     """What the site tells of its budget."""
-
-
-def rules_of(settings: Settings, site: str) -> tuple[Rules, float] | None:
-    """Return the rules that settings ask of a site, and its expected batch; None without privacy.
-
-    Both follow from the settings alone, the number of records included.
-    """
-    asked = settings.privacy
-    if asked is None:
-        return None
-    records = np.float64(settings.deploy.records[site])
-    work = work_of(make(**settings.algorithm), settings.local.steps, settings.local.batch_size)
-    rules = Rules(
-        clip=asked.clip,
-        noise=asked.noise,
-        sampling=asked.sampling,
-        rate=float(sampling_rate(work.batch_size, records)),
-        steps=int(work.steps),
-        delta=asked.delta,
-        stop_at_epsilon=asked.stop_at_epsilon,
-        app=digest_inputs(settings.app, {}),
-    )
-    return rules, float(expected_batch(work.batch_size, records))
 
 
 def place_of(folder: Path, site: str) -> Path:
@@ -150,15 +89,7 @@ def open_private(settings: Settings, site: str, folder: Path) -> PrivateSite | N
     if own is None:
         write_rules(place / RULES, rules)
         own = rules
-    for name, agreed in own._asdict().items():
-        there = getattr(rules, name)
-        if name in OWN or agreed == there or (name == "app" and agreed is None):
-            continue
-        raise Refused(
-            "privacy",
-            f"{name} = {str(there)[:12]} is asked of {site}, which has agreed to "
-            f"{str(agreed)[:12]}; if that is meant, change it in its own {RULES}",
-        )
+    refuse_other_rules(own, rules, site)
     return PrivateSite(own, expected, site, folder)
 
 
@@ -266,53 +197,3 @@ def refuse_older(ledger: SiteLedger, folder: Path) -> None:
         seen = latest(witness)
         if seen is not None:
             ledger.refuse(seen.facts["ledger"])
-
-
-def digest_inputs(words: Any, arrays: dict[str, Array]) -> str:
-    """Return a digest of arrays and of a JSON value, by which no two inputs are confused.
-
-    >>> digest_inputs([1], {"x": np.zeros(2)}) == digest_inputs([1], {"x": np.zeros(3)})
-    False
-    """
-    found = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
-    for name, array in sorted(arrays.items()):
-        found.update(json.dumps([name, array.dtype.str, array.shape]).encode())
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
-
-
-def read_rules(path: Path) -> Rules:
-    """Read a site's own rules.
-
-    Raises:
-        InputError: The file is damaged, or a value is out of range.
-    """
-    table = toml(text_of(path), str(path))
-    format_of(table.pop("format", None), FORMAT, str(path))
-    for key in table:
-        checks.choice("key", key, Rules._fields)
-    free = Rules._field_defaults
-    if missing := [name for name in Rules._fields if name not in table and name not in free]:
-        raise InputError(f"{path} lacks {missing[0]}")
-    rate, steps, app = table.pop("rate"), table.pop("steps"), table.pop("app", None)
-    if checks.number("rate", rate, above=0) > 1:
-        raise InputError(f"{path}: rate must be at most 1, got {rate}")
-    held = Records(**table)
-    return Rules(
-        clip=float(held.clip),
-        noise=float(held.noise),
-        sampling=held.sampling,
-        rate=float(rate),
-        steps=checks.whole("steps", steps),
-        delta=float(held.delta),
-        stop_at_epsilon=held.stop_at_epsilon,
-        app=app,
-    )
-
-
-def write_rules(path: Path, rules: Rules) -> None:
-    """Write the rules of a site that first takes part."""
-    make_folder(path.parent, private=True)
-    given = {name: value for name, value in rules._asdict().items() if value is not None}
-    lines = [f"{name} = {json.dumps(value)}\n" for name, value in given.items()]
-    write_private(path, f"{WRITTEN}format = {FORMAT}\n{''.join(lines)}")

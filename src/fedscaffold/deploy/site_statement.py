@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedscaffold.checks import InputError
-from fedscaffold.deploy.site_privacy import LEDGER, RULES, read_rules, refuse_older
+from fedscaffold.deploy.site_privacy import LEDGER, refuse_older
+from fedscaffold.deploy.site_rules import RULES, read_rules
 from fedscaffold.privacy.accounting import describe_accountant, round_up
 from fedscaffold.privacy.site_ledger import SiteLedger
 
