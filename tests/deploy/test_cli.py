@@ -218,7 +218,17 @@ def test_a_mistake_is_one_line(words, said, fedscaffold, tmp_path):
 
 
 def test_help_shows_examples(fedscaffold):
-    for verb in ("new", "simulate", "local", "resume", "kit", "check", "bundle", "status"):
+    for verb in (
+        "new",
+        "simulate",
+        "local",
+        "resume",
+        "kit",
+        "check",
+        "bundle",
+        "metrics",
+        "status",
+    ):
         assert "Example: fedscaffold deploy" in fedscaffold(
             "deploy", verb, "--help"
         ).stdout.replace("\n", " ")

@@ -237,6 +237,37 @@ def bundle(
     )
 
 
+@deploy_app.command(epilog="Example: fedscaffold deploy metrics runs/hospitals --port 9464")
+def metrics(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")],
+    port: Annotated[
+        int | None,
+        typer.Option(help="Serve them on this port of this machine, until interrupted."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a deployment's state in Prometheus' format, or serve it for Prometheus to scrape."""
+    from prometheus_client import generate_latest, start_http_server
+
+    from fedscaffold.deploy.exporter import make_registry
+
+    registry = make_registry(folder)
+    if port is None:
+        facts = {
+            f"{sample.name}{json.dumps(sample.labels) if sample.labels else ''}": sample.value
+            for family in registry.collect()
+            for sample in family.samples
+        }
+        print_answer(facts, generate_latest(registry).decode().splitlines(), as_json)
+        return
+    try:
+        _, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError as error:
+        raise InputError(f"port {port} cannot be used: {error.strerror}") from None
+    typer.echo(f"http://127.0.0.1:{port}/metrics", err=True)
+    thread.join()
+
+
 @deploy_app.command(epilog="Example: fedscaffold deploy status runs/hospitals")
 def status(
     out: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")],
