@@ -179,8 +179,19 @@ DIRECT = {  # convolutions that XLA has a fast kernel for, as have the gradients
 }
 
 
-@pytest.mark.parametrize("mapped", ["alone", "one", "images", "both"])
-@pytest.mark.parametrize("case", DIRECT)
+# Every convolution in the direct form ("alone") and as products ("both"); the ways to map, which choose between the two
+# for any convolution, with the first. `make soak` has all pairs.
+MAPPED = [
+    *((case, way) for case in DIRECT for way in ("alone", "both")),
+    *(
+        pytest.param(case, way, marks=() if case == "SAME" else pytest.mark.soak)
+        for case in DIRECT
+        for way in ("one", "images")
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "mapped"), MAPPED)
 def test_gradients_in_single_precision(case, mapped):
     lhs, rhs, how = DIRECT[case]
     x, w = (a.astype(jnp.float32) for a in normal(lhs, rhs))
