@@ -28,12 +28,19 @@ EXACT = {  # several programs that give one result to the bit
 OPTIMISE_LESS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 SLOW_DOCTESTS = {
-    "papers.claims.reproduce",
     "fedscaffold.conformance.diagnosis.diagnose",
+    "fedscaffold.estimators.classifier.FederatedClassifier",
     "fedscaffold.experiments.compare.compare",
+    "fedscaffold.grids.grid.grid",
+    "fedscaffold.privacy.accounting.noise_for",
+    "fedscaffold.problems.torch_module.torch_problem",
+    "fedscaffold.simulation.canaries.audit_privacy",
     "fedscaffold.simulation.sweeps.sweep",
+    "fedscaffold.theory.advice.advise",
     "fedscaffold.theory.planning.verify",
+    "fedscaffold.theory.privacy.privacy_cost",
     "fedscaffold.theory.round_map.round_map",
+    "papers.claims.reproduce",
 }
 
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")

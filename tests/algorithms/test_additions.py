@@ -77,6 +77,7 @@ def test_the_mean_age_is_n_over_s_minus_one():
 # What may be added: compression
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["top_k:0.25", "random_k:0.3", "quantise:1", "quantise:4"])
 def test_compressors_contract(text):
     compressor = compression.of(text)

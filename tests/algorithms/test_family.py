@@ -183,6 +183,7 @@ def test_mime_applies_the_servers_momentum_in_the_local_steps():
     close(run(fs.mime(beta=0.8), rounds=15, cohorts=cohorts).vector, expected)
 
 
+@pytest.mark.slow
 def test_the_correction_of_mime_and_dane_uses_the_same_batch():
     """Equal clients of two unlike records each: a batch of one record, corrected by itself, leaves no noise."""
     records = np.stack([np.eye(2), np.diag([0.2, 0.2])]), np.array([[1.0, 0.0], [1.0, 0.0]])

@@ -184,6 +184,7 @@ PERIODIC = [[[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]][r % 6] for r in ran
 """Groups that are there in turns, all of them within 6 rounds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cohorts", "window", "gamma", "server_lr"),
     [
@@ -211,6 +212,7 @@ def test_amplified_scaffold_follows_its_authors_lines(cohorts, window, gamma, se
     assert run.fault is None
 
 
+@pytest.mark.slow
 def test_a_window_of_one_round_without_amplification_is_scaffold():
     one = simulate(fs.amplified_scaffold(window=1, gamma=1.0))
     plain = simulate(fs.scaffold())
@@ -260,6 +262,7 @@ def test_counters_are_no_control_variates_to_fade():
         simulate(fs.amplified_scaffold(), stale="decay:0.9")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 def test_scafcom_follows_its_lines_with_a_compressor(server_lr):
     """Top half of v - c_i; steps are equal, as in the paper."""
@@ -331,6 +334,7 @@ def test_travel_is_not_asked_of_an_optimizer():
         fs.simulate(undeclared, problem, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.2, 0.7])
 def test_fedavg_m_ends_where_fedavg_with_a_smaller_step_does(beta):
     options = {"local_steps": 5}

@@ -185,6 +185,7 @@ def test_what_compression_left_out_is_not_remembered():
 # Late replies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [1, 2])
 def test_late_replies_keep_the_mean_and_reach_the_optimum(option):
     """Asynchronous: a client works from an old record, at most one task each; replies come in any order."""

@@ -188,6 +188,7 @@ def test_gemm_flops_are_those_torch_counts():
         assert machine.gemm_flops(workload) == counter.get_total_flops() * steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lenet", "cnn", "resnet8"])
 def test_networks_are_the_same_in_jax_and_torch(name):
     classes, size, channels = (10, 32, 3) if name == "resnet8" else (62, 28, 1)

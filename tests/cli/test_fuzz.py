@@ -191,12 +191,14 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=3))
 def test_any_override_is_refused_in_one_line_or_taken(pairs):
     assert is_refused_or_whole(lambda: parse("", [f"{key}={value}" for key, value in pairs]))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.one_of(

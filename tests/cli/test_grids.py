@@ -40,6 +40,7 @@ def table(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_any_key_is_compared_and_each_run_is_one_alone(typed, tmp_path):
     code, out, err = typed(*ASK, *OVER, "--out", "all", "--json")
     assert code == 0, err
@@ -75,6 +76,7 @@ def fail_once(monkeypatch, fails):
     monkeypatch.setattr(execute, "run_cell", run_cell)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_a_row_and_a_line_and_is_run_again(typed, tmp_path, monkeypatch):
     ask = [*ASK, "--local-steps", "2", "--out", "some"]
     with monkeypatch.context() as patch:
@@ -137,6 +139,7 @@ def test_what_cannot_be_compared_is_refused(words, said, typed, tmp_path):
     assert not list(tmp_path.glob("runs/compare/cells/*"))
 
 
+@pytest.mark.slow
 def test_the_parameters_of_one_algorithm_are_compared(typed, tmp_path):
     ask = [*ASK, "--local-steps", "2", "--algorithms", "fedprox", "--over", "algorithm.mu=0.1,5.0"]
     assert typed(*ask, "--out", "mu")[0] == 0

@@ -130,6 +130,7 @@ def mutant(request) -> Mutant:
     return Mutant(name, judge(EVERY_MUTANT[name], rows))
 
 
+@pytest.mark.slow
 def test_the_rows_that_catch_a_mistake_are_its_signature(mutant):
     """The page's table is made of signatures."""
     assert mutant.failing
@@ -453,6 +454,7 @@ def test_numbers_too_large_to_compare_are_a_failure():
     assert verdict.outcome == "fails"
 
 
+@pytest.mark.slow
 def test_an_adapter_may_write_into_its_case():
     def greedy(case):
         trace = ours(case)
@@ -463,6 +465,7 @@ def test_an_adapter_may_write_into_its_case():
     assert failing(conform(greedy)) == []
 
 
+@pytest.mark.slow
 def test_gradients_need_not_be_asked_for():
     """A compiled program evaluates its own; the suite then walks the same steps."""
     assert failing(conform(lambda case: ours(case._replace(calls=None)))) == []

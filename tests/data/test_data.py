@@ -276,6 +276,7 @@ def test_importing_the_room_loads_nothing_heavy() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=80), st.integers(0, 2**32), st.data())
 def test_what_every_split_promises(rows: list[int], seed: int, data: st.DataObject) -> None:

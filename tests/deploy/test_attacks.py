@@ -98,6 +98,7 @@ def test_one_huge_reply_is_the_end_of_nobody(algorithm, clip, precision, tmp_pat
     assert play(server, config, tmp_path).heard == SITES
 
 
+@pytest.mark.slow
 def test_after_a_huge_reply_the_run_still_reaches_the_optimum(tmp_path):
     for clip in ("", "clip = 5.0"):
         config = settings(deploy=clip, local="steps = 3\nlr = 0.3")
@@ -292,6 +293,7 @@ def host(clip, precision):
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @limits(max_examples=60, deadline=None)
 @given(
     wrong=some.dictionaries(

@@ -41,6 +41,7 @@ def learner(**more):
     return JaxLearner(loss, {"w": START}, data, **made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "table", "buffers"),
     [

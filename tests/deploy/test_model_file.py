@@ -70,6 +70,7 @@ def run(settings, one, folder):
     return server, drive(server, InProcess(one, settings, folder), settings.rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("buffers", ["average", "local"])
 def test_the_file_loads_strictly_into_a_fresh_module(buffers, precision, folder):

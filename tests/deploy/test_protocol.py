@@ -135,6 +135,7 @@ def test_cohorts_are_the_simulators():
     )
 
 
+@pytest.mark.slow
 def test_momentum_reaches_the_optimum_and_c_i_the_gradients(tmp_path):
     config = settings(local="steps = 4\nlr = 0.1\noptimizer = 'momentum'")
     server, _ = run_quietly(config, tmp_path, rounds=80)

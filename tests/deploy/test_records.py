@@ -127,6 +127,7 @@ def test_its_means_hold_in_single_precision_whoever_comes_and_goes(clip, weights
     assert np.linalg.norm(server.state.server.c) > 1e-3
 
 
+@pytest.mark.slow
 def test_lost_records_are_made_anew(known, tmp_path):
     """Two fields lie in a client's file; with it gone all report theirs, and c is their mean again."""
     config = settings(

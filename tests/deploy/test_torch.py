@@ -80,6 +80,7 @@ def test_torch_is_numpy(algorithm, local, folder):
     np.testing.assert_allclose(mine.state.x, plain.state.x, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_jax_is_numpy(folder):
     config = settings(local="epochs = 2\nbatch_size = 2\nlr = 0.1")
     one = JaxLearner(jax_loss, {"w": START}, data, precision="float64")

@@ -494,6 +494,7 @@ def test_a_batch_of_one_record_under_batch_normalisation_is_said_with_the_way_ou
     assert dropped.missed == {}
 
 
+@pytest.mark.slow
 def test_the_simulator_refuses_the_same_batch_with_the_way_out():
     problem = fs.problems.torch(normed, squares, [of_width("ant", rows=9), of_width("bee")])
     with pytest.raises(InputError, match=r"batch of one record.*batch_size"):

@@ -17,6 +17,7 @@ def test_the_page_is_up_to_date():
     assert page == architecture.filled(page), "run `make architecture`, look, and commit"
 
 
+@pytest.mark.slow
 def test_every_room_is_above_what_it_imports():
     found = architecture.arrows()
     level = {room: k for k, row in enumerate(architecture.layers(found)) for room in row}

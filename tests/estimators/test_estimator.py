@@ -430,6 +430,7 @@ def test_a_cohort_of_more_clients_than_a_fold_has_is_all_of_them():
         regressor(cohort=0, **ask).fit(X, Y, clients=OWNERS)
 
 
+@pytest.mark.slow
 def test_an_estimator_that_holds_an_algorithm_is_pickled():
     model = classifier(algorithm=fs.fedprox(mu=0.3), rounds=4).fit(X, WORDS, clients=OWNERS)
     again = pickle.loads(pickle.dumps(model))

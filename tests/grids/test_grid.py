@@ -134,6 +134,7 @@ def test_a_cell_that_the_simulator_refuses_is_a_row_with_its_sentence():
     assert found.select(algorithm="scaffnew")[0].error == " ".join(str(refused.value).split())
 
 
+@pytest.mark.slow
 def test_finished_cells_are_not_run_again(tmp_path, monkeypatch):
     ran = []
     usual = execute.run_cell
@@ -288,6 +289,7 @@ def test_dask_runs_the_cells(tmp_path):
 # What is asked
 
 
+@pytest.mark.slow
 def test_values_have_distinct_labels():
     assert labelled("algorithm", [fs.scaffold(), "fedavg"]).keys() == {"scaffold", "fedavg"}
     assert list(labelled("seed", np.arange(2))) == [0, 1]

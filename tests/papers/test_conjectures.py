@@ -109,6 +109,7 @@ def test_every_step_size_below_two_over_l_is_stable():
         assert len(values) * largest <= proved.round_noise * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_constants_that_the_page_states():
     worst = 0.0
     for kappa in (1.0, 1.1, 2.0, 10.0, 1e3, 1e6):

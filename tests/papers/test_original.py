@@ -86,6 +86,7 @@ def random_federation(rng, server_lr=1.0, convex=True):
     return a, pulls, constants
 
 
+@pytest.mark.slow
 def test_one_round_inequalities_over_all_cohorts():
     """F23 (Lemmas 7 and 8) and F24 (Lemma 14), with noise."""
     rng = np.random.default_rng(7)

@@ -526,6 +526,7 @@ def test_the_command(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_no_bit_of_a_kept_result_can_change_unseen(tmp_path):
     path = tmp_path / "one.npz"
     data = {

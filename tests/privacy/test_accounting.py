@@ -163,6 +163,7 @@ PROBLEM = fs.problems.logistic(
 GIVEN = {"local_steps": 2, "lr": 0.1, "batch_size": 6, "metrics": ()}
 
 
+@pytest.mark.slow
 def test_a_run_stops_before_its_budget_is_exceeded():
     private = fs.privacy.records(clip=1.0, noise=1.1, delta=DELTA, stop_at_epsilon=5.0)
     run = fs.simulate(fs.scaffold(), PROBLEM, rounds=50, privacy=private, **GIVEN)
@@ -187,6 +188,7 @@ def test_a_run_stops_before_its_budget_is_exceeded():
     assert watched.digest == run.digest
 
 
+@pytest.mark.slow
 def test_a_sweep_has_the_epsilon_of_each_seed():
     private = fs.privacy.records(clip=1.0, noise=2.0, delta=DELTA)
     given = GIVEN | {"cohort": 1, "rounds": 3, "privacy": private}

@@ -22,18 +22,21 @@ def fresh():
     engine._compile.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_sound_mechanism_is_not_refuted():
     found = fs.audit_privacy(PRIVATE, **ATTACK)
     assert not found.refuted
     assert found.claimed == fs.privacy.epsilon(noise=4.0, rate=0.25, steps=12, delta=1e-5)
 
 
+@pytest.mark.slow
 def test_with_little_noise_the_audit_finds_much_of_what_is_spent():
     loud = fs.privacy.records(clip=0.5, noise=0.6, delta=1e-5)
     found = fs.audit_privacy(loud, rate=1.0, local_steps=2, rounds=2, canaries=1000)
     assert 0.1 * found.claimed < found.found < found.claimed
 
 
+@pytest.mark.slow
 def test_the_bound_holds_with_its_confidence():
     """Randomised response with a known epsilon is refuted in at most 5 % of trials, and nearly found with many."""
     rng, eps, trials = np.random.default_rng(0), 1.0, 100
@@ -118,6 +121,7 @@ def one_noise_for_all_steps(monkeypatch):
     monkeypatch.setattr(local, "_private_gradient", same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("breaks", "said"),
     [
@@ -138,6 +142,7 @@ def test_a_sound_mechanism_violates_none():
         assert not list(canaries._faults(PRIVATE, seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [no_noise_of_its_own, no_clip, noise_of_a_mean, clip_of_ten])
 def test_a_broken_mechanism_is_refuted(breaks, monkeypatch, fresh):
     breaks(monkeypatch)

@@ -72,6 +72,7 @@ def by_hand(cohorts, separate):
     return x, c, c_i
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separate", [False, True], ids=["one vector", "the pair"])
 def test_a_run_is_the_one_by_hand(separate):
     steps = {"local_optimizer": optax.sgd(LR)} if separate else {"lr": LR}

@@ -23,6 +23,7 @@ def test_noise_for_a_budget_is_the_least(wanted, rate, steps):
     assert fs.privacy.epsilon(noise=0.995 * noise, **at) > wanted
 
 
+@pytest.mark.slow
 def test_no_noise_for_a_budget_out_of_reach():
     with pytest.raises(fs.InputError, match="no noise multiplier up to 1000 keeps 1000000 steps"):
         fs.privacy.noise_for(epsilon=0.01, rate=1.0, steps=10**6, delta=DELTA)
@@ -43,6 +44,7 @@ def config(problem, algorithm, **more):
     return fs.RunConfig(algorithm, problem, privacy=private, metrics=("distance",), **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "batch"),
     [(fs.scaffold(), None), (fs.fedavg(), None), (fs.scaffold(), 0.5)],
@@ -66,6 +68,7 @@ def test_the_error_in_the_long_run_is_that_of_the_law(problem, algorithm, batch)
     assert error < 0.1 * wanted
 
 
+@pytest.mark.slow
 def test_more_privacy_costs_more_and_the_table_says_how_much(problem):
     costs = privacy_cost(config(problem, fs.scaffold(), rounds=20, batch_size=0.5), [1.0, 8.0])
     assert costs[0].noise > costs[1].noise
@@ -102,6 +105,7 @@ def said(capsys, monkeypatch, *words):
     return end.value.code, out.out, out.err
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_states_plans_and_audits(tmp_path, capsys, monkeypatch):
     path, out = tmp_path / "config.toml", tmp_path / "out"
     path.write_text(TEXT.format(out), encoding="utf-8")

@@ -108,6 +108,7 @@ def charges(run, noise=1.1):
     return [Charge(noise, q, n) for q, n in zip(run.privacy.rates, run.privacy.steps, strict=True)]
 
 
+@pytest.mark.slow
 def test_going_on_costs_what_running_at_once_costs(tmp_path):
     whole = simulate(tmp_path / "whole", 6)
     simulate(tmp_path / "parts", 2)
@@ -241,6 +242,7 @@ def test_other_records_need_another_folder(tmp_path):
         simulate(tmp_path, 1, problem=others)
 
 
+@pytest.mark.slow
 def test_clients_out_of_core_are_charged_alike(tmp_path):
     kept = simulate(tmp_path / "array", 3, metrics=("drift",))
     away = simulate(tmp_path / "sparse", 3, metrics=("drift",), client_state="sparse")

@@ -134,6 +134,7 @@ def ran(problem):
     return SimpleNamespace(run=simulator.run(), draws=draws, p=problem.counts / sum(COUNTS))
 
 
+@pytest.mark.slow
 def test_a_run_is_the_one_by_hand_and_the_gauge_is_at_rounding(ran):
     hand = by_hand(ran.draws, 4, ran.p)
     np.testing.assert_allclose(ran.run.vector, hand.x, atol=1e-10)
@@ -149,6 +150,7 @@ def test_the_mistakes_of_others_would_be_seen(ran, mistake):
     assert np.abs(wrong.x - ran.run.vector).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_fedavg_by_hand(problem, ran):
     run = fs.simulate(
         fs.fedavg(),
@@ -167,6 +169,7 @@ def test_fedavg_by_hand(problem, ran):
     np.testing.assert_allclose(run.vector, hand.x, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_many_parts_add_up_to_one_batch():
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
@@ -246,6 +249,7 @@ def test_draws_do_not_depend_on_how_rounds_are_grouped(problem):
 KINDS = ("fedavg", "scaffold", "scaffnew", "fednova", "fedprox", "scafcom")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -333,6 +337,7 @@ def test_settings_out_of_range_are_refused(given, said):
         fs.privacy.records(**{"clip": 1.0, "noise": 1.1, "delta": 1e-5} | given)
 
 
+@pytest.mark.slow
 def test_random_losses_draw_for_each_record():
     """A loss with a key sees another one for each record, so that clipping by record is what it says."""
 
@@ -348,6 +353,7 @@ def test_random_losses_draw_for_each_record():
     assert run.residual <= run.explained
 
 
+@pytest.mark.slow
 def test_layers_that_stay_at_the_client_are_noised_like_the_rest(problem):
     given = {"rounds": 2, "local_steps": 2, "lr": 0.05, "batch_size": 8, "precision": "float64"}
     kept = fs.local_layers(fs.scaffold(), ["b"])
@@ -356,6 +362,7 @@ def test_layers_that_stay_at_the_client_are_noised_like_the_rest(problem):
     assert len(np.unique(run.clients.models[:, 0])) == len(COUNTS)
 
 
+@pytest.mark.slow
 def test_convolutions_have_gradients_by_record():
     """Batches of one under a map, rewritten as matrix products, against one gradient at a time."""
     rng = np.random.default_rng(0)
@@ -380,6 +387,7 @@ def test_two_runs_on_one_seed_are_refused(problem):
         fs.richardson(fs.fedavg(), problem, lr=0.1, local_steps=1, privacy=PRIVATE)
 
 
+@pytest.mark.slow
 def test_local_optimisers_act_on_the_private_gradient(problem):
     """One step of momentum is one of SGD: both follow the same noised vector."""
     given = {
@@ -396,6 +404,7 @@ def test_local_optimisers_act_on_the_private_gradient(problem):
     np.testing.assert_allclose(momentum.vector, sgd.vector, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_steps_by_hand_draw_the_noise_of_a_round_for_one_state_only(problem, tmp_path):
     """Rolled back, a round gives the same again; from another state its noise would cancel."""
     given = {"rounds": 3, "local_steps": 2, "lr": LR, "batch_size": 8, "privacy": PRIVATE}
@@ -414,6 +423,7 @@ def test_steps_by_hand_draw_the_noise_of_a_round_for_one_state_only(problem, tmp
         kept.step(kept.init())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", ["sampling", "availability"])
 def test_who_is_charged_is_who_came(problem, asks):
     """A function that names others each time it is asked, but for the first round, is asked once a round."""
@@ -433,6 +443,7 @@ def test_who_is_charged_is_who_came(problem, asks):
     np.testing.assert_array_equal(run.privacy.steps > 0, came)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protected", ["records", "clients"])
 def test_a_record_with_an_infinite_loss_does_not_end_the_run(protected):
     """That a run ends, and when, is seen by all: it follows from the noised model alone."""

@@ -276,6 +276,7 @@ def test_a_coupling_that_sleeps_at_the_start():
     )
 
 
+@pytest.mark.slow
 def test_a_coupling_by_one_record_among_many():
     clients = records(1, (900, 30))
     clients[0][2][450] = 2

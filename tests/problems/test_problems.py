@@ -170,6 +170,7 @@ def test_models_score_what_they_should():
         assert float(right) == pytest.approx((out.argmax(1) == y).mean())
 
 
+@pytest.mark.slow
 def test_softmax_knows_a_largest_stable_step():
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(40, 3)), rng.integers(0, 3, 40)

@@ -75,6 +75,7 @@ def products_in_scans(jaxpr, inside=False):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LOSSES)
 def test_gradients_of_recurrent_networks(case):
     slope = jax.grad(LOSSES[case])

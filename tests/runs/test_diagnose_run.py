@@ -74,6 +74,7 @@ def copy(healthy, tmp_path):
     return shutil.copytree(healthy, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_healthy_run_has_no_finding_above_ok_and_its_numbers_are_right(healthy):
     found = found_in(healthy)
     assert {"residual", "ages", "norms", "alignment", "drift", "step size", "progress"} == set(

@@ -92,6 +92,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(name, heavy, monkeypatch):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_parts_of_a_round_are_the_compiled_loop(name, monkeypatch):
     algorithm, problem, arguments = RUNS[name]
@@ -103,6 +104,7 @@ def test_the_parts_of_a_round_are_the_compiled_loop(name, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_sweep_has_the_bits_of_single_runs(heavy):
     same = COMMON | {"local_steps": 2, "batch_size": 4, "cohort": 5}
     del same["lr"]
@@ -113,6 +115,7 @@ def test_a_sweep_has_the_bits_of_single_runs(heavy):
             np.testing.assert_array_equal(swept.runs[j][seed].vector, alone.vector)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_sweep_that_has_ended_waits_for_the_others(heavy, monkeypatch):
     monkeypatch.setattr(engine, "STRETCH_SECONDS", 0)  # chunks of one round
     lrs, same = [0.01, 0.05], COMMON | {"rounds": 6, "local_steps": 2, "cohort": 5}
@@ -128,6 +131,7 @@ def test_a_run_of_a_sweep_that_has_ended_waits_for_the_others(heavy, monkeypatch
     assert ends[1] < ends[0]
 
 
+@pytest.mark.slow
 def test_clients_out_of_core_have_the_bits_of_those_in_memory(heavy):
     same = COMMON | {"local_steps": 2, "batch_size": 4, "cohort": 5, "metrics": ["drift"]}
     runs = [

@@ -32,6 +32,7 @@ def regression(records=12):
 # Draws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", ["replacement", "shuffle"])
 def test_scaffnews_batches_depend_neither_on_the_length_nor_on_the_company(draw):
     """Its number of steps is drawn; the largest of all rounds is no part of any round's batches."""
@@ -92,6 +93,7 @@ def test_local_layers_are_not_renewed_from_a_model_without_them():
         fs.simulate(local, problem, rounds=3, cohort=1, stale="refresh:1", **EXACT)
 
 
+@pytest.mark.slow
 def test_dittos_common_model_is_fedavgs_whatever_the_optimizer():
     ask = {"precision": "float64", "local_steps": 3, "rounds": 4}
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.05))
@@ -105,6 +107,7 @@ def test_dittos_common_model_is_fedavgs_whatever_the_optimizer():
 # Vectorised sweeps
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_that_diverge_end_as_they_do_alone():
     lrs, rounds = [0.1, 0.5, 30.0, 1e3], 400
     ask = {
@@ -125,6 +128,7 @@ def test_runs_of_a_sweep_that_diverge_end_as_they_do_alone():
             np.testing.assert_array_equal(run.clients.age, alone.clients.age)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "policy"),
     [
@@ -312,6 +316,7 @@ def counting():
     )
 
 
+@pytest.mark.slow
 def test_a_number_in_a_message_is_a_number():
     plain = fs.simulate(fs.fedavg(), quadratic(), rounds=3, **EXACT)
     run = fs.simulate(counting(), quadratic(), rounds=3, **EXACT)
@@ -359,6 +364,7 @@ def test_memory_may_begin_anywhere_in_memory():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{"server_optimizer": optax.adam(0.1)}, {"lr": lambda step: 0.1 / (1 + step)}]
 )

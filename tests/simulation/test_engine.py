@@ -574,6 +574,7 @@ def test_rows_of_clients_are_written_in_place(block):
     assert not re.search(r"= f32\[7,11\]\S* copy\(", program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "sizes"),
     [({"local_epochs": 1, "batch_size": 4}, (2, 4)), ({"local_steps": 2}, (4, 7))],

@@ -54,6 +54,7 @@ def test_streams_are_normal_and_uncorrelated(kind):
         assert abs(alone) < 5 * error
 
 
+@pytest.mark.slow
 def test_tails_are_those_of_a_normal():
     found = np.abs(streams(range(1000), 10_000)).ravel()
     for bound in (3, 4, 4.5):

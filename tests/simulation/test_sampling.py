@@ -40,6 +40,7 @@ def test_a_function_names_the_cohorts_and_a_list_of_them_is_the_same_run():
     assert run.history["bytes_up"].tolist() == listed.history["bytes_up"].tolist()
 
 
+@pytest.mark.slow
 def test_the_stream_of_a_round_depends_on_seed_and_round_only(tmp_path):
     ask = {"sampling": some, "cohort": 3, **ASK}
     whole = fs.simulate(fs.scaffold(), PROBLEM, rounds=9, **ask)

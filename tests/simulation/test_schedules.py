@@ -52,6 +52,7 @@ def schedules():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", schedules())
 def test_schedules_agree_with_scaffold_by_hand(name):
     lr, plain = schedules()[name]
@@ -114,6 +115,7 @@ def test_steps_of_the_simulator_and_runs_of_a_sweep_have_the_same_schedule():
     assert "schedule" in repr(swept)
 
 
+@pytest.mark.slow
 def test_fednova_divides_by_the_travel_of_its_round():
     """With equal steps FedNova's update is FedAvg's, whatever the step sizes."""
     ask = ASK | {"rounds": 5, "lr": lambda round, step: 0.2 / (round + step)}
@@ -164,6 +166,7 @@ def test_a_bad_value_of_a_later_round_names_the_round():
         )
 
 
+@pytest.mark.slow
 def test_a_client_whose_step_sizes_are_all_zero_is_refused():
     """Its mean direction would be 0 / 0; one that takes more steps goes on to a positive one."""
     ask = ASK | {"local_steps": [1, 3, 3, 3], "rounds": 2}

@@ -205,6 +205,7 @@ def test_a_declared_form_that_the_functions_do_not_have_is_refused(part):
     assert found.radius is None
 
 
+@pytest.mark.slow
 def test_without_its_stale_form_an_algorithm_is_differentiated():
     stale, problem = STALE["direction"], fs.problems.quadratic(3, 2, mu=0.2, seed=0)
     options = {"lr": 0.3, "local_steps": 4, "algorithm": stale._replace(form=None)}

@@ -66,6 +66,7 @@ def test_measured_is_within_a_factor_two_of_predicted_or_not_promised(name):
         assert 0.5 < one.ratio < 2
 
 
+@pytest.mark.slow
 def test_a_reduced_plan_is_the_exact_one_where_nothing_is_left_out(monkeypatch):
     problem = fs.problems.quadratic(num_clients=4, dim=6, mu=0.1, x0=np.ones(6), seed=3)
     exact = plan(problem, target=0.05)
@@ -95,6 +96,7 @@ def test_the_spectrum_of_the_noise_integrates_any_function():
         assert weights @ phi(values) == pytest.approx(np.mean((z @ basis) ** 2 @ phi(a)), rel=1e-8)
 
 
+@pytest.mark.slow
 def test_redrawn_gradients_have_the_noise_of_full_batches():
     problem = fs.problems.two_datasets("linear", 4, records=20, dim=3, l2=0.1)
     rng, best = np.random.default_rng(0), problem.optimum()
@@ -165,6 +167,7 @@ def test_a_target_out_of_reach_is_said_beforehand():
     assert verify(problem, made) == []
 
 
+@pytest.mark.slow
 def test_what_is_too_large_to_solve_is_refused(monkeypatch):
     monkeypatch.setattr(room, "SOLVED", 10)
     known = fs.problems.two_datasets("logistic", 2, records=5, dim=20, l2=0.1)

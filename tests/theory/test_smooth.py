@@ -74,6 +74,7 @@ def test_derivatives_of_any_tree_are_finite_differences_of_one_another():
     )
 
 
+@pytest.mark.slow
 def test_derivatives_of_logistic_regression_are_the_closed_forms():
     clients = records()
     problem = fs.problems.logistic(clients, l2=0.1)
