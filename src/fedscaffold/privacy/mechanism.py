@@ -81,10 +81,16 @@ def sampling_rate(batch: int | float | None, records: Array) -> Array:
     return records.__array_namespace__().minimum(batch / records, 1.0)
 
 
-def records_at_once(mean: float, dim: int, itemsize: int) -> int:
-    """Return how many records' gradients to hold at once: most batches, if the cache allows.
+def records_at_once(mean: float, dim: int, itemsize: int, room: int = CACHE) -> int:
+    """Return how many records' gradients to hold at once: most batches, if there is room.
+
+    Args:
+        mean: The expected batch.
+        dim: Number of parameters.
+        itemsize: Bytes of each.
+        room: Bytes; by default what a cache holds.
 
     >>> records_at_once(32, 1000, 4), records_at_once(32, 10**6, 4)
     (44, 1)
     """
-    return max(1, min(math.ceil(mean + 2 * math.sqrt(mean)), CACHE // (dim * itemsize)))
+    return max(1, min(math.ceil(mean + 2 * math.sqrt(mean)), room // (dim * itemsize)))

@@ -14,6 +14,7 @@ from fedscaffold.privacy.site_secret import SiteStream
 __all__ = ["PrivateSteps", "RecordGradients"]
 
 Array: TypeAlias = NDArray[Any]
+ROOM = 1 << 26  # bytes of gradients of single records: each call of torch or JAX costs a moment
 RecordGradients: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int64]], Array]
 """(rows, their places in the batch) -> the gradients of these records, one row each."""
 
@@ -52,7 +53,7 @@ class PrivateSteps:
 
     def at_once(self, like: Array, records: int) -> int:
         """Return how many records' gradients are asked for at the same time, at most."""
-        return records_at_once(self.rate * records, like.size, like.itemsize)
+        return records_at_once(self.rate * records, like.size, like.itemsize, ROOM)
 
     def gradient(self, step: int, records: int, like: Array, gradients: RecordGradients) -> Array:
         """Return the private gradient of a step.
@@ -89,5 +90,6 @@ def _clipped_sum(rows: Array, clip: float) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         norms = np.sqrt(np.einsum("rd,rd->r", rows, rows))
         factors, counts = clip_factors(norms, np.ones(len(rows), bool), clip)
-        total: Array = factors @ np.where(counts[:, None], rows, 0)
+        real = rows if counts.all() else np.where(counts[:, None], rows, 0)  # most often no copy
+        total: Array = factors @ real
     return total
