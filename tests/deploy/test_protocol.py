@@ -36,6 +36,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.deploy import InProcess, Server, Stopped, drive, parse
 from fedscaffold.deploy.aggregation import residual, shares
 from fedscaffold.deploy.audit import Audit, read_verified
+from fedscaffold.deploy.client import greeting
 from fedscaffold.deploy.gate import Asked, Refused, admit
 from fedscaffold.deploy.schema import Blob, Packet, blob
 from fedscaffold.deploy.server import sample_sites
@@ -532,3 +533,24 @@ def test_metrics_and_status_are_written(tmp_path):
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["phase"], status["round"], status["waiting_for"]) == ("finished", 3, [])
     assert set(status["sites"]) == set(SITES)
+
+
+def test_sites_that_greet_together_join_by_one_commit(tmp_path, monkeypatch):
+    """Each with its line in the audit log; one that is refused keeps no other out, whatever the order."""
+    config = settings()
+    together, alone = (server_of(config, tmp_path / name) for name in ("together", "alone"))
+    commits, commit = [], together._commit
+    monkeypatch.setattr(together, "_commit", lambda *state: (commits.append(1), commit(*state)))
+    greetings = {site: greeting(learner(), config, site) for site in reversed(SITES)}
+    greetings["bee"] = greetings["bee"]._replace(facts=greetings["bee"].facts | {"schema": "other"})
+    assert set(together.welcome(greetings)) == {"bee"}
+    assert len(commits) == 1
+    for site in sorted(SITES):
+        if site != "bee":
+            alone.hello(site, greetings[site])
+    assert together.state.roster == alone.state.roster
+    assert together.welcome(greetings).keys() == {"bee"}
+    assert len(commits) == 1  # nothing new
+    joined = [e["site"] for e in read_verified(together.audit.path) if e["event"] == "joined"]
+    assert joined == sorted(set(SITES) - {"bee"})
+    assert server_of(config, tmp_path / "together").state.roster == alone.state.roster

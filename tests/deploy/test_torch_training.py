@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
 
-from fedscaffold.deploy.torch_client import TorchLearner  # noqa: E402
+from fedscaffold.deploy.torch_client import PlainSGD, TorchLearner  # noqa: E402
 from fedscaffold.deploy.torch_data import open_records  # noqa: E402
 
 SHIFT = np.array([0.3, -0.2])
@@ -571,3 +571,21 @@ def test_before_the_first_round_any_step_size_will_do(folder):
     first.hello("ant", greeting(one, first.settings, "ant"))
     again = Server(settings(local="lr = 0.1"), one.schema, one.start, folder)
     assert (again.state.round, list(again.roster)) == (0, ["ant"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_plain_sgd_has_the_bits_of_torchs(dtype):
+    """From gradients of all sizes; torch's own is imported only where something else is asked for."""
+    torch.manual_seed(0)
+    start = torch.randn(1000).to(dtype) * 10.0 ** torch.randint(-3, 4, (1000,))
+    ours, theirs = (torch.nn.Parameter(start.to(dtype).clone()) for _ in range(2))
+    steps, optimizer = PlainSGD([ours], 0.3), torch.optim.SGD([theirs], lr=0.3)
+    done = []
+    steps.register_step_post_hook(lambda: done.append(1))
+    for _ in range(5):
+        ours.grad = torch.randn(1000).to(dtype)
+        theirs.grad = ours.grad.clone()
+        steps.step()
+        optimizer.step()
+    assert torch.equal(ours, theirs)
+    assert len(done) == 5

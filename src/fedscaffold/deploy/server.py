@@ -26,7 +26,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,7 +199,44 @@ class Server:
         Raises:
             Refused: If the site may not take part.
         """
+        for refusal in self.welcome({site: packet}).values():
+            raise refusal
+
+    def welcome(self, greetings: Mapping[str, Packet]) -> dict[str, Refused]:
+        """Register several sites between rounds, by one commit.
+
+        Args:
+            greetings: By site, its greeting.
+
+        Returns:
+            By site that may not take part, why.
+        """
         self._require_idle()
+        state, resync, refused = self.state, self.resync, {}
+        for site, packet in sorted(greetings.items()):
+            try:
+                records = self._check_greeting(site, packet)
+            except Refused as refusal:
+                refused[site] = refusal
+                continue
+            old = state.roster.get(site)
+            mass = float(records) if self.settings.weights == "records" else 1.0
+            if old is not None and (old.records, old.mass) == (records, mass):
+                continue
+            new = Member(records, mass) if old is None else old._replace(records=records, mass=mass)
+            # a new mass rescales a c_i that only the client holds, so c must be recomputed
+            resync |= (
+                self.clients_keep and old is not None and old.mass != mass and old.digest != ""
+            )
+            state = aggregation.add_member(self.algorithm, state, site, new)
+            event = "joined" if old is None else "changed"
+            self.audit.write(event, site=site, records=records, members=len(state.roster))
+        if state is not self.state:
+            self._commit(state, resync)
+        return refused
+
+    def _check_greeting(self, site: str, packet: Packet) -> int:
+        """Return a site's number of records; log and raise `Refused` if it may not take part."""
         old = self.roster.get(site)
         try:
             before = None if old is None else old.records
@@ -220,20 +257,7 @@ class Server:
             raise
         self.seen[site] = self.clock()
         self.declined.pop(site, None)
-        mass = float(records) if self.settings.weights == "records" else 1.0
-        if old is not None and (old.records, old.mass) == (records, mass):
-            return
-        member = Member(records, mass) if old is None else old._replace(records=records, mass=mass)
-        # a new mass rescales a c_i that only the client holds, so c must be recomputed
-        moved = self.clients_keep and old is not None and old.mass != mass and old.digest != ""
-        state = aggregation.add_member(self.algorithm, self.state, site, member)
-        self.audit.write(
-            "joined" if old is None else "changed",
-            site=site,
-            records=records,
-            members=len(state.roster),
-        )
-        self._commit(state, self.resync or moved)
+        return records
 
     def leave(self, site: str) -> None:
         """Remove a member between rounds; if only it holds its c_i, a resync follows."""

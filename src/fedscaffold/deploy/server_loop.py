@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 from fedscaffold.deploy.aggregation import rounding_bound, shares
 from fedscaffold.deploy.client import Learner, answer
-from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.schema import Array, Packet
 from fedscaffold.deploy.server import Outcome, Server
 from fedscaffold.deploy.settings import Settings
@@ -235,12 +234,12 @@ def _await_sites(server: Server, transport: Transport, sleep: Callable[[float], 
 
 
 def _register_new_sites(server: Server, transport: Transport) -> None:
-    """Register the sites that have greeted since the last call."""
-    for site, packet in sorted(transport.greetings().items()):
-        try:
-            server.hello(site, packet)
-        except Refused:
-            continue  # recorded in the audit log and the status
+    """Register the sites that have greeted since the last call.
+
+    Those that are refused are in the audit log and the status.
+    """
+    if greetings := transport.greetings():
+        server.welcome(greetings)
 
 
 def _run_round(
