@@ -24,6 +24,7 @@ from curves import picture
 from fedscaffold.algorithms import fedavg
 from fedscaffold.conformance import IDENTITIES, conform, ours, run
 from fedscaffold.conformance.federations import CONDITIONS, brief
+from fedscaffold.conformance.mistakes import right
 
 ROOT = Path(__file__).parents[2]
 # where broken implementations are written down: public mistakes, and our own algorithm broken on
@@ -153,17 +154,18 @@ def ending(values, broke):
 
 @cache
 def done_right(row):
-    """Our own curve on the federation of an identity."""
-    return distances(ours, shown(row))[0]
+    """The right curve on the federation of an identity: our own, or one that draws noise."""
+    case = shown(row)
+    return distances(ours if set(case.asks) <= ours.offers else right, case)[0]
 
 
 def exhibit(name, sentence, adapter, caught, more=""):
     """One mistake: what it is, its curve beside the right one, and what catches it."""
     row = telling(caught)
-    case, right = shown(row), done_right(row)
+    case, sound = shown(row), done_right(row)
     wrong = distances(adapter, case)
-    ends = f"After {case.rounds} rounds: {ending(*wrong)}; done right, {ending(right, None)}."
-    drawn = picture(f"{name}. {ends}", case.rounds, right=right, wrong=wrong[0])
+    ends = f"After {case.rounds} rounds: {ending(*wrong)}; done right, {ending(sound, None)}."
+    drawn = picture(f"{name}. {ends}", case.rounds, right=sound, wrong=wrong[0])
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (
         f'<figure class="exhibit" id="{slug}">\n'
