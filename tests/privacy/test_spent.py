@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from browser import CHROMIUM, WHY, Browser
 
 import fedscaffold as fs
 from fedscaffold.diagnose.control_checks import check_privacy, check_recorded_residual
@@ -132,6 +133,25 @@ def test_the_statement_tells_the_clients_apart_and_claims_nothing_without_a_boun
     none = statement(replace(run, privacy=run.privacy | {"epsilon": None, "quantiles": [None] * 5}))
     assert none["Guarantee"].startswith("NONE")
     assert "By client" not in none
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason=WHY)
+def test_the_page_shows_the_budget_the_clients_and_whom_it_protects(folder, tmp_path):
+    held = read(folder).runs[0].privacy
+    with Browser(tmp_path) as browser:
+        browser.go((folder / "report.html").as_uri())
+        browser.until("document.querySelectorAll('#spending .goal').length === 1")
+        assert browser.run("document.querySelectorAll('#spent .bars i').length") == 4
+        told = browser.run("document.getElementById('privacy').innerText")
+        assert "budget 3" in told
+        assert f"After round 6: epsilon {np.ceil(1000 * held['epsilon']) / 1000:g}" in told
+        assert "for a whole client" in told
+        assert "A simulated epsilon protects nobody" in told
+        gauge = browser.run("document.getElementById('gauge').innerText")
+        assert "holds the noise" in gauge
+        assert "rounding explains" not in gauge
+        assert browser.faults == []
 
 
 def test_a_run_under_way_tells_what_it_has_spent(folder, tmp_path):
