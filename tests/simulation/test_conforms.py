@@ -15,8 +15,9 @@ MISSING = {
     "buffers",
     "loss scaling",
     "private optimiser",
+    "private clip",
     "clipping",
-}  # of families; the correction comes before optax
+}  # of families; the correction comes before optax, and no private run is without noise
 
 # Conditions that "together" has all at once; each is a program of its own, and most of the time is compiling.
 # `test_jax_is_numpy` has momentum, unequal steps, weights and cohorts, against a loop that satisfies all rows; server step,

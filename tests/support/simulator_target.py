@@ -17,6 +17,7 @@ import optax
 
 from fedscaffold.algorithms import Algorithm, fedavg, scaffold
 from fedscaffold.conformance.case import Case, Trace, Unsupported, offers
+from fedscaffold.privacy import records
 from fedscaffold.problems import Problem
 from fedscaffold.simulation.simulator import Simulator
 from fedscaffold.simulation.spec import State
@@ -26,7 +27,7 @@ __all__ = ["run"]
 _running: list[Case] = []  # the case whose gradients the compiled program asks for
 
 
-@offers("tensors", "clipping")
+@offers("tensors", "clipping", "private optimiser", "private noise")
 def run(case: Case) -> Trace:
     """Run a case in the simulator.
 
@@ -37,9 +38,11 @@ def run(case: Case) -> Trace:
     """
     if case.clip is not None:
         raise Unsupported("clipping before the correction: the gradient is the problem's")
+    if case.private and not case.noise:
+        raise Unsupported("a private optimiser without noise")
     simulator = Simulator(
         _algorithm(case),
-        _problem(case),
+        _private_problem(case) if case.private else _problem(case),
         rounds=case.rounds,
         local_steps=case.local_steps,
         cohorts=[case.heard(r) for r in range(case.rounds)],
@@ -47,6 +50,7 @@ def run(case: Case) -> Trace:
         metrics=(),
         precision=case.precision,
         block=1,
+        privacy=records(clip=1.0, noise=case.noise, delta=0.5) if case.private else None,
         **_optimizer(case.lr, case.momentum, case.clip_corrected),
     )
     _running[:] = [case]
@@ -94,6 +98,17 @@ def _problem(case: Case) -> Problem:
     return Problem(
         _loss, case.split(case.x0), clients, gradient=_gradient, coupled=False, name="case"
     )
+
+
+def _private_problem(case: Case) -> Problem:
+    """Clients of one record, whose gradient the mechanism clips and noises."""
+    clients = [(case.hessians[i][None], case.linear[i][None]) for i in range(case.num_clients)]
+
+    def loss(y: Any, batch: Any) -> Any:
+        hessians, linear = batch
+        return jax.numpy.mean(0.5 * (hessians @ y) @ y - linear @ y)
+
+    return Problem(loss, case.x0, clients, coupled=False, name="case")
 
 
 def _algorithm(case: Case) -> Algorithm:
