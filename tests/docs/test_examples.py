@@ -208,7 +208,8 @@ def test_an_algorithm_needs_no_adapter():
         for one in IDENTITIES
         if any(case.server_lr != 1 or case.option == 1 for case in one.cases)
     }
-    elsewhere |= {one.name for one in select(["tensors", "buffers", "private optimiser"])}
+    features = ["tensors", "buffers", "private optimiser", "private clip", "private noise"]
+    elsewhere |= {one.name for one in select(features)}
     assert {name for name, verdict in made.items() if verdict.outcome == "not offered"} == elsewhere
     assert {verdict.outcome for name, verdict in made.items() if name not in elsewhere} == {"holds"}
     assert made["mean: server step"].note == "a server step: no parameter server_lr"
