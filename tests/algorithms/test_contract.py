@@ -298,9 +298,10 @@ def test_the_compiled_engine_is_the_plain_one_and_a_silent_round_changes_nothing
         run.vector, trace.x[-1], rtol=0, atol=1e-12 * (1 + np.abs(trace.x).max())
     )
     if run.clients.c_i is not None:
-        np.testing.assert_allclose(
-            run.clients.c_i, trace.c_i[-1], rtol=0, atol=1e-11 * (1 + np.abs(trace.c_i).max())
-        )
+        for found, held in ((run.clients.c_i, trace.c_i), (run.server.c, trace.c)):
+            np.testing.assert_allclose(
+                found, held[-1], rtol=0, atol=1e-11 * (1 + np.abs(held).max())
+            )
 
 
 @EVERY

@@ -20,7 +20,8 @@ MISSING = {
 }  # of families; the correction comes before optax, and no private run is without noise
 
 # Conditions that "together" has all at once; each is a program of its own, and most of the time is compiling.
-# `test_jax_is_numpy` has momentum, unequal steps, weights and cohorts, against a loop that satisfies all rows; server step,
+# `test_jax_is_numpy` and tests/algorithms/test_contract.py have momentum, unequal steps, weights and cohorts, against a loop
+# that satisfies all rows; server step,
 # schedule, lost replies and restart are tested one at a time by `make soak` only.
 AT_ONCE = (
     "changing cohorts",
@@ -71,13 +72,14 @@ def test_the_simulator_in_float32_satisfies_the_identities_of_its_arithmetic():
 
 
 SAMPLED = sorted(name for name in ALGORITHMS if not needs(ALGORITHMS[name](), "everyone"))
-# Every algorithm has momentum in one case and unequal steps in the other where it takes both; `make soak` has all four.
+# Every algorithm with momentum where it takes it; `test_contract.py` of tests/algorithms has unequal steps without. `make
+# soak` has all four.
 CASES = [
     pytest.param(
         name,
         momentum,
         unequal,
-        marks=() if plain_sgd or bool(momentum) != unequal else pytest.mark.soak,
+        marks=() if not unequal and (momentum or plain_sgd) else pytest.mark.soak,
     )
     for name in SAMPLED
     for plain_sgd in [needs(ALGORITHMS[name](), "sgd")]
