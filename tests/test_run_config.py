@@ -90,6 +90,8 @@ def test_a_deployment_refuses_what_is_for_simulations_by_name(text):
         ("local.batch_size", "0"),
         ("local.draw", "'lots'"),
         ("local.momentum", "-1"),
+        ("local.clip_norm", "0"),
+        ("local.drop_last", "1"),
         ("evaluate_every", "0"),
     ],
 )
