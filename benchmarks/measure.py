@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.machine import gemm_flops, sgemm_rate
+from benchmarks.machine import Floor, copy_rate, floor_of, gemm_flops, sgemm_rate
 from benchmarks.networks import NETWORKS
 from benchmarks.workloads import WORKLOADS, Workload, num_steps
 from fedscaffold import checks
@@ -70,9 +70,9 @@ def everything(only: str | None, growth: bool, tell: Tell) -> dict[str, Any]:
     )
     for name in names:
         checks.choice("work load", name, [known.upper() for known in WORKLOADS])
-    answer: dict[str, Any] = {"sgemm_gflops": sgemm_rate()}
+    answer: dict[str, Any] = {"sgemm_gflops": sgemm_rate(), "copy_gigabytes": copy_rate()}
     for name in names:
-        answer[name] = _side_by_side(name, answer["sgemm_gflops"], tell)
+        answer[name] = _side_by_side(name, answer["sgemm_gflops"], answer["copy_gigabytes"], tell)
     if growth and only is None:
         answer["growth"] = {title: _grown(title, tasks, tell) for title, tasks in GROWTH.items()}
         answer["sweep"] = {
@@ -81,7 +81,7 @@ def everything(only: str | None, growth: bool, tell: Tell) -> dict[str, Any]:
     return answer
 
 
-def _side_by_side(name: str, sgemm: float, tell: Tell) -> dict[str, Any]:
+def _side_by_side(name: str, sgemm: float, copy: float, tell: Tell) -> dict[str, Any]:
     workload = WORKLOADS[name.lower()]()
     if workload.model in NETWORKS:  # the other loops have their backward pass by hand
         return _networks(name, workload, sgemm, tell)
@@ -97,6 +97,7 @@ def _side_by_side(name: str, sgemm: float, tell: Tell) -> dict[str, Any]:
         **_summary([ours, again], workload, sgemm),
         **_ratios(rivals, min(ours, again, key=_cpu)),
         "ratio_tutorial_one_thread": alone["cpu"] / min(ours["cpu"], again["cpu"]),
+        "floor": floor_of(workload, sgemm, copy)._asdict(),
     }
 
 
@@ -231,13 +232,32 @@ def _contestant(title: str, one: dict[str, Any]) -> str:
     return f"    {title:<22} {said}"
 
 
+def _floor(floor: Floor, row: dict[str, Any]) -> str:
+    """A line for the roofline of a work load.
+
+    >>> floor = Floor(flops=800, bytes=2080, products=0.002, moves=0.01)
+    >>> _floor(floor, {"cpu_seconds": 0.1, "batched_cpu_seconds": 0.2})
+    '    roofline: 800 operations and 2,080 bytes a client step, 0.0020 and 0.0100 s in all; ours
+    took 10.0 times the larger, the batched loop 20.0 times'
+    """
+    times = [row[name] / floor.seconds for name in ("cpu_seconds", "batched_cpu_seconds")]
+    return (
+        f"    roofline: {floor.flops:,.0f} operations and {floor.bytes:,.0f} bytes a client step, "
+        f"{floor.products:.4f} and {floor.moves:.4f} s in all; ours took {times[0]:.1f} times the "
+        f"larger, the batched loop {times[1]:.1f} times"
+    )
+
+
 def lines(answer: dict[str, Any]) -> list[str]:
     """The answer as lines of text.
 
-    >>> lines({"sgemm_gflops": 50.0})
-    ['one thread multiplies matrices at 50 GFLOP/s']
+    >>> lines({"sgemm_gflops": 50.0, "copy_gigabytes": 40.0})
+    ['one thread multiplies matrices at 50 GFLOP/s, and copies 40 GB/s in its cache']
     """
-    out = [f"one thread multiplies matrices at {answer['sgemm_gflops']:.0f} GFLOP/s"]
+    out = [
+        f"one thread multiplies matrices at {answer['sgemm_gflops']:.0f} GFLOP/s, and copies "
+        f"{answer['copy_gigabytes']:.0f} GB/s in its cache"
+    ]
     for name, row in answer.items():
         if name.startswith("W"):
             out.append(
@@ -255,6 +275,7 @@ def lines(answer: dict[str, Any]) -> list[str]:
                 )
             )
             out += [_contestant(title, one) for title, one in row.get("contestants", {}).items()]
+            out += [_floor(Floor(**row["floor"]), row)] if "floor" in row else []
     for title, rows in answer.get("growth", {}).items():
         out.append(title)
         out += [

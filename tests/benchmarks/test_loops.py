@@ -188,6 +188,20 @@ def test_gemm_flops_are_those_torch_counts():
         assert machine.gemm_flops(workload) == counter.get_total_flops() * steps
 
 
+@pytest.mark.parametrize("model", ["mlp", "softmax", "logistic"])
+def test_the_roofline_counts_the_model_and_its_batch(model):
+    workload = small(model)
+    size = sum(array.size for array in initial(workload, 0))
+    batch = workload.clients[0][0][: workload.batch_size].nbytes
+    floor = machine.floor_of(workload, gflops=2.0, gigabytes=4.0)
+    assert floor.bytes == 2 * batch + 6 * 4 * size
+    steps = workload.rounds * workload.cohort * workload.local_steps
+    assert floor.flops * steps == machine.gemm_flops(workload)
+    assert floor.products == pytest.approx(floor.flops * steps / 2e9)
+    assert floor.moves == pytest.approx(floor.bytes * steps / 4e9)
+    assert floor.seconds == max(floor.products, floor.moves)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lenet", "cnn", "resnet8"])
 def test_networks_are_the_same_in_jax_and_torch(name):
@@ -218,6 +232,7 @@ def test_an_epoch_of_the_tutorial_loop_is_scaffold():
 def test_the_matrix_rate_is_a_rate_and_threads_are_given_back():
     before = torch.get_num_threads()
     assert 0.1 < machine.sgemm_rate() < 10_000
+    assert 0.1 < machine.copy_rate() < 10_000
     with machine.num_threads(1):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
