@@ -285,6 +285,7 @@ TOML = {
     "steps": ("true", "1.5", "0", "[1, true]", "[1, 2.0]", "[0]", '"5"', "[[1]]", "[[]]"),
     "lr": ("true", "0", "-1", "nan", "inf", '"auto"', "[]"),
     "texts": ("true", "5", '"loss"', "[5]", '[""]'),
+    "flag": ("1", "0", "1.5", "nan", '"true"', '""', "[]", "{}"),
 }
 CONFIG = {
     "count": (
@@ -301,6 +302,7 @@ CONFIG = {
         "problem.mu",
         "problem.smoothness",
         "server.lr",
+        "local.clip_norm",
         "privacy.clip",
         "privacy.noise",
         "privacy.delta",
@@ -333,6 +335,7 @@ CONFIG = {
     "steps": ("local.steps",),
     "lr": ("local.lr",),
     "texts": ("metrics",),
+    "flag": ("local.drop_last",),
 }
 
 

@@ -55,6 +55,8 @@ VALUES = {
     "local.batch_size": 2,
     "local.lr": 0.05,
     "local.draw": "shuffle",
+    "local.drop_last": "true",
+    "local.clip_norm": 1.0,
     "local.optimizer": "adam",
     "local.momentum": 0.5,
     "cohort.size": 2,
