@@ -92,7 +92,7 @@ def moved_bytes(workload: Workload) -> float:
     layers = list(pairwise(widths(workload)))
     biases = 0 if workload.model == "logistic" else sum(o for _, o in layers)
     model = biases + sum(i * o for i, o in layers)
-    batch = workload.batch_size * workload.clients[0][0].shape[1]
+    batch = workload.batch_size * int(workload.clients[0][0].shape[1])
     return 4.0 * (2 * batch + 6 * model) * num_steps(workload)
 
 
