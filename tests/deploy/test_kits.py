@@ -126,6 +126,16 @@ def test_a_key_is_rotated_and_a_site_revoked(tmp_path):
         rotate(path, tmp_path / "elsewhere", "south")
 
 
+def test_a_kit_is_installed_again_without_ending_a_run(tmp_path):
+    """A new key of a site is taken by a restart; link and executor, which carry the run, only start."""
+    new_kit(tmp_path)
+    site, server = (tmp_path / "kits" / name / "install.sh" for name in ("north", "server"))
+    assert "systemctl restart fedscaffold-north.service\n" in site.read_text()
+    assert "restart" not in server.read_text()
+    units = "fedscaffold-link.service fedscaffold-executor.service fedscaffold-proxy.service"
+    assert f"systemctl enable --now {units}\n" in server.read_text()
+
+
 def test_the_command_line_changes_a_kit(tmp_path, monkeypatch, capsys):
     from fedscaffold.cli import main
 

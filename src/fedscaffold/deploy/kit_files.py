@@ -67,7 +67,7 @@ INSTALL = """\
 set -eu
 umask 077
 # Run as root: gives this folder to a user of its own, under {home}, and starts its units.
-# It may be run again after the kit has changed; what was trained stays.
+# It may be run again after the kit has changed; what was trained stays{running}.
 here="$(cd "$(dirname "$0")" && pwd)"
 id fedscaffold >/dev/null 2>&1 ||
   useradd --system --home-dir {home} --shell /usr/sbin/nologin fedscaffold
@@ -80,9 +80,8 @@ fi
 chown -R fedscaffold:fedscaffold {folder}
 install -m 0644 {folder}/*.service /etc/systemd/system/
 systemctl daemon-reload
-systemctl enable {units}
-systemctl restart {units}
-"""
+systemctl enable --now {units}
+{restart}"""
 PROXY = """\
 # What sites may reach of the link: its fleet interface and its health, and nothing else. Whoever
 # reaches the control interface can run code at every site.
@@ -146,7 +145,7 @@ def write_site_files(
     _write_script(folder / "start.sh", start)
     # a site that comes back within a minute of a crash is still taken for online, and refused
     _write_unit(folder, site, "start.sh", environment, pause=70)
-    _write_install(folder, [site])
+    _write_install(folder, [site], restart=True)  # with a new key
 
 
 def write_server_files(folder: Path, port: int, proxied: bool, environment: str) -> None:
@@ -203,7 +202,7 @@ def write_server_files(folder: Path, port: int, proxied: bool, environment: str)
     # started once the sites are registered, and again with the machine
     after = " fedscaffold-link.service fedscaffold-executor.service"
     _write_unit(folder, "run", "run.sh", environment, pause=10, kind="oneshot", after=after)
-    _write_install(folder, units)
+    _write_install(folder, units, restart=False)
 
 
 def _write_unit(
@@ -229,9 +228,15 @@ def _write_unit(
     write_private(folder / f"fedscaffold-{name}.service", unit)
 
 
-def _write_install(folder: Path, units: list[str]) -> None:
+def _write_install(folder: Path, units: list[str], restart: bool) -> None:
     names = " ".join(f"fedscaffold-{name}.service" for name in units)
-    text = INSTALL.format(home=HOME, folder=f"{HOME}/{folder.name}", units=names)
+    text = INSTALL.format(
+        home=HOME,
+        folder=f"{HOME}/{folder.name}",
+        units=names,
+        restart=f"systemctl restart {names}\n" if restart else "",
+        running="" if restart else ", and a run under way goes on",
+    )
     _write_script(folder / "install.sh", text)
 
 
