@@ -72,6 +72,15 @@ def test_a_bundle_of_something_else_is_refused_and_none_is_overwritten(run, tmp_
         write_bundle(run, tmp_path / "bundle.zip")
 
 
+def test_the_server_of_a_kit_has_a_bundle_before_it_has_run(tmp_path):
+    (tmp_path / "kit" / "app").mkdir(parents=True)
+    (tmp_path / "kit" / "start-link.sh").touch()
+    keys.make_secret(tmp_path / "kit" / "superexec.secret")
+    (tmp_path / "kit" / "app" / "federation.toml").write_text("rounds = 3\n")
+    made = write_bundle(tmp_path / "kit", tmp_path / "bundle.zip")
+    assert made.files == ["app/federation.toml", "facts.json"]
+
+
 def test_long_logs_are_cut_at_a_line(run, tmp_path, monkeypatch):
     monkeypatch.setattr("fedscaffold.deploy.bundle.MOST", 100)
     audit = contents(write_bundle(run, tmp_path / "bundle.zip").path)["audit.jsonl"]

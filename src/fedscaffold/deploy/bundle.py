@@ -34,6 +34,8 @@ TAKEN = (
     "link.log",
     "executor.log",
 )
+MARKS = ("deployment.json", "status.json", "site.json", "start-link.sh")
+"""Files of a deployment's folder, of a site's and of a server's in a kit: one of them is there."""
 PASSED = ("engine", "package", "secrets", "state", ".venv")
 """Folders that are not searched."""
 PACKAGES = ("fedscaffold", "flwr", "numpy", "torch", "jax", "cryptography")
@@ -72,10 +74,10 @@ def write_bundle(folder: Path, out: Path) -> Bundle:
         for path, place in inside.items()
         if path.name in TAKEN and not {*place.parts[:-1]} & {*PASSED, FOLDER}
     ]
-    if not any(path.name in TAKEN[:6] for path in taken):
+    if not any(path.name in MARKS for path in found):
         raise InputError(
             f"{folder} is not the folder of a deployment or of a kit: it has none of "
-            f"{', '.join(TAKEN[:6])}"
+            f"{', '.join(MARKS)}"
         )
     texts = {inside[path].as_posix(): _end_of(path) for path in taken}
     for name, text in texts.items():
