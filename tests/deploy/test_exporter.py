@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedscaffold.checks import InputError
+from fedscaffold.deploy import keys
 from fedscaffold.deploy.exporter import make_registry
 
 
@@ -57,6 +58,8 @@ def test_metrics_are_those_of_the_server_at_each_scrape(run):
         )
         assert (checked.returncode, checked.stderr) == (0, "")
 
+    keys.make_authority(folder.parent, days=30)
+    keys.make_server(folder.parent, folder.parent, ["localhost"], days=9)  # as in a kit
     status = json.loads((folder / "status.json").read_text())
     changed = status | {"round": 4, "waiting_for": ["bee"], "absent": ["fox"], "at": 0.0}
     changed["sites"]["bee"]["epsilon"] = 1.5
@@ -65,6 +68,7 @@ def test_metrics_are_those_of_the_server_at_each_scrape(run):
         half.write('{"loss": ')  # a server that is writing
     later = read(generate_latest(registry).decode())
     assert later["fedscaffold_round",] == 4
+    assert 8 < later["fedscaffold_certificate_days",] < 10
     assert later["fedscaffold_site_waited_for", "bee"] == 1
     assert later["fedscaffold_site_absent", "fox"] == 1
     assert later["fedscaffold_site_epsilon", "bee"] == 1.5
