@@ -31,7 +31,7 @@ from fedscaffold.simulation.participation import (
 from fedscaffold.simulation.sampling import Drawer
 
 __all__ = [
-    "LocalWork",
+    "BatchPlan",
     "Schedule",
     "availability",
     "block",
@@ -56,7 +56,7 @@ CACHE = 1 << 20
 MOST_CLIENTS = 256
 
 
-class LocalWork(NamedTuple):
+class BatchPlan(NamedTuple):
     """The local steps of all clients, and how their batches are drawn."""
 
     steps: NDArray[np.int64]
@@ -69,7 +69,7 @@ class LocalWork(NamedTuple):
     """(N,) records of an epoch where incomplete batches are left out; None for all."""
 
 
-def local_work(config: RunConfig) -> LocalWork:
+def local_work(config: RunConfig) -> BatchPlan:
     """Return the local work of all clients."""
     algorithm, count, size = config.algorithm, config.problem.counts, config.batch_size
     shuffle = config.draw == "shuffle"
@@ -107,7 +107,7 @@ def local_work(config: RunConfig) -> LocalWork:
     if taken is None:
         raise InputError("give either local_steps or local_epochs, one of the two")
     steps = np.broadcast_to(np.asarray(taken, np.int64), count.shape)
-    return LocalWork(steps, batch, shuffle, used)
+    return BatchPlan(steps, batch, shuffle, used)
 
 
 def _whole_batches(count: NDArray[np.int64], batch: NDArray[np.int64]) -> NDArray[np.int64]:
