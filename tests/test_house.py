@@ -26,7 +26,8 @@ ARROWS = {
     "conformance": {"algorithms"},
     "estimators": {"simulation", "problems", "algorithms"},
     "theory": {"simulation", "privacy", "problems", "data", "algorithms"},
-    "deploy": {"state", "privacy", "algorithms"},
+    "secure": set(),
+    "deploy": {"state", "secure", "privacy", "algorithms"},
     "runs": {"simulation", "privacy", "problems", "data", "algorithms", "state"},
     "grids": {"runs", "simulation", "privacy", "problems", "algorithms", "state"},
     "diagnose": {
