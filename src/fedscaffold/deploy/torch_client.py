@@ -24,6 +24,7 @@ import inspect
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -121,6 +122,11 @@ class TorchLearner:
         self.parameters = dict(self.module.named_parameters(remove_duplicate=False))
         self.trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.kept = tuple(name for name, _ in self.module.named_buffers() if name in kinds)
+        self.passing = {  # buffers that no state_dict has, which begin each round as they are now
+            name: buffer.clone()
+            for name, buffer in self.module.named_buffers()
+            if name not in kinds
+        }
         frozen = self._frozen_parameters()
         self.buffers = {**self._read_buffers(), **frozen}
         arrays = {name: p.detach().cpu().numpy() for name, p in self.trained.items()}
@@ -140,13 +146,20 @@ class TorchLearner:
         def train(work: Work) -> Trained:
             return self._train(work, records)
 
-        def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
-            apart = self.test is not self.data
-            return self._evaluate(
-                x, buffers, open_records(name, self.test(name)) if apart else records
-            )
+        @cache
+        def held_out() -> Records:
+            return records if self.test is self.data else open_records(name, self.test(name))
 
-        return Site(records.number, train, evaluate, lambda: self._not_private(records))
+        def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
+            return self._evaluate(x, buffers, held_out())
+
+        return Site(
+            records.number,
+            train,
+            evaluate,
+            lambda: self._not_private(records),
+            reusable=records.held is not None,  # a Dataset may have a state of its own
+        )
 
     def _not_private(self, records: Records) -> str | None:
         """Return why a record has no gradient of its own; None if it has."""
@@ -206,6 +219,14 @@ class TorchLearner:
             for name in self.kept:
                 if name in buffers:
                     now[name].copy_(torch.from_numpy(buffers[name].copy()))
+            for name, values in self.passing.items():
+                if name in now and now[name].shape == values.shape:
+                    now[name].copy_(values)
+                else:  # the module has put another in its place
+                    owner, _, leaf = name.rpartition(".")
+                    self.module.get_submodule(owner).register_buffer(
+                        leaf, values.clone(), persistent=False
+                    )
 
     def _train(self, work: Work, records: Records) -> Trained:
         """Run the local steps of a round."""

@@ -220,7 +220,8 @@ def _in_memory(site: str, tree: Any) -> Records:
 
     def take(rows: list[int]) -> Batch:
         if rows == list(range(rows[0], rows[-1] + 1)):
-            return map_leaves(lambda leaf: leaf[rows[0] : rows[-1] + 1], held)  # without a copy
+            # a copy, as below: a loss may change its batch, and must not change the records
+            return map_leaves(lambda leaf: leaf[rows[0] : rows[-1] + 1].clone(), held)
         index = torch.tensor(rows)
         return map_leaves(lambda leaf: leaf[index.to(leaf.device)], held)
 
