@@ -14,12 +14,13 @@ from deploy_case import open_to_others
 
 import fedscaffold as fs
 from fedscaffold.algorithms import make
-from fedscaffold.deploy import InProcess, Server, drive
+from fedscaffold.deploy import InProcess, Server, answer, drive
 from fedscaffold.deploy.apps import open_app
 from fedscaffold.deploy.audit import read_verified
 
 pytest.importorskip("flwr")
 from fedscaffold.deploy import flower_app, keys
+from fedscaffold.deploy.flower_records import from_record, to_record
 from fedscaffold.deploy.local_cluster import Federation
 from fedscaffold.deploy.processes import descendants, is_alive
 from fedscaffold.deploy.schema import Packet, blob
@@ -131,11 +132,9 @@ class Wire:
             contents = {
                 key: obj.deflate() for key, obj in get_all_nested_objects(message.content).items()
             }
-            request = flower_app.from_record(inflated(message.content, contents))
-            reply = flower_app.answer(request, self.learner, self.settings, site, self.folder)
-            self.replies[message.metadata.message_id] = Message(
-                flower_app.to_record(reply), reply_to=message
-            )
+            request = from_record(inflated(message.content, contents))
+            reply = answer(request, self.learner, self.settings, site, self.folder)
+            self.replies[message.metadata.message_id] = Message(to_record(reply), reply_to=message)
             ids.append(message.metadata.message_id)
         return ids
 
@@ -260,12 +259,12 @@ def test_packets_survive_flower_and_strangers_do_not():
     packet = Packet(
         {"round": 3, "site": "north", "evaluate": True, "loss": 0.5}, {"x": blob(np.arange(3.0))}
     )
-    assert flower_app.from_record(flower_app.to_record(packet)) == packet
+    assert from_record(to_record(packet)) == packet
     theirs = RecordDict(
         {"arrays": ArrayRecord({"x": Array(np.ones(2))}), "facts": ConfigRecord({"a": [1, 2]})}
     )
-    assert flower_app.from_record(theirs).blobs == {"x": None}  # a file of theirs is not opened
-    assert flower_app.from_record(RecordDict({"more": MetricRecord({"a": 1})})) == Packet({}, {})
+    assert from_record(theirs).blobs == {"x": None}  # a file of theirs is not opened
+    assert from_record(RecordDict({"more": MetricRecord({"a": 1})})) == Packet({}, {})
 
 
 def until(condition, seconds=600.0):

@@ -80,8 +80,9 @@ def test_flowers_client_refuses_another_app_and_settings_before_it_imports_the_a
     from flwr.app import Context, Message, MessageType, RecordDict
     from flwr.supercore.task_identity import TaskIdentity
 
-    from fedscaffold.deploy import flower_app
     from fedscaffold.deploy.app_files import pack_app
+    from fedscaffold.deploy.flower_client import client_app
+    from fedscaffold.deploy.flower_records import from_record, to_record
 
     for name in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
@@ -98,13 +99,13 @@ def test_flowers_client_refuses_another_app_and_settings_before_it_imports_the_a
         (place / "app.py").write_text(app)
         (place / "federation.toml").write_text(settings)
         pack_app(place, package)
-        node = {"site": "ant", "folder": str(tmp_path / "site")}
-        message = Message(flower_app.to_record(Packet({"kind": "hello"}, {})), 1, MessageType.QUERY)
+        node = {"site": "ant", "folder": str(tmp_path / "site"), "worker": "none"}
+        message = Message(to_record(Packet({"kind": "hello"}, {})), 1, MessageType.QUERY)
         message.metadata.__dict__["_message_id"] = "m1"
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [str(package), *sys.path])
-            reply = flower_app.client_app(message, Context(1, 1, node, RecordDict(), {}))
-        return flower_app.from_record(reply.content).facts
+            reply = client_app(message, Context(1, 1, node, RecordDict(), {}))
+        return from_record(reply.content).facts
 
     assert greet(1, good, source)["kind"] == "hello"
     assert "which has agreed to" in greet(2, evil, source)["reason"]

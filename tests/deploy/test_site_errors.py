@@ -191,7 +191,8 @@ def client(tmp_path, monkeypatch):
     from flwr.app import Context, Message, MessageType, RecordDict
     from flwr.supercore.task_identity import TaskIdentity
 
-    from fedscaffold.deploy import flower_app
+    from fedscaffold.deploy.flower_client import client_app
+    from fedscaffold.deploy.flower_records import from_record, to_record
 
     for name in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
@@ -203,14 +204,13 @@ def client(tmp_path, monkeypatch):
         (place / "federation.toml").write_text("[deploy]\nsites = ['north']\n")
         pack_app(place, tmp_path / "package")
         monkeypatch.setattr(sys, "path", [str(tmp_path / "package"), *sys.path])
-        context = Context(
-            1, 1, {"site": "north", "folder": str(tmp_path / "site")}, RecordDict(), {}
-        )
-        message = Message(flower_app.to_record(packet), 1, MessageType.QUERY)
+        node = {"site": "north", "folder": str(tmp_path / "site"), "worker": "none"}
+        context = Context(1, 1, node, RecordDict(), {})
+        message = Message(to_record(packet), 1, MessageType.QUERY)
         message.metadata.__dict__["_message_id"] = "m1"
-        reply = flower_app.client_app(message, context)
+        reply = client_app(message, context)
         assert not reply.has_error()
-        return flower_app.from_record(reply.content)
+        return from_record(reply.content)
 
     return call
 

@@ -9,8 +9,10 @@
     site_privacy.py   a private site's own rules, charges and noise
     server_loop.py    the main loop, for any transport
     audit.py          the log, and who missed rounds
+    worker.py         a site's process, which holds app, model and data
+    messenger.py      passes Flower's messages on to it
 
-JAX, torch and Flower are imported only when used.
+Everything is imported when it is first used, as the messenger must start quickly.
 """
 
 from __future__ import annotations
@@ -18,15 +20,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedscaffold.deploy.arrays_client import ArraysLearner
-from fedscaffold.deploy.client import Learner, Site, Trained, Work, answer
-from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.server import Server
-from fedscaffold.deploy.server_loop import InProcess, Stopped, Summary, drive
-from fedscaffold.deploy.settings import Settings, load, parse
-
 if TYPE_CHECKING:
+    from fedscaffold.deploy.arrays_client import ArraysLearner
+    from fedscaffold.deploy.client import Learner, Site, Trained, Work, answer
+    from fedscaffold.deploy.gate import Refused
     from fedscaffold.deploy.jax_client import JaxLearner
+    from fedscaffold.deploy.server import Server
+    from fedscaffold.deploy.server_loop import InProcess, Stopped, Summary, drive
+    from fedscaffold.deploy.settings import Settings, load, parse
     from fedscaffold.deploy.torch_client import TorchLearner
 
 __all__ = [
@@ -49,7 +50,17 @@ __all__ = [
     "parse",
 ]
 
-LAZY = {"JaxLearner": "jax_client", "TorchLearner": "torch_client"}
+_HOMES = {
+    "arrays_client": ("ArraysLearner",),
+    "client": ("Learner", "Site", "Trained", "Work", "answer"),
+    "gate": ("Refused",),
+    "jax_client": ("JaxLearner",),
+    "server": ("Server",),
+    "server_loop": ("InProcess", "Stopped", "Summary", "drive"),
+    "settings": ("Settings", "load", "parse"),
+    "torch_client": ("TorchLearner",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __dir__() -> list[str]:
@@ -57,6 +68,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in LAZY:
-        return getattr(import_module(f"{__name__}.{LAZY[name]}"), name)
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

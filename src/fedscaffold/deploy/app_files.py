@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fedscaffold.checks import InputError
+from fedscaffold.deploy.packets import BUNDLE
 from fedscaffold.deploy.settings import load
 from fedscaffold.parsing import record
 from fedscaffold.state.files import make_folder, write_private
@@ -37,7 +38,7 @@ __all__ = [
     "unpack_app",
 ]
 
-APP, TOML, BUNDLE = "app.py", "federation.toml", "bundle.json"
+APP, TOML = "app.py", "federation.toml"
 ROOM = 9 << 20  # compressed bytes of a package; Flower takes 10 MiB
 MOST_TRIED = 8 * ROOM  # bytes; larger files are not compressed to see whether they fit
 MOST = 4 << 30  # bytes of an app
@@ -58,7 +59,7 @@ publisher = "local"
 
 [tool.flwr.app.components]
 serverapp = "fedscaffold.deploy.flower_app:server_app"
-clientapp = "fedscaffold.deploy.flower_app:client_app"
+clientapp = "fedscaffold.deploy.flower_client:client_app"
 
 [tool.flwr.app.config]
 home = ""

@@ -28,10 +28,9 @@ from fedscaffold.deploy.aggregation import blank_memory, message_of, update_memo
 from fedscaffold.deploy.client_state import Lost, LostOwn, load_record, save_record
 from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.gate import Refused
+from fedscaffold.deploy.packets import ECHOED, Fact, Packet, decline
 from fedscaffold.deploy.schema import (
     Array,
-    Fact,
-    Packet,
     Record,
     Schema,
     blob,
@@ -46,11 +45,10 @@ from fedscaffold.deploy.site_privacy import PrivateSite, open_private
 from fedscaffold.privacy.site_steps import PrivateSteps
 from fedscaffold.state import commit, latest
 
-__all__ = ["Learner", "Site", "Trained", "Work", "answer", "decline", "greeting", "make_walk"]
+__all__ = ["Learner", "Site", "Trained", "Work", "answer", "greeting", "make_walk"]
 
 MOST_METRICS = 32
 METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/ -]{0,39}")
-ECHOED = ("site", "round", "nonce", "schema")  # facts of a request that the reply repeats
 
 
 class Work(NamedTuple):
@@ -106,6 +104,9 @@ class Site(NamedTuple):
     """(x, buffers) -> metrics on the site's data."""
     not_private: Callable[[], str | None] = lambda: "its learner has no gradients of single records"
     """() -> why this learner cannot train by `Work.private`; None if it can."""
+    reusable: bool = True
+    """Whether it may serve several requests, with the same results as if opened for each: not where
+    the data have a state of their own, as a DataLoader's random generator."""
 
 
 class Learner(Protocol):
@@ -197,12 +198,6 @@ def answer(
         return decline(request, name, str(lost), lost.kind)
     except (Refused, Failed) as error:
         return decline(request, name, str(error))
-
-
-def decline(request: Packet, name: str, reason: str, kind: str = "refusal") -> Packet:
-    """Return a reply that declines a request, with the reason."""
-    echo = {key: request.facts.get(key, "") for key in ECHOED}
-    return Packet({**echo, "site": name, "kind": kind, "reason": reason[:400]}, {})
 
 
 def _reply(
@@ -362,7 +357,7 @@ def _open_site(learner: Learner, settings: Settings, name: str, folder: Path) ->
 def _read_run(request: Packet) -> str:
     """Read the run's name, which is also that of a folder."""
     run = gate.read_text(request.facts, "run")
-    if not NAME.fullmatch(run) or run in ("apps", "errors", "privacy"):
+    if not NAME.fullmatch(run) or run in ("apps", "errors", "privacy", "worker"):
         raise Refused("schema", f"run must be a name, got {gate.abbreviate(run)}")
     return run
 

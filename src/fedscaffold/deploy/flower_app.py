@@ -1,8 +1,7 @@
-"""Server and clients as a Flower app (flwr 1.41), with Flower's messages, processes, TLS and keys.
+"""The server as a Flower app (flwr 1.41), with Flower's messages, processes, TLS and keys.
 
-Flower only transports packets. `context.state` is not used, since it is held in memory and can be
-lost silently. Arrays are sent as raw bytes under a type name of our own, so they are never decoded
-by code that trusts their headers. A node is identified by its registered name (`flwr supernode
+Flower only transports packets (`flower_records.py`). `context.state` is not used, since it is held
+in memory and can be lost silently. A node is identified by its registered name (`flwr supernode
 register --name SITE`); where nodes are not registered, by its greeting.
 """
 
@@ -10,32 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
-from fedscaffold.deploy.app_files import BUNDLE, unpack_app
+from fedscaffold.deploy.app_files import unpack_app
 from fedscaffold.deploy.apps import open_app
-from fedscaffold.deploy.client import answer, decline
-from fedscaffold.deploy.errors import Failed, guarded
-from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.schema import Blob, Packet
+from fedscaffold.deploy.flower_records import SPARE, from_record, package_folder, to_record
+from fedscaffold.deploy.packets import Packet
 from fedscaffold.deploy.server import Server
 from fedscaffold.deploy.server_loop import Stopped, drive
-from fedscaffold.deploy.site_privacy import open_private
 from fedscaffold.state.files import make_folder, owned, write_private
 
-__all__ = ["FlowerTransport", "client_app", "from_record", "server_app", "to_record"]
+__all__ = ["FlowerTransport", "server_app"]
 
-RAW = "fedscaffold.raw"  # arrays are raw bytes, not .npy files as flwr's own
 PATIENCE = 30.0  # seconds after which a hanging poll for replies is abandoned
 # seconds until a node that failed to greet is asked again; doubled each time, up to LONGEST
 AGAIN = 10.0
@@ -55,33 +47,6 @@ Flower's messages are not shown, as they may contain a site's error texts.
 """
 
 server_app = ServerApp()
-client_app = ClientApp()
-
-
-def to_record(packet: Packet) -> RecordDict:
-    """Convert a packet to a Flower record.
-
-    >>> from_record(to_record(Packet({"round": 1}, {"x": Blob("float32", (1,), b"1234")})))
-    Packet(facts={'round': 1}, blobs={'x': Blob(dtype='float32', shape=(1,), data=b'1234')})
-    """
-    arrays = {name: FlowerArray(b.dtype, b.shape, RAW, b.data) for name, b in packet.blobs.items()}
-    return RecordDict({"facts": ConfigRecord(dict(packet.facts)), "arrays": ArrayRecord(arrays)})
-
-
-def from_record(record: RecordDict) -> Packet:
-    """Convert a received record to a packet, without validation, which is left to `gate.py`."""
-    facts: dict[str, Any] = {}
-    blobs: dict[str, Any] = {}
-    if set(record) <= {"facts", "arrays"}:
-        config, arrays = record.get("facts"), record.get("arrays")
-        if isinstance(config, ConfigRecord):
-            facts = dict(config)
-        if isinstance(arrays, ArrayRecord):
-            blobs = {
-                name: Blob(a.dtype, tuple(a.shape), a.data) if a.stype == RAW else None
-                for name, a in arrays.items()
-            }
-    return Packet(facts, blobs)
 
 
 class FlowerTransport:
@@ -167,7 +132,7 @@ class FlowerTransport:
         if not packets:
             return []
         messages = [
-            Message(to_record(p), node, kind, ttl=self.deadline + 60.0) for node, p in packets
+            Message(to_record(p), node, kind, ttl=self.deadline + SPARE) for node, p in packets
         ]
         pushed = list(self.grid.push_messages(messages))
         return [*pushed, *[None] * (len(packets) - len(pushed))]
@@ -216,17 +181,6 @@ def _read_reply(reply: Message) -> Packet | str:
     return from_record(reply.content)
 
 
-def _app_folder(folder: Path, beside: object) -> Path:
-    """Return the folder of the app, unpacked below `folder` from the package that Flower sent.
-
-    Args:
-        folder: Folder of the server or site.
-        beside: Folder with a copy of the app, for files that are too large to be sent; "" for none.
-    """
-    package = next(Path(place) for place in sys.path if (Path(place) / BUNDLE).is_file())
-    return unpack_app(package, folder / "apps", Path(str(beside)) if beside else None)
-
-
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
     """Run the federation.
@@ -238,7 +192,8 @@ def serve(grid: Grid, context: Context) -> None:
     outcome: dict[str, Any] = {"error": "the server app failed; see its log"}
     with owned(home):
         try:
-            settings, learner = open_app(_app_folder(home, context.run_config.get("files")))
+            beside = Path(str(context.run_config["files"])) if context.run_config["files"] else None
+            settings, learner = open_app(unpack_app(package_folder(), home / "apps", beside))
             server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
             summary = drive(
                 server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds
@@ -252,23 +207,3 @@ def serve(grid: Grid, context: Context) -> None:
             raise
         finally:
             write_private(home / "outcome.json", json.dumps(outcome))
-
-
-@client_app.train()
-@client_app.query()
-def answer_message(message: Message, context: Context) -> Message:
-    """Answer a request of the server: training, evaluation, resync or greeting."""
-    site = str(context.node_config["site"])
-    folder = Path(str(context.node_config["folder"]))
-    request = from_record(message.content)
-    try:
-        with guarded("loading the app", folder, site, (Refused,)):
-            beside = context.node_config.get("files")
-            settings, learner = open_app(
-                _app_folder(folder, beside), lambda settings: open_private(settings, site, folder)
-            )
-        with guarded("answering", folder, site):
-            record = to_record(answer(request, learner, settings, site, folder))
-    except (Failed, Refused) as failed:
-        record = to_record(decline(request, site, str(failed)))
-    return Message(record, reply_to=message)

@@ -17,6 +17,7 @@ train      True in training, False in evaluation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import jax
@@ -128,10 +129,14 @@ class JaxLearner:
             trained = descend(work, number, gradient, of_records)
             return trained._replace(buffers=self._buffers(running.after))
 
+        @cache
+        def held_out() -> Tree:
+            return self.test(name)
+
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
-            held_out, state = self.test(name), self._state(buffers)
+            state = self._state(buffers)
             return {
-                metric: float(measure(x, held_out, state))
+                metric: float(measure(x, held_out(), state))
                 for metric, measure in self._measures.items()
             }
 

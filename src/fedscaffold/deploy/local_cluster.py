@@ -1,4 +1,4 @@
-"""A Flower federation on this machine: SuperLink, SuperExec, a SuperNode per site.
+"""A Flower federation on this machine: SuperLink, SuperExec, a SuperNode and a worker per site.
 
 Every process leads its own session, so that it can be stopped with everything it started, and
 writes to its own log file (grandchildren would hold a pipe open). Flower's telemetry, update checks
@@ -34,7 +34,9 @@ from fedscaffold.deploy.processes import (
 )
 from fedscaffold.deploy.server_loop import Stopped
 from fedscaffold.deploy.settings import load
+from fedscaffold.deploy.worker_wire import AVAILABLE, WORKER
 from fedscaffold.state.files import make_folder, write_private
+from fedscaffold.state.platforms import cores
 
 __all__ = ["SWITCHES", "Federation", "engine_environment"]
 
@@ -49,6 +51,8 @@ SWITCHES = {
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
 """Environment of Flower's processes: no telemetry, update checks or package installations."""
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC")
+"""Environment that bounds the threads of NumPy, torch and XLA."""
 
 
 def engine_environment(home: Path) -> dict[str, str]:
@@ -63,7 +67,15 @@ def engine_environment(home: Path) -> dict[str, str]:
 class Federation:
     """The processes of a federation on this machine; a context manager that stops them on exit."""
 
-    def __init__(self, app: Path, home: Path) -> None:
+    def __init__(self, app: Path, home: Path, worker: str = "kept") -> None:
+        """Prepare a federation.
+
+        Args:
+            app: Folder of the app.
+            home: Folder of the deployment.
+            worker: How sites answer (`flower_client.py`).
+        """
+        self.worker = worker if AVAILABLE else "none"
         self.app, self.home = Path(app).resolve(), Path(home).resolve()
         self.settings = load(self.app / TOML)
         if not self.settings.deploy.sites:
@@ -123,6 +135,8 @@ class Federation:
         self._register()
         tell(f"starting {', '.join(sites)}")
         for site in sites:
+            if self.worker == "kept":
+                self.start_worker(site)
             self.start_site(site)
 
     def start_link(self) -> None:
@@ -165,6 +179,17 @@ class Federation:
         ]
         self._start("executor", ["flower-superexec", *place, *secret])
 
+    def start_worker(self, site: str) -> None:
+        """Start a site's worker, with its share of the cores."""
+        folder = self.home / "sites" / site
+        make_folder(folder, private=True)
+        share = str(max(1, cores() // len(self.settings.deploy.sites)))
+        self._start(
+            f"worker-{site}",
+            [sys.executable, *WORKER, folder, "--kept", "--until", os.getpid()],
+            dict.fromkeys(THREADS, share) | self.environment,
+        )
+
     def start_site(self, site: str) -> None:
         """Start a site's SuperNode."""
         folder = self.home / "sites" / site
@@ -179,7 +204,7 @@ class Federation:
         ]
         trust = ["--root-certificates", self.secrets / "ca.crt"]
         trust += ["--auth-supernode-private-key", self.secrets / f"{site}.key"]
-        config = f'site="{site}" folder="{folder}" files="{self.app}"'
+        config = f'site="{site}" folder="{folder}" files="{self.app}" worker="{self.worker}"'
         self._start(f"site-{site}", ["flower-supernode", *place, *trust, "--node-config", config])
 
     def submit(self) -> str:
@@ -244,6 +269,8 @@ class Federation:
             del self.due[name]
             if name.startswith("site-"):
                 self.start_site(name.removeprefix("site-"))
+            elif name.startswith("worker-"):
+                self.start_worker(name.removeprefix("worker-"))
             elif name == "link":
                 self.start_link()
             else:
@@ -325,14 +352,16 @@ class Federation:
                 process.kill()
                 process.wait()
 
-    def _start(self, name: str, command: list[Any]) -> None:
+    def _start(
+        self, name: str, command: list[Any], environment: dict[str, str] | None = None
+    ) -> None:
         """Start a process in a session of its own, with its output in a log file."""
         log = os.open(
             self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
         self.processes[name] = subprocess.Popen(
             [str(word) for word in command],
-            env=self.environment,
+            env=environment or self.environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
+from fedscaffold.deploy.packets import Blob, Fact, Packet
 from fedscaffold.layers import Split, split
 from fedscaffold.state.safetensors_io import bfloat16
 
@@ -42,24 +43,8 @@ __all__ = [
 ]
 
 Array: TypeAlias = NDArray[Any]
-Fact: TypeAlias = str | int | float | bool
 Record: TypeAlias = Any  # a NamedTuple of vectors and numbers that the algorithm defines, or None
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-
-
-class Blob(NamedTuple):
-    """A serialised array: claimed dtype and shape, and raw bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-class Packet(NamedTuple):
-    """A message: named scalars and named arrays."""
-
-    facts: dict[str, Fact]
-    blobs: dict[str, Blob]
 
 
 class Schema(NamedTuple):
