@@ -69,6 +69,7 @@ ARROWS = {
     },
 }
 SHARED = {
+    "attacks",
     "brief",
     "checks",
     "layers",
@@ -76,6 +77,7 @@ SHARED = {
     "model_functions",
     "parsing",
     "random_streams",
+    "robust",
     "run_config",
     "status_line",
 }

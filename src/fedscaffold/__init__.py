@@ -41,7 +41,7 @@ from fedscaffold.metrics import metric
 from fedscaffold.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from fedscaffold import data, privacy, problems, theory
+    from fedscaffold import attacks, data, privacy, problems, robust, theory
     from fedscaffold.estimators import FederatedClassifier, FederatedRegressor
     from fedscaffold.grids import Grid, GridRun
     from fedscaffold.grids.grid import grid
@@ -82,6 +82,7 @@ __all__ = [
     "Simulator",
     "Sweep",
     "amplified_scaffold",
+    "attacks",
     "audit_privacy",
     "compression",
     "dane",
@@ -103,6 +104,7 @@ __all__ = [
     "privacy",
     "problems",
     "richardson",
+    "robust",
     "scafcom",
     "scaffnew",
     "scaffold",
@@ -141,6 +143,7 @@ _LATER |= dict.fromkeys(("Grid", "GridRun", "grid"), "grids")
 
 _ROOMS = {"conformance", "data", "deploy", "estimators", "grids"}
 _ROOMS |= {"privacy", "problems", "runs", "simulation", "theory"}
+_ROOMS |= {"attacks", "robust"}
 
 
 def __dir__() -> list[str]:

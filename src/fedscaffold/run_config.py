@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from fedscaffold import checks
+from fedscaffold import checks, robust
+from fedscaffold.attacks import Attack
 from fedscaffold.brief import short
 from fedscaffold.checks import InputError
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fedscaffold.metrics import Metric
     from fedscaffold.privacy import Clients, Records
     from fedscaffold.problems.problem import Problem
+    from fedscaffold.robust import Filter
     from fedscaffold.simulation.callbacks import Callback, Look
     from fedscaffold.simulation.compression import Compressor
     from fedscaffold.simulation.stale import Policy
@@ -158,6 +160,23 @@ def _privacy(name: str, value: Any) -> Any:
         raise InputError(
             f"{name} must be fs.privacy.records(...) or fs.privacy.clients(...), got "
             f"{checks.shown(value)}"
+        )
+    return value
+
+
+def _filter(name: str, value: Any) -> Filter | None:
+    return robust.of(value)
+
+
+def _filter_name(name: str, value: Any) -> str | None:
+    found = robust.of(checks.text(name, value))
+    return None if found is None else found.name
+
+
+def _attack(name: str, value: Any) -> Any:
+    if not isinstance(value, Attack):
+        raise InputError(
+            f"{name} must be one such as fs.attacks.sign_flip([0]), got {checks.shown(value)}"
         )
     return value
 
@@ -371,6 +390,19 @@ class RunConfig:
         "differential privacy: of records, `fs.privacy.records(...)`, where batches are Poisson "
         "samples of expected size `batch_size`; or of whole clients, `fs.privacy.clients(...)`",
         _privacy,
+    )
+    robust: str | Filter | None = _argument(
+        None,
+        'filter of dishonest clients: "krum:0.2", "geometric_median:3", "norm_bound:3" (see '
+        "`fs.robust`); default: all clients count",
+        _filter,
+        key="robust",
+        written=_filter_name,
+    )
+    attack: Attack | None = _argument(
+        None,
+        "what some clients send instead of their messages, to try filters with (see `fs.attacks`)",
+        _attack,
     )
     checkpoint: Path | str | None = _argument(
         None,

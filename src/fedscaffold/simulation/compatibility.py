@@ -64,19 +64,70 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
         )
     if not is_word(config.stale, "keep"):
         _refuse_policy(config, stale.of(config.stale))
+    if config.robust is not None or config.attack is not None:
+        _refuse_comparison(config, scheduled, compressed)
     if config.privacy is not None:
-        if config.devices not in (None, 1):
-            raise InputError("privacy keeps one ledger: run on one device, without devices")
-        if config.stop_at is not None:
-            raise InputError(
-                "stop_at ends a run by a metric that nothing noises: with privacy give rounds, and "
-                "stop_at_epsilon"
-            )
-        _refuse_delta(config)
-        if isinstance(config.privacy, Clients):
-            _refuse_client_privacy(config, steps)
-        else:
-            _refuse_privacy(config)
+        _refuse_mechanism(config, steps)
+
+
+def _refuse_mechanism(config: RunConfig, steps: NDArray[np.int64]) -> None:
+    """Raise an InputError for what a private run does not cover."""
+    if config.devices not in (None, 1):
+        raise InputError("privacy keeps one ledger: run on one device, without devices")
+    if config.stop_at is not None:
+        raise InputError(
+            "stop_at ends a run by a metric that nothing noises: with privacy give rounds, and "
+            "stop_at_epsilon"
+        )
+    _refuse_delta(config)
+    if isinstance(config.privacy, Clients):
+        _refuse_client_privacy(config, steps)
+    else:
+        _refuse_privacy(config)
+
+
+def _refuse_comparison(config: RunConfig, scheduled: bool, compressed: bool) -> None:
+    """Raise an InputError for what filters and attacks on whole messages do not cover."""
+    algorithm, known = config.algorithm, exchange(config.algorithm)
+    what = "robust" if config.robust is not None else "attack"
+    policy = stale.of(config.stale)
+    reasons = {
+        "devices: it compares all messages of a round": config.devices not in (None, 1),
+        f"client_state={config.client_state!r}: it keeps norms of all clients": (
+            config.client_state != "array"
+        ),
+        "compression, which makes honest messages unlike": compressed,
+        "stale='refresh', whose gradients it does not see": policy.refresh_after is not None,
+        "privacy of clients, whose noise is for a sum of all messages": isinstance(
+            config.privacy, Clients
+        ),
+        "a state that the loss updates, which it does not see: take buffers='local'": (
+            config.problem.state is not None and config.buffers == "average"
+        ),
+        f"{algorithm.name}, which needs every client in every round": (
+            needs(algorithm, "everyone") is not None
+        ),
+        f"{algorithm.name}, whose first exchange of a round it does not see": (
+            algorithm.prepare is not None
+        ),
+        f"{algorithm.name}, which sends numbers beside vectors": bool(known.numbers),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise InputError(f"{what} does not go together with {reason}")
+    if (attack := config.attack) is None:
+        return
+    if max(attack.clients) >= config.problem.num_clients:
+        raise InputError(
+            f"attack names client {max(attack.clients)}, and there are "
+            f"{config.problem.num_clients}, counted from 0"
+        )
+    plain = config.local_optimizer is None and config.clip_norm is None and not scheduled
+    if attack.controls_only and len(known.sent(plain)) < 2:
+        raise InputError(
+            f"{attack.name} needs a run whose clients send a direction beside the move: here they "
+            "send one vector; take fs.scaffold(option=1) or a local_optimizer"
+        )
 
 
 def _refuse_delta(config: RunConfig) -> None:

@@ -30,7 +30,7 @@ from fedscaffold.simulation.resolve import schedule_of
 __all__ = ["differences", "facts", "flat", "problem_facts"]
 
 # arguments that earlier checkpoints do not have: left out at their defaults
-ADDED = ("accumulate", "clip_norm", "drop_last", "privacy")
+ADDED = ("accumulate", "attack", "clip_norm", "drop_last", "privacy", "robust")
 LONG = 16  # longest list that is stored entry by entry
 DEEP = 12  # deepest nesting of functions and containers
 SAMPLED = 4096  # rows of a memory-mapped array that are hashed

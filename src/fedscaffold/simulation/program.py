@@ -23,11 +23,13 @@ from fedscaffold.problems.batches import Kinds
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.problems.records import is_float, narrowed
+from fedscaffold.robust import of as filter_of
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import compression, resolve, stale
 from fedscaffold.simulation.compatibility import refuse
 from fedscaffold.simulation.evaluation import ON_RECORDS, default_metrics
 from fedscaffold.simulation.evaluation_batches import client_batches, test_batches
+from fedscaffold.simulation.filtering import initial_guard
 from fedscaffold.simulation.forecast import Forecast, forecast
 from fedscaffold.simulation.out_of_core import cohort_federation
 from fedscaffold.simulation.own_metrics import OnHost, OwnMetrics, own_metrics
@@ -100,7 +102,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         spec = shards.spec(spec)
     elif drawer.slots > block and jax.default_backend() == "cpu":
         work = client_operations(config.problem, drawer.steps, drawer.batch)
-        spec = spec._replace(by_blocks=work >= HEAVY)
+        spec = spec._replace(by_blocks=work >= HEAVY and not spec.compares)
     rows = config.problem.num_clients if config.client_state == "array" else drawer.slots
     if shards is not None:
         rows = shards.own.stop - shards.own.start
@@ -222,6 +224,8 @@ def _make_spec(
         message_privacy=None if config.privacy is None else resolve.message_mechanism(config),
         heavy=heavy,
         local_buffers=problem.state is not None and config.buffers == "local",
+        filter=filter_of(config.robust),
+        attack=config.attack,
     )
 
 
@@ -353,4 +357,5 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         own=table(algorithm.own(vector), dtype),
         buffers=None if spec.local_buffers else buffers,
         own_buffers=table(buffers, None) if spec.local_buffers else None,
+        guard=initial_guard(spec, rows, dtype),
     )

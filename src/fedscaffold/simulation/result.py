@@ -161,6 +161,8 @@ class Run(NamedTuple):
     there is none."""
     privacy: Spent | None = None
     """What a private run has spent, by client; None without `privacy`."""
+    refused: NDArray[Any] | None = None
+    """(N,) number of rounds in which each client was refused; None without `robust`."""
 
 
 def history_of(
@@ -304,6 +306,7 @@ def finish(
         num_clients=clients,
         state=state.buffers,
         privacy=None if budget is None else budget.spent(done),
+        refused=None if state.guard is None else state.guard.refused,
     )
 
 

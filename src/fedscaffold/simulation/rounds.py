@@ -27,6 +27,7 @@ from jax.extend.core import jaxpr_as_fun
 from fedscaffold.algorithms.round import absorb
 from fedscaffold.privacy.messages import noise_sum
 from fedscaffold.simulation.evaluation import evaluate
+from fedscaffold.simulation.filtering import filter_cohort
 from fedscaffold.simulation.local import gradient_at_x, train
 from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import (
@@ -185,7 +186,11 @@ def end_round(
     new, drift = _server_step(spec, old, told, draw.lr, sums)
     new = new._replace(**clients._asdict(), round=told.round + 1)
     if spec.ages:
-        new = new._replace(heard_at=_heard_at(spec, told, draw.cohort))
+        heard_at = _heard_at(spec, told, draw.cohort)
+        if clients.guard is not None:
+            refused = clients.guard.refused > old.guard.refused
+            heard_at = jnp.where(refused, old.heard_at, heard_at)
+        new = new._replace(heard_at=heard_at)
     return new, drift.astype(new.x.dtype)
 
 
@@ -340,6 +345,8 @@ def _run_cohort(
     tables in place, so a round costs O(S), not O(N). If all clients take part, their tables are
     replaced instead.
     """
+    if spec.compares:
+        return _run_compared(spec, federation, state, draw, work, never)
     run = partial(run_block, spec, federation, state, draw, never)
     tables, begin = state.clients, _zero_sums(spec, state)
     if spec.everyone and spec.mesh is None:
@@ -357,6 +364,40 @@ def _run_cohort(
 
     tables, sums = _fold_blocks(spec, federation, draw, turn, (tables, begin), (work, draw.cohort))
     return tables, sums if spec.mesh is None else sum_over_devices(spec, sums)
+
+
+def _run_compared(
+    spec: Spec, federation: Federation, state: State, draw: Draws, work: Work, never: Array
+) -> tuple[ClientState, Sums]:
+    """Run the cohort, and count those whose messages are accepted once all are known.
+
+    A client that is refused keeps its rows, and has no part in the sums.
+    """
+    stored, old = read_clients(spec, state, state.clients, work.client)
+    _, replies = jax.lax.scan(
+        lambda _, part: (None, train_block(spec, federation, state, draw, never, part)),
+        None,
+        _split_into_blocks(spec, (work, old)),
+    )
+    message, *rest = jax.tree.map(lambda a: a.reshape(len(work.p), *a.shape[2:]), replies)
+    message, accepted, guard = filter_cohort(spec, federation, state, draw, work, message, old)
+    with jax.enable_x64(True):
+        work = work._replace(p=jnp.where(accepted, work.p, 0))
+    parts = _split_into_blocks(spec, (work, old, (message, *rest)))
+    sums, new = jax.lax.scan(
+        partial(count_block, spec, state, draw), _zero_sums(spec, state), parts
+    )
+    new = jax.tree.map(lambda a: a.reshape(len(work.p), *a.shape[2:]), new)
+    rows: ClientState = jax.tree.map(
+        lambda a, b: jnp.where(accepted.reshape(-1, *[1] * (a.ndim - 1)), a, b),
+        new,
+        stored._replace(guard=None),
+    )
+    rows = rows._replace(guard=guard)
+    rows = _unless_ended(state, stored, rows) if spec.runs_on else rows
+    if spec.everyone:
+        return rows, sums
+    return jax.tree.map(partial(write_rows, spec, draw.cohort), state.clients, rows), sums
 
 
 def _unless_ended(state: State, stored: ClientState, new: ClientState) -> ClientState:
@@ -413,12 +454,41 @@ def run_block(
     work, old = part
     # rows that are read again after others have been written would make XLA copy their table
     old = _compute_once(never, old)
-    most, p = loop_length(spec, draw, work), work.p
+    reply = train_block(spec, federation, state, draw, never, (work, old))
+    return count_block(spec, state, draw, sums, (work, old, reply))
+
+
+def train_block(
+    spec: Spec,
+    federation: Federation,
+    state: State,
+    draw: Draws,
+    never: Array,
+    part: tuple[Work, ClientState],
+) -> tuple[Any, ClientState, Array]:
+    """Run the local training of a block; return messages, the clients' new state and moves."""
+    work, old = part
+    most = loop_length(spec, draw, work)
 
     def client(own: tuple[ClientState, Work]) -> tuple[Any, ClientState, Array]:
         return train(spec, federation, state, draw.lr, *own, most)
 
-    message, held, move = _compute_once(never, _map_clients(spec, client, (old, work)))
+    reply: tuple[Any, ClientState, Array] = _compute_once(
+        never, _map_clients(spec, client, (old, work))
+    )
+    return reply
+
+
+def count_block(
+    spec: Spec,
+    state: State,
+    draw: Draws,
+    sums: Sums | None,
+    part: tuple[Work, ClientState, tuple[Any, ClientState, Array]],
+) -> tuple[Sums, ClientState]:
+    """Add the messages of a block to the sums; return these and the clients' new state."""
+    work, old, (message, held, move) = part
+    p = work.p
     with jax.enable_x64(True):
         if spec.rebuilt is not None and spec.unequal:
             d = getattr(message, str(spec.exchange.d))

@@ -9,17 +9,19 @@ import numpy as np
 
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import Exchange
+from fedscaffold.attacks import Attack
 from fedscaffold.metrics import Stop
 from fedscaffold.privacy.gradients import Mechanism
 from fedscaffold.privacy.messages import MessageMechanism
 from fedscaffold.problems.batches import Functions, Kinds
 from fedscaffold.problems.layout import Layout
+from fedscaffold.robust import Filter
 from fedscaffold.simulation.stale import KEEP, Policy
 
 if TYPE_CHECKING:
     from fedscaffold.simulation.compression import Compressor
 
-__all__ = ["ClientState", "Draws", "Federation", "Measure", "Spec", "State", "Work"]
+__all__ = ["ClientState", "Draws", "Federation", "Guard", "Measure", "Spec", "State", "Work"]
 
 Array: TypeAlias = (
     Any  # jax.Array inside the program, numpy.ndarray outside; None for unused fields
@@ -97,6 +99,10 @@ class Spec(NamedTuple):
     local_buffers: bool = False
     """Each client keeps the state that the loss updates; otherwise it is averaged like the model.
     """
+    filter: Filter | None = None
+    """Which clients of a cohort are counted."""
+    attack: Attack | None = None
+    """What dishonest clients send."""
 
     @property
     def own_columns(self) -> frozenset[str]:
@@ -112,6 +118,11 @@ class Spec(NamedTuple):
     def runs_on(self) -> bool:
         """Whether vectorised runs go on together after one has ended: the loop needs no select."""
         return self.side_by_side and self.stop is None
+
+    @property
+    def compares(self) -> bool:
+        """Whether all messages of a round are needed before any is counted."""
+        return self.filter is not None or self.attack is not None
 
     @property
     def constant_step(self) -> bool:
@@ -188,6 +199,15 @@ class Federation(NamedTuple):
     """Value of the stop metric that ends the run, if any."""
 
 
+class Guard(NamedTuple):
+    """What the server knows of each client, for its filter."""
+
+    norms: Array
+    """(N, P) norms of the parts of its message that counted last; NaN if none has."""
+    refused: Array
+    """(N,) number of rounds in which it was refused."""
+
+
 class ClientState(NamedTuple):
     """The fields of a `State` that a client keeps between rounds; unused fields are None."""
 
@@ -197,6 +217,8 @@ class ClientState(NamedTuple):
     """Error feedback of compression, by field of the message."""
     own_buffers: Any = None
     """The state that the loss updates, where each client keeps its own."""
+    guard: Any = None
+    """What the server knows of the client, with a filter."""
 
 
 class State(NamedTuple):
@@ -227,6 +249,8 @@ class State(NamedTuple):
     is none."""
     own_buffers: Any = None
     """The same, one row per client, where each client keeps its own."""
+    guard: Any = None
+    """A `Guard`, with a filter."""
 
     @property
     def x(self) -> Array:
