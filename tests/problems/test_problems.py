@@ -8,6 +8,7 @@ from scipy.optimize import minimize
 
 import fedscaffold as fs
 from fedscaffold.problems import weights_of
+from fedscaffold.problems.regression import log_loss
 
 RNG = np.random.default_rng(0)
 
@@ -126,6 +127,19 @@ def test_the_logistic_optimum_agrees_with_another_optimiser():
         options={"gtol": 1e-10},
     )
     np.testing.assert_allclose(problem.optimum("records"), found.x, atol=1e-7)
+
+
+def test_the_slope_of_the_logistic_loss_is_right_where_exponentials_overflow():
+    scores = np.array([-800.0, -40.0, -1.5, 0.0, 0.7, 40.0, 800.0])
+    labels = np.array([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-scores))
+    with jax.enable_x64(True):
+        value, slope = jax.vmap(jax.value_and_grad(log_loss))(scores, labels)
+        curvature = jax.vmap(jax.grad(jax.grad(log_loss)))(scores, labels)
+    np.testing.assert_allclose(value, np.logaddexp(0, scores) - labels * scores, rtol=1e-15)
+    np.testing.assert_allclose(slope, sigmoid - labels, rtol=0, atol=4e-16)
+    np.testing.assert_allclose(curvature, sigmoid * (1 - sigmoid), rtol=0, atol=4e-16)
 
 
 def test_noise_covariance_is_that_of_drawn_batches():

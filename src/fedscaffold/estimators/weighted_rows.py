@@ -22,6 +22,7 @@ from fedscaffold import problems
 from fedscaffold.problems import Problem
 from fedscaffold.problems.models import logits
 from fedscaffold.problems.problem import Facts
+from fedscaffold.problems.regression import log_loss
 
 __all__ = ["Client", "weighted_problem"]
 
@@ -49,8 +50,7 @@ class RowLoss:
             error = x @ params - y
             return 0.5 * error * error
         if self.model == "logistic":
-            score = x @ params
-            return jax.nn.softplus(score) - y * score
+            return log_loss(x @ params, y)
         scores = jax.nn.log_softmax(logits(params, x))
         return -jnp.sum(scores * jax.nn.one_hot(y, self.classes, dtype=scores.dtype), axis=-1)
 
