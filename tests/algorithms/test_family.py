@@ -39,7 +39,7 @@ def test_the_biased_are_those_known_to_be():
         if name not in COUNTING
         and np.abs(fs.theory.bias(PROBLEM, lr=0.2, local_steps=5, algorithm=factory())).max() > 1e-9
     }
-    assert biased == {"ditto", "fedavg", "fedavg-m", "fedbn", "fednova", "fedprox"}
+    assert biased == {"ca2fl", "ditto", "fedavg", "fedavg-m", "fedbn", "fednova", "fedprox"}
 
 
 # The xi form, VRL-SGD

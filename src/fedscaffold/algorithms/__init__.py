@@ -12,6 +12,7 @@ from typing import Any
 from fedscaffold import checks
 from fedscaffold.algorithms.amplified_scaffold import amplified_scaffold
 from fedscaffold.algorithms.base import Algorithm, Form, LocalWork, Model, Walk, travelled
+from fedscaffold.algorithms.ca2fl import ca2fl
 from fedscaffold.algorithms.dane import dane
 from fedscaffold.algorithms.ditto import ditto
 from fedscaffold.algorithms.fedavg import fedavg
@@ -36,6 +37,7 @@ __all__ = [
     "Model",
     "Walk",
     "amplified_scaffold",
+    "ca2fl",
     "dane",
     "ditto",
     "fedavg",
@@ -58,6 +60,7 @@ __all__ = [
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "amplified-scaffold": amplified_scaffold,
+    "ca2fl": ca2fl,
     "dane": dane,
     "ditto": ditto,
     "fedavg": fedavg,

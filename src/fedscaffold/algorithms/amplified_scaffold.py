@@ -88,6 +88,12 @@ PLAIN_SERVER = (
 )
 
 
+SAME_WINDOW = (
+    "synchronous rounds",
+    "counts rounds in windows, and a reply from the last window would be in c_i but not in h",
+)
+
+
 @memoised
 def amplified_scaffold(window: int = 5, gamma: float = 1.5, server_lr: float = 1.0) -> Algorithm:
     """Amplified SCAFFOLD with windows of so many rounds, whose moves are multiplied by `gamma`.
@@ -123,7 +129,7 @@ def amplified_scaffold(window: int = 5, gamma: float = 1.5, server_lr: float = 1
         remember,
         means=(("c", "c_i"),),
         references=(("d", frozen), ("gain", nothing)),
-        needs=(PLAIN_SERVER,),
+        needs=(PLAIN_SERVER, SAME_WINDOW),
     )
 
 

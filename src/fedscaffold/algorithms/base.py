@@ -243,7 +243,8 @@ class Algorithm(NamedTuple):
     message: Callable[[Walk, Vector], Record]
     """(walk, shift) -> message, at the client."""
     update: Callable[[Record, Record, Record, Any], Record]
-    """(server, sent, mean, heard) -> server, once a round."""
+    """(server, sent, mean, heard) -> server, once a round. `sent` is the weighted mean of the
+    records that the clients were sent: in asynchronous rounds those of earlier rounds too."""
     init: Callable[[Vector], Record] = Model
     """(x) -> server, before the first round."""
     memory: Callable[[Vector], Record] = nothing
@@ -285,8 +286,9 @@ class Algorithm(NamedTuple):
     """(requested work) -> local work that the method does; None for the requested work."""
     needs: tuple[tuple[str, str], ...] = ()
     """Pairs (condition, reason) that a configuration must meet or be refused. The conditions are
-    `everyone`, `plain sgd`, `sgd`, `equal steps`, `exact messages` and `plain server step`. The
-    reason completes a sentence that begins with the algorithm's name."""
+    `everyone`, `plain sgd`, `sgd`, `equal steps`, `exact messages`, `plain server step` and
+    `synchronous rounds` (every reply is to the present model). The reason completes a sentence that
+    begins with the algorithm's name."""
     form: Form | None = None
     """Affine structure for the closed forms of `fs.theory`; None if the method has none of that
     kind."""

@@ -21,6 +21,7 @@ __all__ = [
     "needs",
     "reads_gradient_at_x",
     "rebuild",
+    "refuse_asynchronous",
     "reply_of",
     "work_of",
 ]
@@ -288,6 +289,34 @@ def reads_gradient_at_x(algorithm: Algorithm) -> bool:
     [False, True, True]
     """
     return algorithm.prepare is not None or "gradient" in exchange(algorithm).reads
+
+
+def refuse_asynchronous(algorithm: Algorithm, damped: bool = False) -> None:
+    """Raise an InputError if an algorithm cannot take replies to older models than the present one.
+
+    Args:
+        algorithm: The algorithm.
+        damped: Whether the moves of stale replies are to count less.
+
+    >>> from fedscaffold.algorithms import dane, scaffold
+    >>> refuse_asynchronous(scaffold(), damped=True)
+    >>> refuse_asynchronous(dane())
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: dane exchanges gradients at one model before the local steps, so
+    all wait for all: it runs in synchronous rounds only
+    """
+    why = needs(algorithm, "synchronous rounds") or needs(algorithm, "everyone")
+    if algorithm.prepare is not None:
+        why = "exchanges gradients at one model before the local steps, so all wait for all"
+    if work_of(algorithm, 1).geometric:
+        why = "draws one number of local steps for all clients of a round"
+    if why is not None:
+        raise InputError(f"{algorithm.name} {why}: it runs in synchronous rounds only")
+    if damped and exchange(algorithm).move is None:
+        raise InputError(
+            f"{algorithm.name} sends no move that could count less when it is late: take "
+            "staleness='none'"
+        )
 
 
 def needs(algorithm: Algorithm, condition: str) -> str | None:

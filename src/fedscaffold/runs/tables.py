@@ -42,6 +42,7 @@ NAMES = {
     "fedavg": "FedAvg",
     "fedprox": "FedProx",
     "sgd": "SGD",
+    "ca2fl": "CA2FL",
     "dane": "DANE",
     "ditto": "Ditto",
     "fedavg-m": "FedAvg-M",
@@ -155,9 +156,8 @@ def _row(
 def _leading_metric(runs: Sequence[RunRecord]) -> str:
     """Return accuracy if recorded, else the first metric recorded, else the loss."""
     measured = dict.fromkeys(name for run in runs for name in run.columns)
-    found = [
-        name for name in measured if name not in ("round", "residual", "bytes_up", "bytes_down")
-    ]
+    costs = ("round", "residual", "bytes_up", "bytes_down", "time")
+    found = [name for name in measured if name not in costs]
     if "accuracy" in found:
         return "accuracy"
     return found[0] if found else "loss"
