@@ -12,6 +12,7 @@ control_error   root mean square distance of the c_i from grad f_i(x*)
 age             rounds since a client was last heard, averaged over clients
 residual        |c - sum p_i c_i|; always recorded. A value above rounding means a permanent bias
 bytes_up, bytes_down    bytes that the cohort sent and received in the round; always recorded
+time            virtual seconds at the end of the round; recorded if `delays` are given
 
 `metric` makes a metric from a user's function of parameters and data.
 """

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fedscaffold.robust import Filter
     from fedscaffold.simulation.callbacks import Callback, Look
     from fedscaffold.simulation.compression import Compressor
+    from fedscaffold.simulation.delays import Law
     from fedscaffold.simulation.stale import Policy
 
 __all__ = [
@@ -370,6 +371,31 @@ class RunConfig:
         ),
         key="compression",
         written=checks.text,
+    )
+    delays: str | Law | ArrayLike | None = _argument(
+        None,
+        "virtual seconds that a client takes for its local work: a law such as "
+        '"pareto:1:1.5" (see `fs.delays`), or rows of seconds, one per task, repeated, and one '
+        "column per client; the history then has a column `time`",
+        key="cohort.delays",
+        written=checks.text,
+        file_sentence="virtual seconds that a client takes for its local work: a law such as "
+        '"pareto:1:1.5", or a CSV file of seconds, with one line per task, repeated, and one '
+        "column per client",
+    )
+    buffer: int | None = _argument(
+        None,
+        "asynchronous rounds: number of replies that make a server step, while `cohort` clients "
+        "are at work; needs `delays`",
+        partial(checks.whole, at_most=MOST),
+        key="cohort.buffer",
+    )
+    staleness: str = _argument(
+        "none",
+        "how the moves of replies to older models are damped in asynchronous rounds: "
+        '"none", or "polynomial:0.5" for (1 + server steps since)^-0.5',
+        checks.text,
+        key="cohort.staleness",
     )
     client_state: str = _argument(
         "array",

@@ -246,7 +246,7 @@ def _why_not_deployed(algorithm: Algorithm) -> str | None:
         condition,
         _,
     ) in algorithm.needs:  # sites may be absent or skip steps; messages are not compressed
-        if condition not in (*PLAIN, "exact messages", "plain server step"):
+        if condition not in (*PLAIN, "exact messages", "plain server step", "synchronous rounds"):
             return REASONS.get(
                 condition, f"it needs {condition!r}, which no deployment can promise"
             )

@@ -231,6 +231,7 @@ def run_arguments(config: Config, *, without: Iterable[str] = ()) -> dict[str, A
             given[name] = getattr(getattr(config, section) if section else config, field)
     given |= {
         "availability": _load_availability(config.cohort.availability),
+        "delays": _load_delays(config.cohort.delays),
         "local_optimizer": _local_optimizer(config.local),
         "server_optimizer": _server_optimizer(config.server),
         "privacy": _privacy(config.privacy),
@@ -298,6 +299,20 @@ def _load_availability(path: str | None) -> NDArray[Any] | None:
         ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a CSV file of zeros and ones: {error}") from None
+
+
+def _load_delays(given: str | None) -> str | NDArray[Any] | None:
+    """Return a law of delays as it is written, or the trace in a CSV file."""
+    if given is None or not given.endswith(".csv"):
+        return given
+    try:
+        return np.loadtxt(Path(given), delimiter=",", ndmin=2)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{given} not found; cohort.delays is a law, or a CSV file of seconds"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{given} is not a CSV file of seconds: {error}") from None
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:

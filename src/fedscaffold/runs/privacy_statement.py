@@ -24,7 +24,7 @@ NOT_COVERED = (
     "floating-point arithmetic: clipped norms hold to rounding, and Gaussian noise has finitely "
     "many values, which in theory tells of what it was added to (Mironov 2012)",
 )
-PUBLIC = {"round", "bytes_up", "bytes_down", "epsilon"}
+PUBLIC = {"round", "bytes_up", "bytes_down", "epsilon", "time"}
 SIMULATED = (
     "This run was SIMULATED: one process held all records, and its noise follows from a seed. It "
     "says what a deployment with these settings would spend; it protects nobody."

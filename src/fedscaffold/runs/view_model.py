@@ -36,7 +36,7 @@ MEANINGS = {
     "age": "Mean age of the control variates (rounds)",
     "epsilon": "Epsilon spent, the largest of any client",
 }
-NOT_SHOWN = ("round", "residual", "epsilon", "bytes_up", "bytes_down")
+NOT_SHOWN = ("round", "residual", "epsilon", "bytes_up", "bytes_down", "time")
 # configuration keys and tables that do not distinguish groups
 ASIDE = "seed", "metrics", "output"
 COLOURS = 6  # of the page's style; an algorithm has the same one on every page

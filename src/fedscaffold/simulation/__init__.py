@@ -3,7 +3,7 @@
 One compiled program for all rounds, clients in cache-sized blocks.
 """
 
-from fedscaffold.simulation import compression, stale
+from fedscaffold.simulation import compression, delays, stale
 from fedscaffold.simulation.callbacks import Callback, Look
 from fedscaffold.simulation.canaries import Audit, audit_privacy
 from fedscaffold.simulation.checkpoint import Interrupted
@@ -26,6 +26,7 @@ __all__ = [
     "Sweep",
     "audit_privacy",
     "compression",
+    "delays",
     "join",
     "problem_on_disk",
     "richardson",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedscaffold.algorithms.round import exchange, needs
+from fedscaffold.algorithms.round import exchange, needs, refuse_asynchronous
 from fedscaffold.checks import InputError, is_word
 from fedscaffold.privacy.clients import Clients
 from fedscaffold.privacy.methods import refuse_algorithm
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import stale
+from fedscaffold.simulation.resolve import schedule_of
 
 __all__ = ["refuse"]
 
@@ -27,6 +28,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
     absent |= callable(config.sampling)
     compressed = not (config.compression is None or str(config.compression) == "none")
     altered = config.local_optimizer is not None or config.clip_norm is not None
+    _refuse_asynchronous(config)
     unmet = {
         "everyone": absent,
         "sgd": altered,
@@ -34,6 +36,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
         "equal steps": bool((steps != steps[0]).any()),
         "exact messages": compressed,
         "plain server step": config.server_optimizer is not None,
+        "synchronous rounds": config.buffer is not None,
     }
     for condition, reason in algorithm.needs:
         if condition not in unmet:
@@ -68,6 +71,36 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
         _refuse_comparison(config, scheduled, compressed)
     if config.privacy is not None:
         _refuse_mechanism(config, steps)
+
+
+def _refuse_asynchronous(config: RunConfig) -> None:
+    """Raise an InputError for what rounds with a buffer do not do, or for damping without one."""
+    if config.buffer is None:
+        if config.staleness != "none":
+            raise InputError(
+                "staleness damps replies to old models, which synchronous rounds do not have: give "
+                "buffer, or leave it out"
+            )
+        return
+    refuse_asynchronous(config.algorithm, damped=config.staleness != "none")
+    reasons = {
+        "cohorts names the clients of each round": config.cohorts is not None,
+        "availability says who can be drawn in a round": config.availability is not None,
+        "sampling draws a cohort for each round": not is_word(config.sampling, "uniform"),
+        "lr changes from round to round": callable(config.lr) and schedule_of(config.lr).by_round,
+        "stale changes control variates of clients at work": not is_word(config.stale, "keep"),
+        "privacy is accounted for rounds that wait for all": config.privacy is not None,
+        "client_state loads the cohort of a round": config.client_state != "array",
+        "devices share out the cohort of a round": config.devices not in (None, 1),
+        "robust compares the messages of a round": config.robust is not None,
+        "attack reads the messages of a round": config.attack is not None,
+        "the state that the loss updates is averaged over a round (take buffers='local')": (
+            config.problem.state is not None and config.buffers == "average"
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise InputError(f"{reason}, and with a buffer there is no such round: leave one out")
 
 
 def _refuse_mechanism(config: RunConfig, steps: NDArray[np.int64]) -> None:

@@ -30,7 +30,17 @@ from fedscaffold.simulation.resolve import schedule_of
 __all__ = ["differences", "facts", "flat", "problem_facts"]
 
 # arguments that earlier checkpoints do not have: left out at their defaults
-ADDED = ("accumulate", "attack", "clip_norm", "drop_last", "privacy", "robust")
+ADDED = (
+    "accumulate",
+    "attack",
+    "buffer",
+    "clip_norm",
+    "delays",
+    "drop_last",
+    "privacy",
+    "robust",
+    "staleness",
+)
 LONG = 16  # longest list that is stored entry by entry
 DEEP = 12  # deepest nesting of functions and containers
 SAMPLED = 4096  # rows of a memory-mapped array that are hashed
@@ -56,7 +66,7 @@ def facts(config: RunConfig, ready: PreparedRun) -> dict[str, Any]:
     }
     known |= {"rounds": config.rounds} if work_of(config.algorithm, 1).geometric else {}
     for name in ADDED:
-        if getattr(config, name) == ARGUMENTS[name].default:
+        if known[name] == ARGUMENTS[name].default:
             del known[name]
     if "privacy" in known:
         del known["privacy"]["stop_at_epsilon"]  # like the number of rounds, it may be raised

@@ -27,7 +27,8 @@ class Forecast(NamedTuple):
     parameters: int
     """Number of parameters of the model."""
     state: int
-    """What the clients keep between rounds."""
+    """What the clients keep between rounds, and what tasks at work were sent in asynchronous ones.
+    """
     data: int
     """Records of clients and tests, in the run's precision."""
     work: int
@@ -76,9 +77,11 @@ def forecast(
     share = rows / problem.num_clients
     if config.client_state != "array":
         share = rows * spec.max_rows / int(problem.offsets[-1])
+    server: Any = spec.algorithm.init(np.zeros(problem.dim))
+    sent = (drawer.at_work or 0) * sum(map(np.size, server)) * itemsize
     expected = Forecast(
         parameters=problem.dim,
-        state=runs * stored,
+        state=runs * (stored + sent),
         data=int(_records(problem.records, itemsize) * share) + _records(problem.test, itemsize),
         work=2 * gathered
         + (2 * stored if spec.everyone else 0)  # the new state of all, beside the old one

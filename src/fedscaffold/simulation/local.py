@@ -67,7 +67,8 @@ def train(
         whose memory is that before the first step if the `refresh` policy may have renewed it, and
         else None. The move x - y, None unless drift is measured.
     """
-    told, memory, renewed = state.told, held.memory, None
+    told = state.told if work.sent is None else work.sent
+    memory, renewed = held.memory, None
     begun = buffers = held.own_buffers if spec.local_buffers else state.buffers
     if work.returns is not None:
         memory = renewed = _renew_memory(spec, federation, told.x, memory, work, buffers)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot", "table", "to_pandas"]
 
-COSTS = ("round", "residual", "bytes_up", "bytes_down")
+COSTS = ("round", "residual", "bytes_up", "bytes_down", "time")
 
 
 def to_pandas(history: Mapping[str, NDArray[Any]]) -> Any:

@@ -149,7 +149,7 @@ def own_metrics(config: RunConfig) -> OwnMetrics:
 
 
 def _refuse_names(asked: Sequence[Metric]) -> None:
-    seen = {"round", *METRICS, *ALWAYS}
+    seen = {"round", "time", *METRICS, *ALWAYS}
     for column in (column for one in asked for column in one.columns):
         if column in seen:
             raise InputError(

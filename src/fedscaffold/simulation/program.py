@@ -25,7 +25,7 @@ from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.problems.records import is_float, narrowed
 from fedscaffold.robust import of as filter_of
 from fedscaffold.run_config import RunConfig
-from fedscaffold.simulation import compression, resolve, stale
+from fedscaffold.simulation import compression, delays, resolve, stale
 from fedscaffold.simulation.compatibility import refuse
 from fedscaffold.simulation.evaluation import ON_RECORDS, default_metrics
 from fedscaffold.simulation.evaluation_batches import client_batches, test_batches
@@ -118,7 +118,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
             target=np.array(target, config.precision),
         ),
         drawer=drawer,
-        start=_initial_state(config, spec, rows),
+        start=_initial_state(config, spec, rows, drawer.at_work),
         fitting=max(1, resolve.CACHE // (block * touched)),
         size=size,
         budget=None if config.privacy is None else budget_of(config, drawer),
@@ -137,7 +137,8 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
         rates = resolve.poisson_rates(config)
         rooms = [capacity(n, q)[0] for n, q in zip(problem.counts.tolist(), rates, strict=True)]
         batch = np.array(rooms, np.int64)
-    size = resolve.cohort_size(config)
+    cohort = resolve.cohort_size(config)
+    size = cohort if config.buffer is None else resolve.buffer_size(config, cohort)
     lr = resolve.step_sizes(config, steps)
     refuse(config, steps, size, scheduled=lr(1).ndim > 0)
     mean_steps = None
@@ -162,6 +163,9 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
         sampling=None if uniform else resolve.sampling(config, size),
         used=used,
         rates=rates,
+        delays=None if config.delays is None else delays.of(config.delays, problem.num_clients),
+        at_work=None if config.buffer is None else cohort,
+        damping=delays.damping_of(config.staleness),
     )
 
 
@@ -226,6 +230,7 @@ def _make_spec(
         local_buffers=problem.state is not None and config.buffers == "local",
         filter=filter_of(config.robust),
         attack=config.attack,
+        damped=drawer.damping is not None,
     )
 
 
@@ -309,7 +314,7 @@ def _federation(config: RunConfig, spec: Spec, drawer: Drawer) -> Federation:
     )
 
 
-def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
+def _initial_state(config: RunConfig, spec: Spec, rows: int, at_work: int | None) -> State:
     problem, dtype, x = config.problem, config.precision, config.x0
     x = problem.params if x is None else x
     flat = isinstance(x, (np.ndarray, jax.Array)) and x.shape == (problem.dim,)
@@ -336,7 +341,8 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         problem.state,
     )
 
-    def table(record: Any, dtype: Any) -> Any:  # a view: rows are written where a run needs them
+    def table(record: Any, dtype: Any, rows: int = rows) -> Any:
+        """Return a view: rows are written where a run needs them."""
         return jax.tree.map(
             lambda a: np.broadcast_to(np.asarray(a, dtype), (rows, *np.shape(a))), record
         )
@@ -358,4 +364,5 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int) -> State:
         buffers=None if spec.local_buffers else buffers,
         own_buffers=table(buffers, None) if spec.local_buffers else None,
         guard=initial_guard(spec, rows, dtype),
+        sent=None if at_work is None else table(server, dtype, rows=at_work),
     )

@@ -35,6 +35,7 @@ __all__ = [
     "Schedule",
     "availability",
     "block",
+    "buffer_size",
     "cohort_size",
     "footprint",
     "in_precision",
@@ -218,6 +219,20 @@ def cohort_size(config: RunConfig) -> int:
     if isinstance(config.cohort, int):
         return checks.whole("cohort", config.cohort, at_most=n)
     return max(1, round(config.cohort * n))
+
+
+def buffer_size(config: RunConfig, cohort: int) -> int:
+    """Return the number of replies that make a server step in asynchronous rounds."""
+    if config.buffer is None or config.delays is None:
+        raise InputError(
+            "buffer is for rounds that wait for nobody: give delays, which say who replies when"
+        )
+    if config.buffer > cohort:
+        raise InputError(
+            f"buffer must be at most the number of clients at work (cohort), {cohort}, got "
+            f"{config.buffer}"
+        )
+    return config.buffer
 
 
 def _schedule_size(cohorts: Sequence[Sequence[int]], rounds: int, n: int) -> int:

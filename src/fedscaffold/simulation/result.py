@@ -127,7 +127,8 @@ class Run(NamedTuple):
     clients: Clients
     history: dict[str, NDArray[Any]]
     """Columns with one entry per round: `round`, the metrics asked for, `residual`, `bytes_up`,
-    `bytes_down`, and `epsilon` of a private run: the largest of any client."""
+    `bytes_down`, `time` of a run with `delays` (virtual seconds), and `epsilon` of a private run:
+    the largest of any client."""
     rounds: int
     """Number of rounds run."""
     outcome: str
@@ -186,6 +187,8 @@ def history_of(
     columns: dict[str, NDArray[Any]] = {"round": np.arange(start + 1, stop + 1)}
     columns |= {name: table[: stop - start, j] for j, name in enumerate(ready.spec.metrics)}
     columns |= count_bytes(config, ready, start, stop, heard_at)
+    if ready.drawer.delays is not None:
+        columns |= {"time": ready.drawer.clock(config.seed).times(start, stop)}
     if ready.budget is not None:
         columns |= {"epsilon": ready.budget.epsilons(start, stop)}
     return columns

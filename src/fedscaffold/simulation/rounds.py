@@ -79,6 +79,9 @@ class Sums(NamedTuple):
     """Rounding errors of storing the memories in the run's precision."""
     buffers: Any = None
     """States that the loss updates."""
+    late: Any = None
+    """Differences of the server's records that the clients were sent from the present one, in
+    asynchronous rounds."""
 
 
 def rounds(
@@ -185,6 +188,8 @@ def end_round(
         sums = _noised(spec, federation, old, draw, sums)
     new, drift = _server_step(spec, old, told, draw.lr, sums)
     new = new._replace(**clients._asdict(), round=told.round + 1)
+    if new.sent is not None:
+        new = new._replace(sent=_send(new, draw.slot))
     if spec.ages:
         heard_at = _heard_at(spec, told, draw.cohort)
         if clients.guard is not None:
@@ -192,6 +197,16 @@ def end_round(
             heard_at = jnp.where(refused, old.heard_at, heard_at)
         new = new._replace(heard_at=heard_at)
     return new, drift.astype(new.x.dtype)
+
+
+def _send(state: State, slot: Array) -> Any:
+    """Return what the tasks at work were sent, after new ones have begun in these slots."""
+
+    def put(table: Array, now: Array) -> Array:
+        return table.at[slot].set(now, mode="drop", unique_indices=True)
+
+    with jax.enable_x64(True):
+        return jax.tree.map(put, state.sent, state.told)
 
 
 def _noised(spec: Spec, federation: Federation, state: State, draw: Draws, sums: Sums) -> Sums:
@@ -234,9 +249,11 @@ def _server_step(
         server, means, scale, told, lr, sums = given
         safe = jnp.where(sums.heard > 0, sums.heard, 1)
         mean = jax.tree.map(lambda total: total / safe, sums.message)
-        if spec.rebuilt is not None and not spec.unequal:
+        if spec.rebuilt is not None and not spec.moves_apart:
             move = (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))
             mean = mean._replace(**{spec.rebuilt: move})
+        if sums.late is not None:
+            told = jax.tree.map(lambda now, late: now + late / safe, told, sums.late)
         server = algorithm.update(server, told, mean, sums.heard)
         # where clients are protected, what their memories lost by rounding is not told
         hidden = None if spec.message_privacy is not None else sums.rounded
@@ -301,8 +318,11 @@ def select_cohort(spec: Spec, federation: Federation, state: State, draw: Draws)
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(draw.key, state.round)))(who)
     if spec.policy.refresh_after is not None:
         returns = needs_refresh(spec, state, client)
-    steps = federation.steps[client]
-    return Work(client, p, steps, keys, draw.rows, draw.row_weights, returns)
+    steps, sent = federation.steps[client], None
+    if draw.slot is not None:  # padding reads the last row, whose weight is 0
+        sent = jax.tree.map(lambda table: table[jnp.minimum(draw.slot, len(table) - 1)], state.sent)
+    work = Work(client, p, steps, keys, draw.rows, draw.row_weights, returns)
+    return work._replace(sent=sent, damping=draw.damping)
 
 
 def _split_into_blocks(spec: Spec, cohort: Any) -> Any:
@@ -490,14 +510,17 @@ def count_block(
     work, old, (message, held, move) = part
     p = work.p
     with jax.enable_x64(True):
-        if spec.rebuilt is not None and spec.unequal:
+        if spec.rebuilt is not None and spec.moves_apart:
             d = getattr(message, str(spec.exchange.d))
             message = message._replace(**{spec.rebuilt: (work.steps * draw.lr)[:, None] * d})
+        if work.damping is not None:  # before it counts: in the memory as at the server
+            name = str(spec.exchange.move)
+            message = message._replace(**{name: work.damping[:, None] * getattr(message, name)})
         renewed = rounded = buffers = None
         if not spec.local_buffers:
             buffers, held = _weighted_sum(p, held.own_buffers), held._replace(own_buffers=None)
         if spec.keeps:
-            held, renewed, rounded = _update_memory(spec, state, message, old, held)
+            held, renewed, rounded = _update_memory(spec, state, work, message, old, held)
         fields = [of for _, of in spec.algorithm.means]
         new, was = ([getattr(a.memory, of) for of in fields] for a in (held, old))
         added = Sums(
@@ -513,8 +536,16 @@ def count_block(
             renewed=_weighted_sum(p, renewed),
             rounded=_weighted_sum(p, rounded),
             buffers=buffers,
+            late=_weighted_sum(p, _lateness(state, work)),
         )
         return added if sums is None else jax.tree.map(jnp.add, sums, added), held
+
+
+def _lateness(state: State, work: Work) -> Any:
+    """Return how the records that clients were sent differ from the present one, if they do."""
+    if work.sent is None:
+        return None
+    return jax.tree.map(lambda sent, now: sent - now, work.sent, state.told)
 
 
 def _compute_once(never: Array, arrays: Any) -> Any:
@@ -529,7 +560,7 @@ def _compute_once(never: Array, arrays: Any) -> Any:
 
 
 def _update_memory(
-    spec: Spec, state: State, message: Any, old: ClientState, held: ClientState
+    spec: Spec, state: State, work: Work, message: Any, old: ClientState, held: ClientState
 ) -> tuple[ClientState, Any, Any]:
     """Return the clients' new state, and the changes of their memories by renewal and by rounding.
 
@@ -537,13 +568,15 @@ def _update_memory(
     rounding error can be added to the server's mean.
     """
     dtype, remember = state.x.dtype, spec.algorithm.remember
+    told = state.told if work.sent is None else work.sent
     before, told, message, begun = jax.tree.map(
-        lambda a: a.astype(jnp.float64), (old.memory, state.told, message, held.memory)
+        lambda a: a.astype(jnp.float64), (old.memory, told, message, held.memory)
     )
     renewed = None if begun is None else jax.tree.map(jnp.subtract, begun, before)
-    exact = jax.vmap(lambda own, sent: remember(own, spec.algorithm.shift(told, own), sent))(
-        before if begun is None else begun, message
-    )
+    exact = jax.vmap(
+        lambda own, told, sent: remember(own, spec.algorithm.shift(told, own), sent),
+        in_axes=(0, None if work.sent is None else 0, 0),
+    )(before if begun is None else begun, told, message)
     new = jax.tree.map(lambda a: a.astype(dtype), exact)
     rounded = None
     if dtype != jnp.float64:
@@ -601,10 +634,11 @@ def _zero_sums(spec: Spec, state: State) -> Sums:
         empty = jnp.zeros(state.x.shape, kind)
         memory = jax.tree.map(lambda table: jnp.zeros(table.shape[1:], kind), state.memory)
         buffers = jax.tree.map(lambda a: jnp.zeros(a.shape, kind), state.buffers)
+        late = jax.tree.map(lambda table: jnp.zeros(table.shape[1:], kind), state.sent)
     known = spec.exchange
     fields = known.record._fields  # type: ignore[attr-defined]
     message: dict[str, Any] = {name: empty if name in known.vectors else zero for name in fields}
-    if spec.rebuilt is not None and not spec.unequal:
+    if spec.rebuilt is not None and not spec.moves_apart:
         message[spec.rebuilt] = None
     return Sums(
         heard=zero,
@@ -616,6 +650,7 @@ def _zero_sums(spec: Spec, state: State) -> Sums:
         renewed=memory if spec.policy.refresh_after is not None else None,
         rounded=memory if spec.keeps and state.x.dtype != jnp.float64 else None,
         buffers=buffers,
+        late=late,
     )
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
 from fedscaffold.random_streams import start_stream
+from fedscaffold.simulation.delays import Law
 from fedscaffold.simulation.participation import (
     Availability,
     Sampling,
@@ -25,11 +26,12 @@ from fedscaffold.simulation.participation import (
     sample_by_weight,
 )
 from fedscaffold.simulation.spec import Draws
+from fedscaffold.simulation.virtual_clock import VirtualClock
 
 __all__ = ["Drawer", "most_steps"]
 
 Ints = NDArray[np.int64]
-COHORT, ROWS, COIN = 0, 1, 2
+COHORT, ROWS, COIN, DELAY = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Drawer:
 
     num_clients: int
     size: int
-    """Cohort size S."""
+    """Clients of a round: cohort size S, or replies of a server step with a `buffer`."""
     slots: int
     """S rounded up to whole blocks."""
     schedule: Sequence[Sequence[int]] | None
@@ -67,6 +69,13 @@ class Drawer:
     """
     rates: NDArray[np.float64] | None = None
     """(N,) probabilities of Poisson batches, whose capacities `batch` holds; None for others."""
+    delays: Law | None = None
+    """How long tasks take; None without a clock."""
+    at_work: int | None = None
+    """Clients at work at a time in asynchronous rounds, of which `size` reply per server step; None
+    for synchronous rounds."""
+    damping: Callable[[Ints], NDArray[np.float64]] | None = None
+    """(staleness) -> by how much the moves of these replies count; None for all alike."""
 
     @cached_property
     def shape(self) -> tuple[int, int, bool]:
@@ -103,6 +112,8 @@ class Drawer:
 
         A user's function is asked once a round: those who are charged for it are those who come.
         """
+        if self.at_work is not None:
+            return self.clock(streams.seed).step(round).client
         if not (callable(self.sampling) or callable(self.available)):
             return self._choose(streams, round)
         if (streams.seed, round) not in self._named:
@@ -112,6 +123,30 @@ class Drawer:
     @cached_property
     def _named(self) -> dict[tuple[int, int], Ints]:
         """Cohorts that a user's function has named, by seed and round."""
+        return {}
+
+    def clock(self, seed: int) -> VirtualClock:
+        """Return the virtual clock of a run with delays."""
+        if seed not in self._clocks:
+            assert self.delays is not None
+            streams, synchronous = Streams(seed), self.at_work is None
+            self._clocks[seed] = VirtualClock(
+                self.delays,
+                lambda round, busy, number: (
+                    self.cohort(streams, round)
+                    if synchronous
+                    else _choose_idle(streams.start(round, COHORT), busy, number)
+                ),
+                lambda round: streams.start(round, DELAY),
+                self.num_clients,
+                self.size if self.at_work is None else self.at_work,
+                buffer=None if synchronous else self.size,
+            )
+        return self._clocks[seed]
+
+    @cached_property
+    def _clocks(self) -> dict[int, VirtualClock]:
+        """Virtual clocks by seed."""
         return {}
 
     def _choose(self, streams: Streams, round: int) -> Ints:
@@ -146,7 +181,7 @@ class Drawer:
     @cached_property
     def always(self) -> bool:
         """Whether all clients take part in every round."""
-        given = self.schedule, self.available, self.sampling
+        given = self.schedule, self.available, self.sampling, self.at_work
         return all(one is None for one in given) and self.size == self.num_clients
 
     def draw(self, seed: int, start: int, number: int, room: int) -> Draws:
@@ -158,6 +193,10 @@ class Drawer:
         if self.batch is not None:
             rows = np.zeros((*shape, most, widest), np.int32)
             weights = np.zeros(rows.shape, self.precision) if ragged else None
+        slot = damping = None
+        if self.at_work is not None:
+            slot = np.full(shape, self.at_work, np.int32)
+            damping = None if self.damping is None else np.zeros(shape, self.precision)
         streams = Streams(seed)
         steps = None
         if self.mean_steps is not None:
@@ -177,6 +216,11 @@ class Drawer:
         for r in range(number):
             chosen = self.cohort(streams, start + r)
             cohort[r, : len(chosen)] = chosen
+            if slot is not None:
+                step = self.clock(seed).step(start + r)
+                slot[r, : len(chosen)] = step.slot
+                if damping is not None and self.damping is not None:
+                    damping[r, : len(chosen)] = self.damping(step.staleness)
             if rows is not None:
                 streams.start(start + r, ROWS)
                 # only the steps of this round are drawn: draws must not depend on the largest
@@ -188,7 +232,7 @@ class Drawer:
                     rows[r, :, :own],
                     None if weights is None else weights[r, :, :own],
                 )
-        return Draws(cohort, rows, weights, steps, lr, key)
+        return Draws(cohort, rows, weights, steps, lr, key, slot, damping)
 
     def _sample_with_replacement(
         self, streams: Streams, chosen: Ints, rows: NDArray[np.int32], weights: NDArray[Any] | None
@@ -256,6 +300,14 @@ class Drawer:
                 )
             rows[slot, :steps, :room] = np.where(there, places, 0)[:, :room] + self.first[client]
             weights[slot, :steps, :room] = there[:, :room]
+
+
+def _choose_idle(stream: np.random.Generator, busy: NDArray[np.bool_], number: int) -> Ints:
+    """Return so many clients that are not at work, drawn uniformly, in ascending order."""
+    idle = np.flatnonzero(~busy)
+    if number == len(idle):
+        return idle
+    return np.sort(stream.choice(idle, number, replace=False, shuffle=False))
 
 
 def draw_local_steps(streams: Streams, round: int, mean: int) -> int:

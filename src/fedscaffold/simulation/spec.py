@@ -103,11 +103,18 @@ class Spec(NamedTuple):
     """Which clients of a cohort are counted."""
     attack: Attack | None = None
     """What dishonest clients send."""
+    damped: bool = False
+    """The moves of stale replies count less than others."""
 
     @property
     def own_columns(self) -> frozenset[str]:
         """Columns of the user's metrics."""
         return frozenset(column for measure in self.own for column in measure.columns)
+
+    @property
+    def moves_apart(self) -> bool:
+        """Whether a client's move is rebuilt from its direction before the sum over clients."""
+        return self.unequal or self.damped
 
     @property
     def one_by_one(self) -> bool:
@@ -251,6 +258,9 @@ class State(NamedTuple):
     """The same, one row per client, where each client keeps its own."""
     guard: Any = None
     """A `Guard`, with a filter."""
+    sent: Any = None
+    """The server's record as each task at work was sent it, one row per slot; None in synchronous
+    rounds."""
 
     @property
     def x(self) -> Array:
@@ -284,6 +294,10 @@ class Draws(NamedTuple):
     """(R,) step sizes, or (R, K) if they vary over local steps."""
     key: Array
     """(R, 2) random key of the run, the same in all rounds."""
+    slot: Array = None
+    """(R, S) slots of the tasks, in asynchronous rounds; their number marks padding."""
+    damping: Array = None
+    """(R, S) by how much the moves of stale replies count, if they count less."""
 
 
 class Work(NamedTuple):
@@ -299,3 +313,7 @@ class Work(NamedTuple):
     row_weights: Array
     returns: Array = None
     """Whether the `refresh` policy renews its memory."""
+    sent: Any = None
+    """The server's record that its task was sent, in asynchronous rounds."""
+    damping: Array = None
+    """By how much its move counts."""
