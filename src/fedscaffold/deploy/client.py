@@ -27,7 +27,7 @@ from fedscaffold.deploy import gate
 from fedscaffold.deploy.aggregation import blank_memory, message_of, update_memory
 from fedscaffold.deploy.client_state import Lost, LostOwn, load_record, save_record
 from fedscaffold.deploy.errors import Failed, guarded
-from fedscaffold.deploy.gate import Refused
+from fedscaffold.deploy.gate import MOST_METRICS, Refused
 from fedscaffold.deploy.packets import ECHOED, Fact, Packet, decline
 from fedscaffold.deploy.schema import (
     Array,
@@ -40,6 +40,8 @@ from fedscaffold.deploy.schema import (
     pack,
     unpack,
 )
+from fedscaffold.deploy.secure_rules import open_identity
+from fedscaffold.deploy.secure_vector import fit_to_sum, sent_fields
 from fedscaffold.deploy.settings import NAME, Local, Settings
 from fedscaffold.deploy.site_privacy import PrivateSite, open_private
 from fedscaffold.privacy.site_steps import PrivateSteps
@@ -47,7 +49,6 @@ from fedscaffold.state import commit, latest
 
 __all__ = ["Learner", "Site", "Trained", "Work", "answer", "greeting", "make_walk"]
 
-MOST_METRICS = 32
 METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@/ -]{0,39}")
 
 
@@ -205,9 +206,10 @@ def _reply(
 ) -> Packet:
     """Return the reply to a valid request; raise otherwise."""
     kind = gate.read_text(request.facts, "kind")
-    typed = settings.privacy is None
     with guarded("reading its own privacy.toml", folder, name, (Refused,)):
         private = open_private(settings, name, folder)
+    with guarded("reading its own secure.toml", folder, name, (Refused,)):
+        identity = open_identity(settings, name, folder)
     if kind == "hello":
         if private is not None:
             _open_site(learner, settings, name, folder)
@@ -222,6 +224,32 @@ def _reply(
     kept = folder / _read_run(request) / name
     echo = {key: request.facts.get(key, "") for key in ECHOED}
     facts: dict[str, Fact] = {**echo, "kind": kind, "records": records, "steps": 1}
+
+    def compute() -> Packet:
+        return _compute(request, learner, settings, name, folder, private, site, dict(facts))
+
+    if identity is None:
+        return compute()
+    from fedscaffold.deploy.secure_site import SecureSite
+
+    secure = SecureSite(identity, settings, learner.schema, algorithm, name, kept)
+    made = secure.answer(request, records, compute)
+    return Packet({**facts, **made.facts}, made.blobs)
+
+
+def _compute(
+    request: Packet,
+    learner: Learner,
+    settings: Settings,
+    name: str,
+    folder: Path,
+    private: PrivateSite | None,
+    site: Site,
+    facts: dict[str, Fact],
+) -> Packet:
+    """Return the reply to a checked request, in the clear."""
+    algorithm = fitted(make(**settings.algorithm), learner.schema)
+    kept, kind = folder / _read_run(request) / name, facts["kind"]
     own: Record = None
     memory: Record = None
     if algorithm.has_own and kind != "resync":
@@ -229,13 +257,20 @@ def _reply(
         own = load_record(kept / "own", gate.read_text(request.facts, "own"), initial, LostOwn)
     if settings.deploy.state == "client" and algorithm.has_memory and kind != "evaluate":
         initial = blank_memory(algorithm, learner.start)
-        memory = load_record(kept, gate.read_text(request.facts, "expect"), initial)
+        expect = gate.read_text(request.facts, "expect")
+        try:
+            memory = load_record(kept, expect, initial)
+        except Lost:
+            if not settings.deploy.secure or kind != "resync":
+                raise
+            memory, expect = initial, ""  # its part of the sum: it begins again from zeros
     if kind == "resync":
+        facts["memory"] = expect
         fields = memory._asdict().items()
         return Packet(facts, {key: blob(pack(value, algorithm.private)) for key, value in fields})
     x = gate.read_vector(request, "x", learner.start, algorithm.private)
     buffers = _load_buffers(request, learner, settings, kept)
-    if measures:
+    if kind == "evaluate" or request.facts.get("evaluate") is True:
         with guarded("measuring", folder, name):
             facts |= _metric_facts(site.evaluate(algorithm.personal(x, own), buffers))
     if kind == "evaluate":
@@ -247,7 +282,7 @@ def _reply(
     work = Work(x, shift, algorithm, settings.local.at(number), seed, buffers, own, number)
 
     def reply(work: Work) -> Packet:
-        with guarded("training", folder, name, typed=typed):
+        with guarded("training", folder, name, typed=settings.privacy is None):
             done = site.train(work)
         return _store_and_pack(request, settings, work, done, sent, memory, kept, facts)
 
@@ -357,7 +392,7 @@ def _open_site(learner: Learner, settings: Settings, name: str, folder: Path) ->
 def _read_run(request: Packet) -> str:
     """Read the run's name, which is also that of a folder."""
     run = gate.read_text(request.facts, "run")
-    if not NAME.fullmatch(run) or run in ("apps", "errors", "privacy", "worker"):
+    if not NAME.fullmatch(run) or run in ("apps", "errors", "privacy", "secure", "worker"):
         raise Refused("schema", f"run must be a name, got {gate.abbreviate(run)}")
     return run
 
@@ -380,19 +415,24 @@ def _store_and_pack(
         raise Refused("implausible", "no local step was performed")
     algorithm, dtype, private = work.algorithm, work.x.dtype, work.algorithm.private
     message, new_own = reply_of(algorithm, done.walk, work.shift, work.own)
-    names = exchange(algorithm).sent(work.local.plain)
+    names = sent_fields(settings, algorithm)
     arrays = {name: pack(np.asarray(getattr(message, name), dtype), private) for name in names}
+    # as the server decodes it
+    decoded = {name: unpack(array, private, work.x.size) for name, array in arrays.items()}
+    if settings.deploy.secure:
+        decoded = fit_to_sum(decoded, settings, algorithm, sent, done.steps, work.local.lr)
+        arrays = {name: pack(vector, private) for name, vector in decoded.items()}
     facts |= {"steps": done.steps, "memory": "", "own": ""}
     if algorithm.has_own:
         before = work.own if request.facts["own"] else None
-        facts["own"] = save_record(kept / "own", before, cast(new_own, dtype))
+        new = cast(new_own, dtype)
+        facts["own"] = save_record(kept / "own", before, new, salted=settings.deploy.secure)
     if memory is not None:
-        decoded = {name: unpack(array, private, work.x.size) for name, array in arrays.items()}
         with np.errstate(over="ignore", invalid="ignore"):
-            # as the server decodes it
             counted = message_of(algorithm, decoded, done.steps * work.local.lr)
             new = cast(update_memory(algorithm, sent, memory, counted), dtype)
-        facts["memory"] = save_record(kept, memory if request.facts["expect"] else None, new)
+        before = memory if request.facts["expect"] else None
+        facts["memory"] = save_record(kept, before, new, salted=settings.deploy.secure)
     if settings.local.buffers == "average":
         arrays |= {f"buffer.{name}": value for name, value in done.buffers.items()}
     elif done.buffers:

@@ -11,12 +11,16 @@ digest of its bits:
                 resync follows
     ""          zeros: a new member, or one that a resync has reset
 
+The digest tells who holds a guess of the vector whether it is right, and who sees it twice that
+nothing changed. With secure sums it is of the vector and a salt that stays at the client.
+
 An algorithm's private client state (`Algorithm.own`) is stored in the same way, in a file of its
 own. Every run has a folder of its own, so state of another run is never found.
 """
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +33,7 @@ from fedscaffold.state import StateError, commit, latest
 __all__ = ["Lost", "LostOwn", "load_record", "save_record"]
 
 NAMES = ("waiting", "counted", "before")
+SALT = "salt"
 
 
 class Lost(InputError):
@@ -71,25 +76,26 @@ def load_record(folder: Path, expect: str, initial: Record, lost: type[Lost] = L
         return initial
     here, size = _read_vectors(folder), flatten(initial).size
     for name in NAMES:
-        if name in here and fingerprint(here[name]) == expect and here[name].shape == (size,):
+        if name in here and _digest(here, name) == expect and here[name].shape == (size,):
             parts = np.split(here[name], np.cumsum([field.size for field in initial])[:-1])
             return type(initial)(
                 *(part.reshape(field.shape) for part, field in zip(parts, initial, strict=True))
             )
     have = (
-        ", ".join(f"{name} {fingerprint(here[name])[:8]}" for name in NAMES if name in here)
+        ", ".join(f"{name} {_digest(here, name)[:8]}" for name in NAMES if name in here)
         or "nothing"
     )
     raise lost(f"{lost.what} {expect[:8]} is expected and is not here; here is {have}")
 
 
-def save_record(folder: Path, counted: Record, waiting: Record) -> str:
+def save_record(folder: Path, counted: Record, waiting: Record, salted: bool = False) -> str:
     """Store a new record durably until the server confirms or rejects it.
 
     Args:
         folder: Folder of the state.
         counted: The acknowledged record that training started from; None for the initial one.
         waiting: The new record.
+        salted: Whether its digest must tell nothing about it.
 
     Returns:
         The digest of the new record.
@@ -100,8 +106,10 @@ def save_record(folder: Path, counted: Record, waiting: Record) -> str:
     arrays = {"waiting": flatten(waiting)}
     if not np.isfinite(arrays["waiting"]).all():
         raise Refused("not finite", "local training diverged; take a smaller local.lr")
+    here = _read_vectors(folder)
+    if salted:
+        arrays[SALT] = here.get(SALT, np.frombuffer(secrets.token_bytes(32), np.uint8))
     if counted is not None:
-        here = _read_vectors(folder)
         arrays["counted"] = flatten(counted)
         before = here.get("counted")
         if before is not None and fingerprint(before) == fingerprint(arrays["counted"]):
@@ -109,7 +117,14 @@ def save_record(folder: Path, counted: Record, waiting: Record) -> str:
         if before is not None:
             arrays["before"] = before
     commit(folder, arrays, {"kind": "c_i"}, private=True)
-    return fingerprint(arrays["waiting"])
+    return _digest(arrays, "waiting")
+
+
+def _digest(arrays: dict[str, Array], name: str) -> str:
+    """Return the digest of a stored vector, with the salt that is stored beside it."""
+    if SALT not in arrays:
+        return fingerprint(arrays[name])
+    return fingerprint(np.frombuffer(arrays[SALT].tobytes() + arrays[name].tobytes(), np.uint8))
 
 
 def _read_vectors(folder: Path) -> dict[str, Array]:

@@ -27,6 +27,7 @@ from fedscaffold.deploy.schema import Array, Blob, Packet, Ranges, Schema, diges
 from fedscaffold.deploy.settings import Settings
 
 __all__ = [
+    "MOST_METRICS",
     "Asked",
     "Refused",
     "Spent",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 MOST_FACTS = 64
+MOST_METRICS = 32
 MOST_TEXT = 500
 
 

@@ -4,6 +4,7 @@
                                 start the deadline
     receive  -> verdict         validate a reply (`gate.py`); a refused reply does not end the round
     due      -> bool            all sites have replied or failed, or the deadline has passed
+    advance  -> requests        of the next exchange, where a round has several (`secure_round.py`)
     close    -> outcome         quorum met: aggregate and commit; otherwise the state is unchanged,
                                 to be retried
 
@@ -28,7 +29,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,7 @@ from fedscaffold.deploy.audit import Audit
 from fedscaffold.deploy.gate import Asked, Refused, Update
 from fedscaffold.deploy.schema import (
     Array,
+    Blob,
     Fact,
     Packet,
     Schema,
@@ -50,10 +52,14 @@ from fedscaffold.deploy.schema import (
     flatten,
     pack,
 )
+from fedscaffold.deploy.secure_vector import threshold_of
 from fedscaffold.deploy.server_state import SavedState, load_state, save_state
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.metrics import complaint
 from fedscaffold.random_streams import start_stream
+
+if TYPE_CHECKING:
+    from fedscaffold.deploy.secure_round import SecureRound
 
 __all__ = ["Outcome", "Server", "Verdict", "sample_sites"]
 
@@ -101,6 +107,9 @@ class Open(NamedTuple):
     need: int
     absent: dict[str, str]
     """Sites that could not be asked, and why."""
+    secure: SecureRound | None = None
+    """The sum of a round whose replies the server does not see; `asked` and `updates` are then
+    those of its present exchange."""
 
 
 class Server:
@@ -362,6 +371,8 @@ class Server:
             need = deploy.quorum
         else:
             need = max(1, math.ceil(deploy.quorum * size - 1e-9))
+        if deploy.secure:
+            need = max(need, threshold_of(self.settings, min(size, len(here))))
         if len(here) < need:
             self.attempt += 1
             self.audit.write(
@@ -371,8 +382,9 @@ class Server:
         awake = [site for site in here if kind != "train" or roster[site].rests <= self.state.round]
         among = awake if len(awake) >= need else here
         cohort = sample_sites(among, size, self.settings.seed, self.state.round, self.attempt)
-        asked = {site: self._ask(site, kind) for site in cohort}
         self.lives += 1
+        secure = self._open_secure(kind, len(cohort), need) if deploy.secure else None
+        asked = {site: self._ask(site, kind, secure) for site in cohort}
         expected = {site: reply for site, (_, reply) in asked.items()}
         self.open_round = Open(
             kind=kind,
@@ -382,6 +394,7 @@ class Server:
             began=self.clock(),
             need=need,
             absent=absent,
+            secure=secure,
         )
         self.audit.write(
             "opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt
@@ -402,6 +415,8 @@ class Server:
                 raise Refused(
                     "late", "no reply of it is awaited: the round is closed, or went to others"
                 )
+            if current.secure is not None and site in current.updates:
+                return Verdict(True, "already here: counted once")  # and cannot be taken out
             if gate.read_text(packet.facts, "kind", "") in ("lost", "lost own", "refusal"):
                 gate.check_fresh(packet, current.asked[site])
                 return self._handle_decline(site, packet, current)
@@ -438,20 +453,41 @@ class Server:
         late = current is not None and self.clock() - current.began >= self.settings.deploy.deadline
         return late or not self.waiting
 
+    def advance(self) -> dict[str, Packet]:
+        """Go on to the next exchange of the open round.
+
+        Returns:
+            Requests by site; empty where the round has no further exchange, or too few sites for
+            it: then it is to be closed.
+        """
+        current = self.open_round
+        if current is None or current.secure is None:
+            return {}
+        before, late = current.secure.exchange, self.waiting
+        sites = current.secure.advance(current.updates)
+        if not sites:
+            return {}
+        for site in late:
+            self.failed(site, f"no reply before the deadline (exchange {before!r})")
+        asked = {site: self._ask(site, current.kind, current.secure) for site in sites}
+        expected = {site: reply for site, (_, reply) in asked.items()}
+        self.open_round = current._replace(asked=expected, updates={}, began=self.clock())
+        return {site: request for site, (request, _) in asked.items()}
+
     def close(self) -> Outcome:
         """Close the round: commit it if the quorum is met, otherwise leave the state unchanged."""
         current = self.open_round
         if current is None:
             raise RuntimeError("no round is open")
+        if current.secure is not None:
+            current = self.open_round = self._finish_secure(current, current.secure)
         kind, missing = current.kind, self.waiting
         state, residual = self._next_state(current)
         committed = state is not None
         number = self.state.round + 1 if state is None else state.round
         for site in missing:
             self._set_told(site, f"too late for round {number}: it was closed without you", state)
-        metrics, unmeasured = (
-            aggregation.mean_metrics(self.roster, current.updates) if committed else ({}, {})
-        )
+        metrics, unmeasured = self._mean_metrics(current) if committed else ({}, {})
         self.open_round = None
         if not committed:
             self.attempt += 1
@@ -496,41 +532,81 @@ class Server:
 
     # Internals
 
+    def _mean_metrics(self, current: Open) -> tuple[dict[str, float], dict[str, list[str]]]:
+        """Return the mean metrics of a round, and by metric the sites without it."""
+        if current.secure is not None:
+            return current.secure.metrics
+        return aggregation.mean_metrics(self.roster, current.updates)
+
+    def _open_secure(self, kind: str, cohort: int, need: int) -> SecureRound:
+        """Return the sum of a new round."""
+        from fedscaffold.deploy.secure_round import SecureRound
+        from fedscaffold.deploy.secure_rules import IDENTITIES, read_identities
+
+        return SecureRound(
+            self.settings,
+            self.schema,
+            self.algorithm,
+            read_identities(self.folder / IDENTITIES),
+            self._round_facts(kind),
+            threshold_of(self.settings, cohort),
+            need,
+        )
+
+    def _finish_secure(self, current: Open, secure: SecureRound) -> Open:
+        """Return the round with the sites that its sum is of, if it could be unmasked."""
+        masses = {site: member.mass for site, member in self.roster.items()}
+        for site, refusal in secure.finish(masses).items():
+            self._refuse(site, refusal)
+            if secure.means is None:  # a new attempt is made without it
+                rests = self.state.round + REST
+                self.roster[site] = self.roster[site]._replace(rests=rests)
+        if secure.trouble:
+            self.audit.write("garbage", round=self.state.round + 1, note=secure.trouble)
+        if secure.means is None:
+            return current
+        failed = {site: why for site, why in current.failed.items() if site not in secure.updates}
+        return current._replace(asked={}, updates=dict(secure.updates), failed=failed)
+
     def _require_idle(self) -> None:
         if self.open_round is not None:
             raise RuntimeError("a round is open; close it first")
 
-    def _ask(self, site: str, kind: str) -> tuple[Packet, Asked]:
-        """Return a request and the reply expected to it.
-
-        The nonce is unique to this attempt and server process.
-        """
-        state, private, member = self.state, self.algorithm.private, self.roster[site]
-        number = state.round + 1
-        words = f"{self.run} {self.token} {self.attempt} {self.lives} {number} {kind} {site}"
-        nonce = hashlib.sha256(words.encode()).hexdigest()[:16]
-        facts: dict[str, Fact] = {
+    def _round_facts(self, kind: str) -> dict[str, Fact]:
+        """Return the facts that all requests of a round have in common."""
+        return {
             "kind": kind,
             "run": self.run,
-            "site": site,
-            "round": number,
-            "nonce": nonce,
+            "round": self.state.round + 1,
             "schema": self.schema.digest,
             "settings": self.settings.digest,
             "app": digest_of(self.settings.app),
+            "evaluate": kind == "train" and self._measures(self.state.round),
+        }
+
+    def _ask(self, site: str, kind: str, secure: SecureRound | None = None) -> tuple[Packet, Asked]:
+        """Return a request and the reply expected to it.
+
+        The nonce is unique to this attempt and server process, and to the exchange of a `secure`
+        sum.
+        """
+        state, private, member = self.state, self.algorithm.private, self.roster[site]
+        number, step = state.round + 1, "" if secure is None else secure.exchange
+        words = f"{self.run} {self.token} {self.attempt} {self.lives} {number} {kind} {site} {step}"
+        nonce = hashlib.sha256(words.encode()).hexdigest()[:16]
+        facts: dict[str, Fact] = {
+            **self._round_facts(kind),
+            "site": site,
+            "nonce": nonce,
             "expect": member.digest,
             "own": member.own,
             "told": member.told,
-            "evaluate": kind == "train" and self._measures(state.round),
             "charged": member.charged,
         }
+        if secure is not None:
+            return self._ask_secure(Packet(facts, {}), member, secure)
+        blobs = self._blobs_down(site, kind)
         dtype = self.schema.dtype
-        blobs = {
-            name: blob(pack(np.asarray(array, dtype), private))
-            for name, array in self._vectors_down(site, kind).items()
-        }
-        if kind != "resync":
-            blobs |= {f"buffer.{name}": blob(value) for name, value in state.buffers.items()}
         arrays = {
             name: (pack(like, private).shape, dtype)
             for name, like in self._vectors_up(kind).items()
@@ -549,6 +625,37 @@ class Server:
             private=private,
         )
         return Packet(facts, blobs), asked
+
+    def _ask_secure(
+        self, request: Packet, member: Member, secure: SecureRound
+    ) -> tuple[Packet, Asked]:
+        """Return a request of the present exchange of a sum, and the reply expected to it."""
+        facts, site = request.facts | secure.facts, str(request.facts["site"])
+        blobs = secure.blobs(site)
+        if secure.exchange == "masked":
+            blobs |= self._blobs_down(site, str(facts["kind"]))
+        asked = Asked(
+            site=site,
+            round=self.state.round + 1,
+            nonce=str(facts["nonce"]),
+            arrays=secure.arrays,
+            schema=self.schema,
+            records=member.records,
+            most_steps=1,
+            lr=0.0,
+        )
+        return Packet(facts, blobs), asked
+
+    def _blobs_down(self, site: str, kind: str) -> dict[str, Blob]:
+        """Return the arrays of a request: vectors and buffers."""
+        private, dtype = self.algorithm.private, self.schema.dtype
+        blobs = {
+            name: blob(pack(np.asarray(array, dtype), private))
+            for name, array in self._vectors_down(site, kind).items()
+        }
+        if kind != "resync":
+            blobs |= {f"buffer.{name}": blob(value) for name, value in self.state.buffers.items()}
+        return blobs
 
     def _measures(self, round: int) -> bool:
         """Return whether sites measure the model after a round; private ones send no metrics."""
@@ -638,6 +745,10 @@ class Server:
 
     def _check_update(self, site: str, update: Update, current: Open) -> Update:
         """Check the digests of an admitted reply; measure and clip its update."""
+        if current.secure is not None:
+            if current.secure.exchange == "masked":
+                self._check_digests(site, update, current.kind)
+            return current.secure.add(site, update)
         if current.kind == "resync":
             memory, digest = flatten(update.vectors.values()), self.roster[site].digest
             if (fingerprint(memory) != digest) if digest else np.any(memory):
@@ -645,16 +756,7 @@ class Server:
             return update._replace(length=aggregation.norm(memory))
         if current.kind == "evaluate":
             return update
-        if self.clients_keep and not DIGEST.fullmatch(update.memory):
-            raise Refused("schema", "it does not say which c_i it holds now")
-        # a later "lost" would trigger a needless resync
-        if update.memory and not self.clients_keep:
-            raise Refused("schema", "it names a c_i of its own where sites keep none")
-        if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.has_own):
-            raise Refused(
-                "schema",
-                "it does not say what it keeps for itself now, or says so where nothing is kept",
-            )
+        self._check_digests(site, update, current.kind)
         clip, most = self.settings.deploy.clip, update.travel
         if exchange(self.algorithm).travel:  # scaled per step, by others' steps
             most = self.settings.local.at(self.state.round + 1).lr * max(
@@ -667,12 +769,33 @@ class Server:
             )
         return measured
 
+    def _check_digests(self, site: str, update: Update, kind: str) -> None:
+        """Raise `Refused` if a reply does not name what the site keeps, or names what it lacks."""
+        if kind == "evaluate":
+            return
+        if kind == "resync":  # of a secure sum: "" if it is lost
+            if update.memory not in ("", self.roster[site].digest):
+                raise Refused("implausible", "the c_i it reports is not the one that counted last")
+            return
+        if self.clients_keep and not DIGEST.fullmatch(update.memory):
+            raise Refused("schema", "it does not say which c_i it holds now")
+        # a later "lost" would trigger a needless resync
+        if update.memory and not self.clients_keep:
+            raise Refused("schema", "it names a c_i of its own where sites keep none")
+        if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.has_own):
+            raise Refused(
+                "schema",
+                "it does not say what it keeps for itself now, or says so where nothing is kept",
+            )
+
     def _next_state(self, current: Open) -> tuple[State | None, float | None]:
         """Return the state after the round and its residual; None below the quorum.
 
         Replies that would make the state non-finite are dropped.
         """
         updates = current.updates
+        if current.secure is not None:
+            return self._state_of_sum(current.kind, current.secure), self.residual
         if current.kind == "evaluate":
             return self.state if len(updates) >= current.need else None, self.residual
         lengths = {site: update.length for site, update in updates.items()}
@@ -713,6 +836,24 @@ class Server:
             site = what if what in updates else max(sorted(updates), key=lambda one: lengths[one])
             self._refuse(site, Refused("overflow", f"with it {what} would not be finite"))
         return None, self.residual
+
+    def _state_of_sum(self, kind: str, secure: SecureRound) -> State | None:
+        """Return the state after the round of a secure sum; None without one."""
+        from fedscaffold.deploy.secure_round import apply_means, apply_resync
+
+        if secure.means is None:
+            return None
+        if kind == "evaluate":
+            return self.state
+        with np.errstate(over="ignore", invalid="ignore"):
+            if kind == "resync":
+                state = apply_resync(self.schema, self.algorithm, self.state, secure)
+            else:
+                state = apply_means(self.settings, self.schema, self.algorithm, self.state, secure)
+        if (what := aggregation.find_nonfinite(state)) is None:
+            return state
+        self.audit.write("garbage", round=self.state.round + 1, note=f"{what} would not be finite")
+        return None
 
     def _recompute_means(self, state: State) -> tuple[State, float | None]:
         """Recompute c from the c_i where it carries rounding errors of larger, earlier c_i.

@@ -78,6 +78,10 @@ class InProcess:
         self.learner, self.settings, self.folder = learner, settings, folder
         self.queue: dict[str, Packet] = {}
         self.known: set[str] = set()
+        if settings.deploy.secure:
+            from fedscaffold.deploy.secure_rules import provision
+
+            provision(settings, folder, folder / "sites")
 
     def greetings(self) -> dict[str, Packet]:
         """Return the greetings of sites that are not registered yet, including earlier failures."""
@@ -249,19 +253,21 @@ def _run_round(
     requests = server.open(transport.present(), evaluate)
     if not requests:
         return None
-    _write_status(server, "waiting")
-    transport.send(requests)
-    while not server.due():
-        came = transport.collect()
-        for site, reply in came:
-            if isinstance(reply, str):
-                server.failed(site, reply)
-            else:
-                server.receive(site, reply)
-        if came:
-            _write_status(server, "waiting")
-        elif not server.due():
-            sleep(POLL)
+    while requests:
+        _write_status(server, "waiting")
+        transport.send(requests)
+        while not server.due():
+            came = transport.collect()
+            for site, reply in came:
+                if isinstance(reply, str):
+                    server.failed(site, reply)
+                else:
+                    server.receive(site, reply)
+            if came:
+                _write_status(server, "waiting")
+            elif not server.due():
+                sleep(POLL)
+        requests = server.advance()
     return server.close()
 
 

@@ -32,13 +32,14 @@ from typing import Any, NamedTuple
 
 from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, make
-from fedscaffold.algorithms.round import work_of
+from fedscaffold.algorithms.round import exchange, work_of
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.schema import digest_of
 from fedscaffold.parsing import format_of, text_of, toml
 from fedscaffold.privacy import Records
 from fedscaffold.privacy.methods import refuse_algorithm
 from fedscaffold.run_config import KEYS
+from fedscaffold.secure.ring import Ring
 
 __all__ = ["Deploy", "Local", "Settings", "load", "parse"]
 
@@ -169,6 +170,13 @@ class Deploy(NamedTuple):
     register."""
     exclude: tuple[str, ...] = ()
     """Patterns of files and folders beside app.py that are not part of the app."""
+    secure: bool = False
+    """Whether the server learns only sums over the sites; needs `state = "client"`."""
+    threshold: float | int = 0.5
+    """Share or number of the cohort that must stay to the end of a secure sum; always more than
+    half of it."""
+    limit: float = 65536.0
+    """Largest absolute value of a number in a secure sum."""
 
 
 class Settings(NamedTuple):
@@ -190,6 +198,14 @@ class Settings(NamedTuple):
     the TOML, and {} without an app."""
 
     @property
+    def ring(self) -> Ring:
+        """The numbers of secure sums."""
+        masses = (
+            dict.fromkeys(self.deploy.sites, 1) if self.weights == "equal" else self.deploy.records
+        )
+        return Ring.fit(self.deploy.limit, sum(masses[site] for site in self.deploy.sites))
+
+    @property
     def digest(self) -> str:
         """Digest of the settings that affect a client's computation, which all must share."""
         return self._digest(self.local)
@@ -204,6 +220,8 @@ class Settings(NamedTuple):
         old, new = list(local)[:KEYS_AT_FIRST], dict(list(local._asdict().items())[KEYS_AT_FIRST:])
         set_ = {k: v for k, v in new.items() if v != Local._field_defaults[k]}
         words = [self.seed, self.precision, self.algorithm, old, self.deploy.state]
+        if self.deploy.secure:
+            set_["secure"] = [self.deploy.limit, self.deploy.clip]
         if self.privacy is not None:  # delta and the budget are a site's own
             set_["privacy"] = [self.privacy.clip, self.privacy.noise, self.privacy.sampling]
         return digest_of([*words, set_] if set_ else words)
@@ -286,7 +304,9 @@ def _build_settings(table: dict[str, Any]) -> Settings:
             needed = "no local.clip_norm" if settings.local.optimizer == "sgd" else "'sgd'"
             what = f"local.optimizer = {needed}" if needed == "'sgd'" else needed
             raise InputError(f"{method.name} needs {what}: it {why}")
-    if settings.deploy.clip is not None and settings.deploy.state == "client":
+    if settings.deploy.secure:
+        _check_secure(settings, method)
+    elif settings.deploy.clip is not None and settings.deploy.state == "client":
         raise InputError(
             'deploy.clip needs deploy.state = "server": a client that was clipped must know it'
         )
@@ -294,6 +314,36 @@ def _build_settings(table: dict[str, Any]) -> Settings:
         refuse_algorithm(method)
         _check_privacy(settings, settings.privacy, local)
     return settings
+
+
+def _check_secure(settings: Settings, algorithm: Algorithm) -> None:
+    """Raise `InputError` for what secure sums do not cover."""
+    deploy, known = settings.deploy, exchange(algorithm)
+    if deploy.state != "client":
+        raise InputError(
+            'deploy.secure needs deploy.state = "client": with "server" it knows every c_i'
+        )
+    if len(deploy.sites) < 3:
+        raise InputError(
+            "deploy.secure needs at least 3 sites: of a sum of two each knows the other's part"
+        )
+    if known.numbers:
+        raise InputError(
+            f"{algorithm.name} does not go with deploy.secure: it sends numbers that are no sums "
+            f"({', '.join(known.numbers)})"
+        )
+    missing = [site for site in deploy.sites if site not in deploy.records]
+    if missing and settings.weights == "records":
+        raise InputError(
+            'deploy.secure with weights = "records" needs the weight of every site to be known '
+            f"to all: write a number for {missing[0]} under [deploy.records]"
+        )
+    if deploy.clip is not None and known.travel and settings.local.steps is None:
+        raise InputError(
+            f"deploy.clip with deploy.secure and {algorithm.name} needs local.steps: a site does "
+            "not know the others' numbers of steps"
+        )
+    _ = settings.ring  # raises if it is too coarse
 
 
 def _check_privacy(settings: Settings, privacy: Records, given: dict[str, Any]) -> None:
@@ -430,6 +480,10 @@ def _deploy(table: dict[str, Any]) -> Deploy:
         )
     for site in records:
         checks.choice("site in [deploy.records]", site, sites)
+    if not isinstance(given["secure"], bool):
+        raise InputError(
+            f"deploy.secure must be true or false, got {checks.shown(given['secure'])}"
+        )
     return Deploy(
         sites=tuple(sites),
         state=checks.choice("deploy.state", given["state"], ("server", "client")),
@@ -443,6 +497,9 @@ def _deploy(table: dict[str, Any]) -> Deploy:
             site: checks.whole(f"deploy.records.{site}", number) for site, number in records.items()
         },
         exclude=tuple(exclude),
+        secure=given["secure"],
+        threshold=checks.share("deploy.threshold", given["threshold"], "sites"),
+        limit=checks.number("deploy.limit", given["limit"], above=0),
     )
 
 
