@@ -17,7 +17,8 @@ from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import exchange, rebuild, work_of
 from fedscaffold.deploy.aggregation import State, shares
 from fedscaffold.deploy.gate import Refused, Update
-from fedscaffold.deploy.schema import Array, Blob, Fact, Packet, Schema, cast, unpack
+from fedscaffold.deploy.packets import Blob, Fact, Packet
+from fedscaffold.deploy.schema import Array, Schema, cast, unpack
 from fedscaffold.deploy.secure_site import context_of, names_blob, rows_blob
 from fedscaffold.deploy.secure_vector import layout_of, split_metrics
 from fedscaffold.deploy.settings import Settings

@@ -18,7 +18,8 @@ import numpy as np
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.deploy import gate
 from fedscaffold.deploy.gate import Refused
-from fedscaffold.deploy.schema import Array, Blob, Packet, Schema, blob
+from fedscaffold.deploy.packets import Blob, Packet
+from fedscaffold.deploy.schema import Array, Schema, blob
 from fedscaffold.deploy.secure_rules import SiteIdentity
 from fedscaffold.deploy.secure_vector import join_metrics, layout_of
 from fedscaffold.deploy.settings import NAME, Settings

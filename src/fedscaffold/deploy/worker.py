@@ -108,10 +108,15 @@ def answer_call(
 def _load(call: Call, folder: Path) -> LoadedApp:
     """Unpack and import the app of a call."""
     from fedscaffold.deploy.apps import open_app
+    from fedscaffold.deploy.secure_rules import open_identity
     from fedscaffold.deploy.site_privacy import open_private
 
+    def check(settings: Settings) -> None:
+        open_private(settings, call.site, folder)
+        open_identity(settings, call.site, folder)
+
     place = _unpack(call, folder)
-    settings, learner = open_app(place, lambda settings: open_private(settings, call.site, folder))
+    settings, learner = open_app(place, check)
     return LoadedApp(place, settings, _HeldData(learner))
 
 
