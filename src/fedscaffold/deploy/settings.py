@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,6 +178,10 @@ class Deploy(NamedTuple):
     half of it."""
     limit: float = 65536.0
     """Largest absolute value of a number in a secure sum."""
+    alert: str = ""
+    """Command that the server runs with an event as JSON on its input (`alerts.py`)."""
+    alert_after: int = 3
+    """Rounds in a row that a site may miss before `alert` is told."""
 
 
 class Settings(NamedTuple):
@@ -500,7 +505,20 @@ def _deploy(table: dict[str, Any]) -> Deploy:
         secure=given["secure"],
         threshold=checks.share("deploy.threshold", given["threshold"], "sites"),
         limit=checks.number("deploy.limit", given["limit"], above=0),
+        alert=_command("deploy.alert", given["alert"]),
+        alert_after=checks.whole("deploy.alert_after", given["alert_after"]),
     )
+
+
+def _command(name: str, value: Any) -> str:
+    """Return a command that can be split into words."""
+    try:
+        if isinstance(value, str):
+            shlex.split(value)
+            return value
+    except ValueError:  # a quotation that does not end
+        pass
+    raise InputError(f"{name} must be a command and its arguments, got {checks.shown(value)}")
 
 
 def _table(table: dict[str, Any], name: str, known: tuple[str, ...] | None) -> dict[str, Any]:
