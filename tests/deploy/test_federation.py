@@ -15,6 +15,7 @@ from deploy_case import open_to_others
 import fedscaffold as fs
 from fedscaffold.algorithms import make
 from fedscaffold.deploy import InProcess, Server, answer, drive
+from fedscaffold.deploy.app_files import pack_app
 from fedscaffold.deploy.apps import open_app
 from fedscaffold.deploy.audit import read_verified
 
@@ -189,6 +190,55 @@ def test_a_reply_that_the_engine_cannot_read_takes_no_other_along(tmp_path, monk
     assert [(event["heard"], event["missing"]) for event in closed] == [(["north"], ["south"])] * 2
 
 
+class Failing(Wire):
+    """A link that dies at its first calls, as within a handshake; or at every call."""
+
+    failures = 3
+
+    def fail(self):
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("EOF occurred in violation of protocol (_ssl.c:1006)")
+
+    def get_nodes(self):
+        self.fail()
+        return super().get_nodes()
+
+    def push_messages(self, messages):
+        self.fail()
+        return super().push_messages(messages)
+
+
+@pytest.mark.parametrize("failures", [3, -1])
+def test_the_end_of_a_link_is_no_outcome(failures, tmp_path, monkeypatch):
+    """The server app waits for the link; where it must end, it says why in its log and leaves the run to another."""
+    from flwr.app import Context, RecordDict
+
+    engine_identity(monkeypatch)
+    monkeypatch.setattr(flower_app.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(flower_app, "OUTAGE", 60.0 if failures > 0 else 0.0)
+    app, home = write_app(tmp_path / "app"), tmp_path / "home"
+    pack_app(app, tmp_path / "package")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "package"), *sys.path])
+    grid = Failing(app, tmp_path / "sites")
+    grid.failures = failures
+    context = Context(1, 1, {}, RecordDict(), {"home": str(home), "files": ""})
+    if failures > 0:
+        flower_app.serve(grid, context)
+        outcome = json.loads((home / "outcome.json").read_text())
+        assert outcome["rounds"] == 3
+        quiet = in_process(app, tmp_path / "quiet")
+        assert latest(home / "state").arrays["x"].tobytes() == quiet.x.tobytes()
+        assert (home / "server.log").read_text().count("round committed") == 3
+        return
+    with pytest.raises(flower_app.LinkLost):
+        flower_app.serve(grid, context)
+    assert not (home / "outcome.json").exists()
+    said = (home / "server.log").read_text()
+    assert "LinkLost: the link failed" in said
+    assert "EOF occurred in violation of protocol" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_flower_messages_carry_the_same_bits(precision, tmp_path, monkeypatch):
@@ -332,7 +382,7 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
         federation.start_executor()
         federation.submit()
         outcome = federation.outcome(timeout=600)
-        assert federation.deaths["site-stranger"] >= 1
+        assert federation.backoffs["site-stranger"].deaths >= 1
         kin = [one for process in federation.processes.values() for one in descendants(process.pid)]
         assert len(kin) > 3
     assert at == 1

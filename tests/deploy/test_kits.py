@@ -130,7 +130,8 @@ def test_a_kit_is_installed_again_without_ending_a_run(tmp_path):
     """A new key of a site is taken by a restart; link and executor, which carry the run, only start."""
     new_kit(tmp_path)
     site, server = (tmp_path / "kits" / name / "install.sh" for name in ("north", "server"))
-    assert "systemctl restart fedscaffold-north.service\n" in site.read_text()
+    restart = "systemctl restart fedscaffold-north.worker.service fedscaffold-north.service\n"
+    assert restart in site.read_text()
     assert "restart" not in server.read_text()
     units = "fedscaffold-link.service fedscaffold-executor.service fedscaffold-proxy.service"
     assert f"systemctl enable --now {units}\n" in server.read_text()
@@ -181,7 +182,7 @@ def test_a_rotated_certificate_is_of_the_same_authority_which_lasts_longer(tmp_p
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
 def test_units_are_valid_and_confined(tmp_path):
     units = [unit for folder in new_kit(tmp_path) for unit in folder.glob("*.service")]
-    assert len(units) == 6
+    assert len(units) == 8
     checked = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
     for unit in units:

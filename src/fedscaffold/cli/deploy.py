@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -45,6 +46,9 @@ Missing = Annotated[
     ),
 ]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in all, instead of the TOML's.")]
+LogJson = Annotated[
+    bool, typer.Option("--log-json", help="Progress and logs as JSON, one object a line.")
+]
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy new hospitals --torch")
@@ -91,12 +95,13 @@ def local(
     out: Out = Path("runs/deploy"),
     timeout: Annotated[float, typer.Option(help="Seconds after which to give up.")] = 3600.0,
     allow_missing: Missing = False,
+    log_json: LogJson = False,
     as_json: Json = False,
 ) -> int:
     """Start a real federation on this machine (SuperLink, SuperNodes, TLS, keys) and run it."""
     checks.number("timeout", timeout, above=0)
     with _new_folder(out, folder, "local"):
-        return _local(folder, out, timeout, allow_missing, as_json)
+        return _local(folder, out, timeout, allow_missing, log_json, as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy resume runs/hospitals --rounds 20")
@@ -110,6 +115,7 @@ def resume(
     rounds: Rounds = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which to give up.")] = 3600.0,
     allow_missing: Missing = False,
+    log_json: LogJson = False,
     as_json: Json = False,
 ) -> int:
     """Go on after a crash, or for more rounds: from the last round that was committed."""
@@ -129,7 +135,7 @@ def resume(
             )
         if rounds is not None:
             raise InputError("for a federation of processes, set rounds in its federation.toml")
-        return _local(Path(facts["app"]), out, timeout, allow_missing, as_json)
+        return _local(Path(facts["app"]), out, timeout, allow_missing, log_json, as_json)
 
 
 @deploy_app.command(epilog="Example: fedscaffold deploy kit sites.toml --out kits")
@@ -398,17 +404,22 @@ def _in_process(
     return _print_summary({**done._asdict(), "model": str(done.model)}, out, allow_missing, as_json)
 
 
-def _local(folder: Path, out: Path, timeout: float, allow_missing: bool, as_json: bool) -> int:
+def _local(
+    folder: Path, out: Path, timeout: float, allow_missing: bool, log_json: bool, as_json: bool
+) -> int:
     """Run or resume a federation of local processes; return the exit code."""
     from fedscaffold.deploy import Stopped
+    from fedscaffold.deploy.event_log import FORMAT, stderr_log
     from fedscaffold.deploy.local_cluster import Federation
 
     told = [""]
+    if log_json:
+        os.environ[FORMAT] = "json"  # and of all processes that are started
 
     def tell(text: str) -> None:
-        if text != told[0] and not as_json:
+        if text != told[0] and (log_json or not as_json):
             told[0] = text
-            typer.echo(text, err=True)
+            stderr_log("deploy")(text) if log_json else typer.echo(text, err=True)
 
     def tell_status(now: dict[str, Any]) -> None:
         waits = f", waiting for {', '.join(now['waiting_for'])}" if now["waiting_for"] else ""

@@ -8,27 +8,32 @@ register --name SITE`); where nodes are not registered, by its greeting.
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
+from fedscaffold.checks import InputError
+from fedscaffold.deploy.alerts import Alerts
 from fedscaffold.deploy.app_files import unpack_app
 from fedscaffold.deploy.apps import open_app
+from fedscaffold.deploy.event_log import EventLog, file_log
 from fedscaffold.deploy.flower_records import SPARE, from_record, package_folder, to_record
+from fedscaffold.deploy.kept_run import LOG, note_outcome, note_serving
 from fedscaffold.deploy.packets import Packet
-from fedscaffold.deploy.server import Server
+from fedscaffold.deploy.server import Outcome, Server
 from fedscaffold.deploy.server_loop import Stopped, drive
-from fedscaffold.state.files import make_folder, owned, write_private
+from fedscaffold.state.files import make_folder, owned
 
 __all__ = ["FlowerTransport", "server_app"]
 
 PATIENCE = 30.0  # seconds after which a hanging poll for replies is abandoned
+OUTAGE = 30.0  # seconds for which a link that fails is asked again
 # seconds until a node that failed to greet is asked again; doubled each time, up to LONGEST
 AGAIN = 10.0
 LONGEST = 300.0
@@ -47,6 +52,11 @@ Flower's messages are not shown, as they may contain a site's error texts.
 """
 
 server_app = ServerApp()
+T = TypeVar("T")
+
+
+class LinkLost(RuntimeError):
+    """The link does not answer; a new server app may go on when it does."""
 
 
 class FlowerTransport:
@@ -70,7 +80,9 @@ class FlowerTransport:
 
     def greetings(self) -> dict[str, Packet]:
         """Request greetings from new nodes; return those that have arrived."""
-        nodes = {node.node_id: getattr(node, "name", "") or "" for node in self.grid.get_nodes()}
+        nodes = {
+            node.node_id: getattr(node, "name", "") or "" for node in _insist(self.grid.get_nodes)
+        }
         self.online = set(nodes)
         waiting = {node for node, site in self.asked.values() if site == ""}
         now = time.monotonic()
@@ -134,7 +146,8 @@ class FlowerTransport:
         messages = [
             Message(to_record(p), node, kind, ttl=self.deadline + SPARE) for node, p in packets
         ]
-        pushed = list(self.grid.push_messages(messages))
+        # a message that is pushed twice is one, as its id is a digest
+        pushed = list(_insist(lambda: self.grid.push_messages(messages)))
         return [*pushed, *[None] * (len(packets) - len(pushed))]
 
     def _take_replies(self) -> list[tuple[int, str, Packet | str]]:
@@ -174,6 +187,21 @@ class FlowerTransport:
                             self.found.append((*sent, content))
 
 
+def _insist(call: Callable[[], T]) -> T:
+    """Call the link, and again while it fails, for a while.
+
+    Flower itself waits for a link that is not there, but gives up where it dies within a handshake.
+    """
+    until = time.monotonic() + OUTAGE
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if time.monotonic() > until:
+                raise LinkLost(f"the link failed for {OUTAGE:.0f} s") from error
+            time.sleep(1.0)
+
+
 def _read_reply(reply: Message) -> Packet | str:
     """Return the packet of a reply, or why there is none."""
     if reply.has_error():
@@ -185,25 +213,52 @@ def _read_reply(reply: Message) -> Packet | str:
 def serve(grid: Grid, context: Context) -> None:
     """Run the federation.
 
-    State, log and model are written to the folder `home` of the run's configuration.
+    State, log and model are written to the folder `home` of the run's configuration. The result is
+    an outcome, and so is a run that cannot go on; anything else is a crash, after which a new
+    server app goes on from the last commit (`kept_run.py`).
     """
     home = Path(str(context.run_config["home"]))
     make_folder(home, private=True)
-    outcome: dict[str, Any] = {"error": "the server app failed; see its log"}
     with owned(home):
+        note_serving(home)
+        log = file_log("server", home / LOG)
+        log("started", pid=os.getpid())
         try:
-            beside = Path(str(context.run_config["files"])) if context.run_config["files"] else None
-            settings, learner = open_app(unpack_app(package_folder(), home / "apps", beside))
-            server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
-            summary = drive(
-                server, FlowerTransport(grid, settings.deploy.deadline), settings.rounds
-            )
-            outcome = {**summary._asdict(), "model": str(summary.model)}
-        except (Stopped, ValueError, OSError) as error:
-            outcome = {
-                "error": str(error),
-                "missed": error.missed if isinstance(error, Stopped) else {},
-            }
+            outcome = _federate(grid, str(context.run_config["files"]), home, log)
+        except (Stopped, InputError) as error:
+            log("stopped", why=str(error))
+            missed = error.missed if isinstance(error, Stopped) else {}
+            note_outcome(home, {"error": str(error), "missed": missed})
             raise
-        finally:
-            write_private(home / "outcome.json", json.dumps(outcome))
+        except BaseException as error:
+            log.crash(error)
+            raise
+        log("finished", rounds=outcome["rounds"])
+        note_outcome(home, outcome)
+
+
+def _federate(grid: Grid, beside: str, home: Path, log: EventLog) -> dict[str, Any]:
+    """Run all rounds; return the summary."""
+    app = unpack_app(package_folder(), home / "apps", Path(beside) if beside else None)
+    settings, learner = open_app(app)
+    deploy = settings.deploy
+    alerts = Alerts(deploy.alert, home, log, deploy.alert_after)
+    try:
+        server = Server(settings, learner.schema, learner.start, home, buffers=learner.buffers)
+
+        def tell(outcome: Outcome) -> None:
+            log(
+                "round committed" if outcome.committed else "round abandoned",
+                round=outcome.round,
+                heard=", ".join(outcome.heard),
+                missing=", ".join([*outcome.missing, *outcome.refused]),
+            )
+            alerts.look(server, outcome)
+
+        summary = drive(server, FlowerTransport(grid, deploy.deadline), settings.rounds, tell)
+    except (Stopped, InputError) as error:
+        alerts.tell("run stopped", str(error))
+        raise
+    finally:
+        alerts.wait()
+    return {**summary._asdict(), "model": str(summary.model)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from fedscaffold.deploy.kept_run import STOPPED
 from fedscaffold.deploy.local_cluster import SWITCHES
+from fedscaffold.deploy.worker_wire import WORKER
 from fedscaffold.state.files import write_private
 
 __all__ = ["HOME", "write_server_files", "write_site_files"]
@@ -26,15 +28,16 @@ UNIT = """\
 [Unit]
 Description=fedscaffold {name}
 After=network-online.target{after}
-Wants=network-online.target
+Wants=network-online.target{after}
+StartLimitIntervalSec=0
 
 [Service]
-Type={kind}
+Type=simple
 User=fedscaffold
 Group=fedscaffold
 UMask=0077
 WorkingDirectory={folder}
-Environment=PATH={environment}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin HOME={folder}
+Environment=PATH={environment}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin HOME={folder}{given}
 ExecStart=/bin/sh {folder}/{script}
 Restart={restart}
 RestartSec={pause}
@@ -124,7 +127,9 @@ http {{
 def write_site_files(
     folder: Path, site: str, server: str, port: int, environment: str, data: str
 ) -> None:
-    """Write the start script of a site, its unit and `install.sh`.
+    """Write the start scripts of a site and its worker, their units and `install.sh`.
+
+    By hand, `start.sh` alone is enough: the worker then starts with the first message.
 
     Args:
         folder: The site's folder of the kit.
@@ -140,12 +145,18 @@ def write_site_files(
         f'exec flower-supernode --superlink "{server}:{port}" --root-certificates ca.crt \\\n'
         f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port "
         f"${{FEDSCAFFOLD_PORT:-9094}} \\\n"
-        f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\" files=\\"$here/app\\""\n'
+        f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\" files=\\"$here/app\\" '
+        f'worker=\\"${{FEDSCAFFOLD_WORKER:-own}}\\""\n'
     )
+    work = f'{HEAD}{given}mkdir -p state\nexec python3 {" ".join(WORKER)} "$here/state" --kept\n'
     _write_script(folder / "start.sh", start)
+    _write_script(folder / "start-worker.sh", work)
+    worker = f"{site}.worker"  # no site has such a name
     # a site that comes back within a minute of a crash is still taken for online, and refused
-    _write_unit(folder, site, "start.sh", environment, pause=70)
-    _write_install(folder, [site], restart=True)  # with a new key
+    after, kept = f" fedscaffold-{worker}.service", " FEDSCAFFOLD_WORKER=kept"
+    _write_unit(folder, site, "start.sh", environment, pause=70, after=after, given=kept)
+    _write_unit(folder, worker, "start-worker.sh", environment, pause=1)
+    _write_install(folder, [worker, site], restart=True)  # with a new key
 
 
 def write_server_files(folder: Path, port: int, proxied: bool, environment: str) -> None:
@@ -179,9 +190,11 @@ def write_server_files(folder: Path, port: int, proxied: bool, environment: str)
         "python3 -m fedscaffold.deploy.registration keys hub\n"
     )
     run = (
-        "# starts the run, or goes on with the one in run/ after a crash\n"
+        "# starts the run, or goes on with the one in run/ after a crash, until it ends: with\n"
+        f"# exit code {STOPPED} if it stopped before its last round\n"
         "python3 -m fedscaffold.deploy.app_files app package\n"
-        'flwr run package hub --run-config "home=\\"$here/run\\" files=\\"$here/app\\"" '
+        'exec python3 -m fedscaffold.deploy.kept_run "$here/run" \\\n'
+        '  flwr run package hub --run-config "home=\\"$here/run\\" files=\\"$here/app\\"" '
         "--format json\n"
     )
     scripts = {
@@ -201,7 +214,8 @@ def write_server_files(folder: Path, port: int, proxied: bool, environment: str)
         _write_unit(folder, name, f"start-{name}.sh", environment, pause=5)
     # started once the sites are registered, and again with the machine
     after = " fedscaffold-link.service fedscaffold-executor.service"
-    _write_unit(folder, "run", "run.sh", environment, pause=10, kind="oneshot", after=after)
+    until = f"on-failure\nRestartPreventExitStatus={STOPPED}"
+    _write_unit(folder, "run", "run.sh", environment, pause=10, restart=until, after=after)
     _write_install(folder, units, restart=False)
 
 
@@ -212,8 +226,9 @@ def _write_unit(
     environment: str,
     *,
     pause: int,
-    kind: str = "simple",
+    restart: str = "always",
     after: str = "",
+    given: str = "",
 ) -> None:
     unit = UNIT.format(
         name=name,
@@ -221,9 +236,9 @@ def _write_unit(
         script=script,
         environment=environment,
         pause=pause,
-        kind=kind,
-        restart="always" if kind == "simple" else "on-failure",
+        restart=restart,
         after=after,
+        given=given,
     )
     write_private(folder / f"fedscaffold-{name}.service", unit)
 

@@ -23,13 +23,15 @@ from typing import Any
 
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
+from fedscaffold.deploy.alerts import Alerts
 from fedscaffold.deploy.app_files import TOML, pack_app
+from fedscaffold.deploy.event_log import file_log
+from fedscaffold.deploy.kept_run import Backoff, Gone, KeptRun
 from fedscaffold.deploy.processes import (
     descendants,
     end_processes,
     free_port,
     has_ended,
-    is_alive,
     signal_group,
 )
 from fedscaffold.deploy.server_loop import Stopped
@@ -42,7 +44,6 @@ __all__ = ["SWITCHES", "Federation", "engine_environment"]
 
 RETURN = 70.0  # seconds; Flower still considers a site online that restarts sooner, and refuses it
 HEALTHY = 60.0  # seconds that the link may take to start
-MOST_DEATHS = 5
 PRIVATE = 0o077  # umask: database, logs and output are readable by their owner only
 SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -86,9 +87,10 @@ class Federation:
         self.environment = engine_environment(self.home / "engine")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.port = free_port()
-        self.deaths: dict[str, int] = {}
+        self.log = file_log("keeper", self.logs / "keeper.log")
+        self.run = KeptRun(self.home / "server", self._submit, self.log)
+        self.backoffs: dict[str, Backoff] = {}
         self.due: dict[str, float] = {}  # when to restart a process that died
-        self.gone: set[int] = set()  # process ids of servers known to be dead
         self.usual: Any = None  # the previous handler of SIGTERM
 
     def __enter__(self) -> Federation:
@@ -104,7 +106,6 @@ class Federation:
             self.home / "server",
         ):
             make_folder(folder, private=True)
-        (self.home / "server" / "outcome.json").unlink(missing_ok=True)
         for stale in self.home.glob("link.db*"):
             stale.unlink()
         self._make_keys()
@@ -141,17 +142,8 @@ class Federation:
 
     def start_link(self) -> None:
         """Start the SuperLink and wait until it is healthy."""
+        self._spawn_link()
         secrets = self.secrets
-        tls = ["--ssl-ca-certfile", secrets / "ca.crt", "--ssl-certfile", secrets / "server.crt"]
-        tls += ["--ssl-keyfile", secrets / "server.key", "--enable-supernode-auth"]
-        alone = [
-            "--isolation",
-            "process",
-            "--superexec-auth-secret-file",
-            secrets / "superexec.secret",
-        ]
-        place = ["--host", "127.0.0.1", "--port", self.port, "--database", self.home / "link.db"]
-        self._start("link", ["flower-superlink", *place, *tls, *alone])
         context = ssl.create_default_context(cafile=str(secrets / "ca.crt"))
         until = time.monotonic() + HEALTHY
         while time.monotonic() < until:
@@ -167,6 +159,20 @@ class Federation:
         raise Stopped(
             f"the link was not healthy within {HEALTHY:.0f} s; see {self.logs / 'link.log'}"
         )
+
+    def _spawn_link(self) -> None:
+        """Start the SuperLink."""
+        secrets = self.secrets
+        tls = ["--ssl-ca-certfile", secrets / "ca.crt", "--ssl-certfile", secrets / "server.crt"]
+        tls += ["--ssl-keyfile", secrets / "server.key", "--enable-supernode-auth"]
+        alone = [
+            "--isolation",
+            "process",
+            "--superexec-auth-secret-file",
+            secrets / "superexec.secret",
+        ]
+        place = ["--host", "127.0.0.1", "--port", self.port, "--database", self.home / "link.db"]
+        self._start("link", ["flower-superlink", *place, *tls, *alone])
 
     def start_executor(self) -> None:
         """Start the process that runs the server app for the link."""
@@ -207,20 +213,23 @@ class Federation:
         config = f'site="{site}" folder="{folder}" files="{self.app}" worker="{self.worker}"'
         self._start(f"site-{site}", ["flower-supernode", *place, *trust, "--node-config", config])
 
-    def submit(self) -> str:
-        """Start or resume the run and return its id; the server of an earlier run must be dead."""
-        status = self.home / "server" / "status.json"
-        if status.exists():
-            self.gone.add(json.loads(status.read_text(encoding="utf-8"))["pid"])
+    def submit(self) -> None:
+        """Start or resume the run."""
+        self.run.start()
+
+    def _submit(self) -> None:
+        """Start a server app."""
         words = ["flwr", "run", str(self.home / "app"), "local", "--format", "json"]
         words += ["--run-config", f'home="{self.home / "server"}" files="{self.app}"']
         limits: dict[str, Any] = {"timeout": 120, "umask": PRIVATE}
-        done = subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, check=False, **limits
-        )
+        try:
+            done = subprocess.run(
+                words, env=self.environment, capture_output=True, text=True, check=False, **limits
+            )
+        except subprocess.TimeoutExpired:
+            raise Stopped("flwr run took more than 120 s") from None
         if done.returncode:
             raise Stopped(f"flwr run failed: {(done.stderr or done.stdout)[-300:].strip()}")
-        return str(json.loads(done.stdout[done.stdout.index("{") :])["run-id"])
 
     def outcome(
         self, timeout: float, tell: Callable[[dict[str, Any]], None] = lambda status: None
@@ -237,34 +246,50 @@ class Federation:
         Raises:
             Stopped: If the run failed, a process died too often, or the timeout passed.
         """
-        path, status = self.home / "server" / "outcome.json", self.home / "server" / "status.json"
+        status = self.home / "server" / "status.json"
         until = time.monotonic() + timeout
         last: dict[str, Any] = {}
-        while not path.exists():
-            if time.monotonic() > until:
-                raise Stopped(f"no outcome within {timeout:.0f} s; see {self.logs}")
-            if status.exists() and (now := json.loads(status.read_text(encoding="utf-8"))) != last:
-                last = now
-                tell(now)
-            self._watch(last.get("pid"))
-            time.sleep(0.2)
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            while (result := self.run.look(ready=not self.due)) is None:
+                if time.monotonic() > until:
+                    raise Gone(f"no outcome within {timeout:.0f} s; see {self.logs}")
+                if status.exists():
+                    now = json.loads(status.read_text(encoding="utf-8"))
+                    if now != last:
+                        last = now
+                        tell(now)
+                self._watch()
+                time.sleep(0.2)
+        except Gone as gone:
+            self._give_up(str(gone))
+            raise Stopped(str(gone)) from None
         if "error" in result:
             stopped = Stopped(result["error"])
             stopped.missed = result.get("missed", {})
             raise stopped
         return result
 
-    def _watch(self, server: int | None) -> None:
-        """Restart processes that died; sites only after Flower considers them offline."""
+    def _give_up(self, why: str) -> None:
+        """Tell the operator that the run ends here."""
+        self.log("gave up", why=why)
+        deploy = self.settings.deploy
+        alerts = Alerts(deploy.alert, self.home / "server", self.log, deploy.alert_after)
+        alerts.tell("run stopped", why)
+        alerts.wait()
+
+    def _watch(self) -> None:
+        """Restart processes that died; sites only after Flower considers them offline.
+
+        Raises:
+            Gone: One died too often.
+        """
         for name in [name for name, process in self.processes.items() if has_ended(process)]:
             self.kill(name)  # its descendants
-            self.deaths[name] = self.deaths.get(name, 0) + 1
-            if self.deaths[name] > MOST_DEATHS:
-                raise Stopped(
-                    f"the {name} died {MOST_DEATHS + 1} times; see {self.logs / name}.log"
-                )
-            self.due[name] = time.monotonic() + (RETURN if name.startswith("site-") else 0.0)
+            now, log = time.monotonic(), self.logs / f"{name}.log"
+            pause = self.backoffs.setdefault(name, Backoff(name, log)).died(now)
+            pause += RETURN if name.startswith("site-") else 0.0
+            self.log(f"{name} died", again_in=pause)
+            self.due[name] = now + pause
         for name in [name for name, at in self.due.items() if time.monotonic() >= at]:
             del self.due[name]
             if name.startswith("site-"):
@@ -272,12 +297,9 @@ class Federation:
             elif name.startswith("worker-"):
                 self.start_worker(name.removeprefix("worker-"))
             elif name == "link":
-                self.start_link()
+                self._spawn_link()
             else:
                 self.start_executor()
-        gone = server is not None and server not in self.gone and not is_alive(server)
-        if gone and not self.due and not (self.home / "server" / "outcome.json").exists():
-            self.submit()  # the server app died: a new one resumes from the last commit
 
     def kill(self, name: str) -> None:
         """Kill (SIGKILL) a process and its descendants: "link", "executor" or "site-NAME"."""
