@@ -85,6 +85,8 @@ class Filter(NamedTuple):
     """(cohort, xp, repeat) -> verdict."""
     sentence: str
     """What a refused client is told; {} stands for its excess."""
+    most: float = 0.5
+    """Share of the weight above which the dishonest are not outvoted."""
 
 
 @memoised
@@ -119,7 +121,7 @@ def krum(most: float = 0.2) -> Filter:
         return Verdict(accepted, _relative(score, median(score, share, xp), xp))
 
     said = "its update is {:.3g} times as far from its nearest neighbours' as the median one"
-    return Filter(f"krum:{most:g}", judge, said)
+    return Filter(f"krum:{most:g}", judge, said, most)
 
 
 @memoised

@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 from deploy_case import SITES, data, gradient, settings
 
+from fedscaffold import robust
 from fedscaffold.algorithms import scaffold
 from fedscaffold.algorithms.reference import descend
+from fedscaffold.algorithms.round import exchange
 from fedscaffold.algorithms.scaffold import Message
-from fedscaffold.deploy import aggregation, audit, client, errors, gate, server, site_privacy
+from fedscaffold.deploy import (
+    aggregation,
+    audit,
+    client,
+    errors,
+    gate,
+    outliers,
+    server,
+    site_privacy,
+)
 from fedscaffold.deploy import settings as deploy_settings
 from tests import faults
 
@@ -18,6 +29,15 @@ import masking  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey  # noqa: E402
 
 MEASURE = aggregation.measure
+
+
+def accept_all(filter, algorithm, state, updates):
+    return outliers.Findings({}, {site: [1.0, 1.0] for site in updates})
+
+
+def moves_alone(algorithm):
+    """A filter that looks at the moves and not at what makes the c_i."""
+    return exchange(algorithm)._replace(vectors=("move",))
 
 
 def unclipped(update, algorithm, told, most, clip):
@@ -52,6 +72,9 @@ def test_every_fault_is_survived(number):
         (33, (audit, "_check_head"), lambda path, events, expected: None),
         (34, (deploy_settings, "RESERVED"), set()),
         (35, (errors, "public_type_of"), str),
+        (37, (server, "find_outliers"), accept_all),
+        (38, (robust, "NEAR"), 1e9),
+        (39, (outliers, "exchange"), moves_alone),
         (36, (server.Server, "_check_update"), lambda self, site, update, current: update),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",

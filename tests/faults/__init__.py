@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+from tests.faults.lies import SCENARIOS as LIES
 from tests.faults.members import SCENARIOS as MEMBERS
 from tests.faults.messages import SCENARIOS as MESSAGES
 from tests.faults.privacy import SCENARIOS as PRIVACY
@@ -19,7 +20,7 @@ from tests.faults.state import SCENARIOS as STATE
 
 __all__ = ["SCENARIOS", "Score", "answer", "lines", "scorecard"]
 
-SCENARIOS = dict(sorted((STATE | MESSAGES | MEMBERS | PRIVACY).items()))
+SCENARIOS = dict(sorted((STATE | MESSAGES | MEMBERS | PRIVACY | LIES).items()))
 
 
 class Score(NamedTuple):

@@ -77,6 +77,8 @@ class Member(NamedTuple):
     delta: float | None = None
     charged: int = 0
     """Number of requests that its records were charged with in this run, by its own word."""
+    norms: list[float] = []  # noqa: RUF012 (never changed)
+    """Norms of the parts of its message that counted last, where a filter compares them."""
 
 
 class State(NamedTuple):

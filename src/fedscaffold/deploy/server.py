@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fedscaffold import robust
 from fedscaffold.algorithms import make
 from fedscaffold.algorithms.round import exchange, fitted, work_of
 from fedscaffold.checks import InputError
@@ -40,6 +41,7 @@ from fedscaffold.deploy import aggregation, gate
 from fedscaffold.deploy.aggregation import Member, State, blank_memory
 from fedscaffold.deploy.audit import Audit
 from fedscaffold.deploy.gate import Asked, Refused, Update
+from fedscaffold.deploy.outliers import find_outliers
 from fedscaffold.deploy.schema import (
     Array,
     Blob,
@@ -149,6 +151,12 @@ class Server:
             raise InputError("deploy.sites must name the sites that may take part")
         self.settings, self.schema, self.folder, self.clock = settings, schema, Path(folder), clock
         self.algorithm = fitted(make(**settings.algorithm), schema)
+        self.filter = robust.of(settings.robust)
+        if self.filter is not None and schema.buffers and settings.local.buffers == "average":
+            raise InputError(
+                "robust does not see the buffers of the model, which are averaged: write "
+                'local.buffers = "local"'
+            )
         self.server_keeps = settings.deploy.state == "server"
         self.clients_keep = not self.server_keeps and self.algorithm.has_memory
         # nonces differ between restarts
@@ -304,7 +312,14 @@ class Server:
         """Warnings for the operator, one sentence each."""
         deploy, p = self.settings.deploy, aggregation.shares(self.roster)
         out: list[str] = []
-        if deploy.clip is None:
+        if self.filter is not None:
+            out += [
+                f"{site} has {share:.0%} of all weight, and robust = {self.filter.name!r} trusts "
+                "whoever has that much"
+                for site, share in sorted(p.items())
+                if share > self.filter.most and len(p) > 1
+            ]
+        elif deploy.clip is None:
             out.append("deploy.clip is off: nothing bounds how far one site moves the model")
         if self.settings.weights == "records" and len(p) > 2:
             out += [
@@ -815,7 +830,11 @@ class Server:
             )
             for site, refusal in aggregation.find_outsized(sizes, array).items():
                 self._refuse(site, refusal)
-        while len(updates) >= current.need:
+        need = current.need
+        if self.filter is not None and current.kind == "train" and len(updates) >= need:
+            # the quorum is of replies: whoever replied and is refused does not abandon the round
+            need = max(1, need - self._refuse_outliers(self.filter, updates))
+        while len(updates) >= need:
             with np.errstate(over="ignore", invalid="ignore"):
                 if current.kind == "resync":
                     kind = type(blank_memory(self.algorithm, self.state.x))
@@ -854,6 +873,15 @@ class Server:
             return state
         self.audit.write("garbage", round=self.state.round + 1, note=f"{what} would not be finite")
         return None
+
+    def _refuse_outliers(self, filter: robust.Filter, updates: dict[str, Update]) -> int:
+        """Refuse the replies that a filter does not accept; return how many."""
+        found = find_outliers(filter, self.algorithm, self.state, updates)
+        for site, refusal in found.refused.items():
+            self._refuse(site, refusal)
+        for site in updates:
+            self.roster[site] = self.roster[site]._replace(norms=found.norms[site])
+        return len(found.refused)
 
     def _recompute_means(self, state: State) -> tuple[State, float | None]:
         """Recompute c from the c_i where it carries rounding errors of larger, earlier c_i.

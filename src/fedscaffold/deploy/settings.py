@@ -4,6 +4,7 @@
     rounds = 20
     weights = "equal"            # or "records"
     precision = "float32"        # or "float64"
+    robust = "krum:0.2"          # optional: a filter of dishonest sites, see fedscaffold.robust
     [algorithm]
     name = "scaffold"            # and its own parameters: option, server_lr, mu ...
     [local]
@@ -198,6 +199,8 @@ class Settings(NamedTuple):
     deploy: Deploy = Deploy()
     privacy: Records | None = None
     """Differential privacy of the sites' records; None for none."""
+    robust: str | None = None
+    """Filter of dishonest sites by name; None for none."""
     app: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """Digests of the app's files by path, which the server and all sites must share; not a key of
     the TOML, and {} without an app."""
@@ -293,7 +296,7 @@ def _build_settings(table: dict[str, Any]) -> Settings:
     settings = Settings(
         **{
             name: _read(table, name)
-            for name in ("seed", "rounds", "weights", "precision", "evaluate_every")
+            for name in ("seed", "rounds", "weights", "precision", "evaluate_every", "robust")
         },
         algorithm=algorithm,
         local=_local(local),
@@ -314,6 +317,11 @@ def _build_settings(table: dict[str, Any]) -> Settings:
     elif settings.deploy.clip is not None and settings.deploy.state == "client":
         raise InputError(
             'deploy.clip needs deploy.state = "server": a client that was clipped must know it'
+        )
+    if settings.robust is not None and settings.deploy.state == "client":
+        raise InputError(
+            'robust needs deploy.state = "server": it compares what changes the c_i, and a site '
+            "that is refused must go on from the c_i that counted"
         )
     if settings.privacy is not None:
         refuse_algorithm(method)
