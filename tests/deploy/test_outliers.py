@@ -84,6 +84,11 @@ def test_pieces_of_vectors_are_the_vectors(tmp_path, monkeypatch):
 def test_what_does_not_go_together_is_refused_by_name(tmp_path):
     with pytest.raises(fs.InputError, match=r"robust needs deploy.state = \"server\""):
         parse("robust = 'krum:0.2'\n[deploy]\nstate = 'client'")
+    with pytest.raises(fs.InputError, match=r"robust does not go with deploy\.secure"):
+        parse(
+            "robust = 'krum:0.2'\n[deploy]\nstate = 'client'\nsecure = true\n"
+            "sites = ['a', 'b', 'c']"
+        )
     config = parse("robust = 'krum:0.2'\n[deploy]\nsites = ['a', 'b']")
     assert config.robust == "krum:0.2"
     assert parse("robust = 'none'").robust is None

@@ -318,6 +318,11 @@ def _build_settings(table: dict[str, Any]) -> Settings:
         raise InputError(
             'deploy.clip needs deploy.state = "server": a client that was clipped must know it'
         )
+    if settings.robust is not None and settings.deploy.secure:
+        raise InputError(
+            "robust does not go with deploy.secure: it compares single updates, and secure sums "
+            "hide them"
+        )
     if settings.robust is not None and settings.deploy.state == "client":
         raise InputError(
             'robust needs deploy.state = "server": it compares what changes the c_i, and a site '
