@@ -184,7 +184,7 @@ class Machine(RuleBasedStateMachine):
         if self.server.open_round is not None:
             self.server.close()
         for _ in range(self.quiet_rounds):
-            self.requests = self.server.open(SITES)
+            self.requests = dict(self.server.open(SITES))
             for site in list(self.requests):
                 self.server.receive(site, self.answered(site))
             self.server.close()
@@ -267,8 +267,8 @@ def commit_before_word(folder, expect, initial):
     )
 
 
-def no_memory(algorithm, state, updates, server_keeps):
-    return aggregate(algorithm, state, updates, server_keeps)._replace(memory=state.memory)
+def no_memory(algorithm, state, updates, *more):
+    return aggregate(algorithm, state, updates, *more)._replace(memory=state.memory)
 
 
 ACCIDENTS = (
