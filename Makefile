@@ -14,12 +14,18 @@ CODE := src papers tests tools examples benchmarks
 demo: $(FOR_DEMO)
 	$(BIN)/fedscaffold demo --out runs/demo
 
-# lint runs beside the tests: mypy is one long process, and would keep one core only
+# lint runs beside the tests, as mypy is one long process and would keep one core only; what it says comes after theirs
+define BESIDE_LINT
+	@said=$$(mktemp); $(MAKE) --no-print-directory lint >$$said 2>&1 & lint=$$!; \
+	$(MAKE) --no-print-directory $(1); tests=$$?; wait $$lint; lint=$$?; cat $$said; rm $$said; \
+	test $$tests -eq 0 && test $$lint -eq 0 || { echo "make $@: tests end with code $$tests, lint with $$lint"; exit 1; }
+endef
+
 test: $(READY)
-	@$(MAKE) --no-print-directory -j 2 lint all-tests
+	$(call BESIDE_LINT,all-tests)
 
 quick: $(READY)
-	@$(MAKE) --no-print-directory -j 2 lint fast-tests
+	$(call BESIDE_LINT,fast-tests)
 
 # tests that failed are run once more, alone: the target fails if one of them fails again, or if anything else is wrong
 all-tests: $(READY)
