@@ -12,6 +12,7 @@ from fedscaffold.simulation import compression
 from papers.exercises import compression as compression_exercise
 from papers.exercises import participation as participation_exercise
 from papers.exercises import record, richardson
+from papers.exercises import stale as stale_exercise
 
 ROUNDING = {"float32": 1e-5, "float64": 1e-12}
 
@@ -75,13 +76,10 @@ def verb(*words):
 
 @pytest.fixture(scope="module")
 def stale():
-    """By the command line, as the documentation has it."""
-    done = verb("stale", "--json")
-    assert done.returncode == 0, done.stderr
-    return record.Exercise(**json.loads(done.stdout))
+    return stale_exercise.stale(seeds=2)
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_stale_ages_and_ends(stale):
     assert_sound(stale)
     for row in rows_of(stale, setting="all come"):

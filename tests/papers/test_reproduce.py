@@ -122,7 +122,8 @@ METHODS = [
 ]
 FEW = {"seeds": [0], "grid": [0.3, 1.0], "tune_least": 5, "tune_most": 10}
 SMALLER = {
-    "quadratics-fig3": {"mu": 0.1, "plateau": 100, "runs": 4},
+    "quadratics-fig3": {"clients": 4, "dim": 5, "mu": 0.1, "plateau": 100, "runs": 4},
+    "quadratics-fig4": {"clients": 4, "dim": 5, "mu": 0.1, "points": 7, "states": 100},
     "quadratics-fig5": {
         "draws": 4,
         "iid_clients": [4, 8],
@@ -143,7 +144,7 @@ SMALLER = {
         "all_steps": [2, 5],
         "cloud": {"lr": 0.1, "steps": 10, "noise": 0.05, "runs": 50, "rounds": 50},
     },
-    "scaffold-table3": FEW | {"rows": METHODS, "rounds": 60},
+    "scaffold-table3": FEW | {"rows": METHODS, "rounds": 40, "similarities": [0, 100]},
     "scaffold-table4": FEW | {"rounds": 80, "target": 0.7, "tune_work": 50},
     "scaffold-table5": FEW | {"rounds": 15, "sgd_grid": [1.0], "hidden": 10},
     "tutorial-table": {"seeds": [42, 43], "rounds": 20, "test": 1000},
