@@ -143,7 +143,7 @@ for number, devices in ((2, 2), (4, 1)):
 """
 
 CONFIG = """
-rounds = 500
+rounds = 300
 precision = "float64"
 [problem]
 dataset = "quadratic"
@@ -157,11 +157,20 @@ lr = 0.1
 size = 0.5
 [output]
 dir = "runs/quiet"
-checkpoint_every = 20
+checkpoint_every = 10
 """
 
 KILLS = """
 import shutil
+
+def task(i, host, port):
+    def work():
+        os.environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": host, "SLURM_NTASKS": "2",
+                       "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "JAX_COORDINATOR_PORT": port}
+        sys.argv = ["fedscaffold", "run", "first.toml", "--deadline", "40"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            main()
+    return child(work)
 
 def newest(folder):
     names = os.listdir(folder) if os.path.exists(folder) else []
@@ -175,28 +184,17 @@ def struck(pids, victim):
     os.kill(pids[victim], signal.SIGKILL)
     return all_ended(*pids)
 
-codes = [all_ended(*team(2, "run", "first.toml"))]
+codes = [all_ended(*[task(i, *at) for at in [address().split(":")] for i in range(2)])]
 codes.append(struck(team(2, "run", "first.toml", "--set", "output.dir=runs/killed"), 1))
 codes.append(struck(team(2, "resume", "runs/killed"), 0))
 shutil.copytree("runs/killed", "runs/copy")
 codes.append(all_ended(*team(2, "resume", "runs/killed")))
-codes.append(all_ended(command("resume", "runs/copy", "--rounds", "300")))
+codes.append(all_ended(command("resume", "runs/copy", "--rounds", "200")))
 codes[-1].append(sum(name.startswith("part-") for name in os.listdir("runs/copy/checkpoint")))
-codes.append(all_ended(*team(2, "resume", "runs/copy", "--rounds", "500")))
+codes.append(all_ended(*team(2, "resume", "runs/copy", "--rounds", "300")))
 codes.append(all_ended(*team(2, "run", "first.toml", "--fresh", each=lambda i: ("--set", f"local.lr=0.{i + 1}"))))
 codes.append(all_ended(command("run", "first.toml", "--coordinator", address(), "--processes", "2", "--process-id", "1",
                                "--deadline", "2")))
-
-def task(i, host, port):
-    def work():
-        os.environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": host, "SLURM_NTASKS": "2",
-                       "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "JAX_COORDINATOR_PORT": port}
-        sys.argv = ["fedscaffold", "run", "first.toml", "--set", "output.dir=runs/slurm", "--deadline", "40"]
-        with contextlib.redirect_stdout(io.StringIO()):
-            main()
-    return child(work)
-
-codes.append(all_ended(*[task(i, *at) for at in [address().split(":")] for i in range(2)]))
 """
 
 
@@ -219,9 +217,9 @@ def loaded(path):
         return dict(arrays)
 
 
-# one of each kind of round: no memory, control variates, an exchange before the steps, a coin, personal models, compressed
-# messages; the others differ by formulas, which `tests/simulation/test_conforms.py` compares on one device
-KINDS = ["fedavg", "scaffold", "mime", "scaffnew", "ditto", "scafcom"]
+# one of each kind of round that `CASES` lacks: no memory, a coin, personal models; the others differ by formulas, which
+# `tests/simulation/test_conforms.py` compares on one device
+KINDS = ["fedavg", "scaffnew", "ditto"]
 
 
 @pytest.fixture(
@@ -280,7 +278,7 @@ def killed(tmp_path_factory):
 @pytest.mark.process
 def test_when_a_process_is_killed_the_other_says_so_and_ends(killed):
     (quiet, first, second, *_), said, _ = killed
-    assert quiet == [0, 0], said
+    assert quiet == [0, 0], said  # processes of a Slurm job, which find one another without flags
     assert first == [3, -9], said
     assert second == [-9, 3], said
     for survivor, victim in ((0, 1), (1, 0)):
@@ -324,7 +322,7 @@ def test_any_number_of_processes_goes_on_from_the_last_common_checkpoint(killed)
 
 @pytest.mark.process
 def test_mistakes_at_the_start_are_one_line(killed):
-    (*_, differ, alone, _), said, _ = killed
+    (*_, differ, alone), said, _ = killed
     assert differ == [2, 2], said
     assert (
         said.count("process 1 was asked for another run than process 0 (local.lr: was 0.1, is 0.2)")
@@ -332,13 +330,6 @@ def test_mistakes_at_the_start_are_one_line(killed):
     )
     assert alone == [2], said
     assert "within 2 s (Connection refused): start process 0 there" in said
-
-
-@pytest.mark.process
-def test_processes_of_a_slurm_job_find_one_another_without_flags(killed):
-    (*_, slurm), said, runs = killed
-    assert slurm == [0, 0], said
-    assert bits(runs / "slurm") == bits(runs / "quiet")
 
 
 @pytest.mark.parametrize(
