@@ -13,7 +13,7 @@ from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_score
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import fedscaffold as fs
 from fedscaffold import InputError
@@ -26,14 +26,26 @@ WORDS = np.array(["bad", "fair", "good"])[np.digitize(Y, [-0.7, 1.2])]
 L2 = 0.1
 
 
-# The checks of pandas and of the array API skip themselves where these are not installed.
-@pytest.mark.slow
-@parametrize_with_checks(
-    [
+def scikit_learn_checks():
+    """All checks of the classifier, and those that regressors alone have; `make soak`: all of both.
+
+    What both are checked for is in the class that they share.
+    """
+    known = set()
+    for estimator in (
         fs.FederatedClassifier(rounds=200, local_steps=5, precision="float64"),
         fs.FederatedRegressor(rounds=20, local_steps=5, precision="float64"),
-    ]
-)
+    ):
+        for own, check in estimator_checks_generator(estimator):
+            words = f"{getattr(check, 'func', check).__name__}{getattr(check, 'keywords', '')}"
+            marks = pytest.mark.soak if words in known else ()
+            yield pytest.param(own, check, marks=marks, id=f"{type(own).__name__}-{words}")
+            known.add(words)
+
+
+# The checks of pandas and of the array API skip themselves where these are not installed.
+@pytest.mark.slow
+@pytest.mark.parametrize(("estimator", "check"), [*scikit_learn_checks()])
 @pytest.mark.filterwarnings("ignore")
 def test_scikit_learn_accepts_them(estimator, check):
     check(estimator)
