@@ -180,7 +180,7 @@ echo "7;cluster"
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_job_array_runs_shares_into_one_folder_and_its_last_job_makes_the_table(typed, tmp_path):
-    ask = [*ASK, "--algorithms", "fedavg", "--over", "local.steps=1,3"]
+    ask = [*ASK, "--algorithms", "fedavg", "--local-steps", "2", "--over", "problem.mu=0.1,0.2"]
     code, out, err = typed(*ask, "--out", "out", "--slurm", "job.sh", "--tasks", "2", "--json")
     assert code == 0, err
     assert json.loads(out) == {"script": "job.sh", "tasks": 2, "runs": 4, "folder": "out"}

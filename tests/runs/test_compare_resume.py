@@ -106,7 +106,7 @@ from fedscaffold.experiments import compare, build_problem
 from fedscaffold.runs import page
 from forked import command as started, ended
 
-ASK = ["compare", "--dataset", "quadratic", "--rounds", "3000", "--local-steps", "2", "--lr", "tuned", "--seeds", "2",
+ASK = ["compare", "--dataset", "quadratic", "--rounds", "600", "--local-steps", "2", "--lr", "tuned", "--seeds", "2",
        "--algorithms", "scaffold,fedavg", "--set", "problem.noise=0.01", "--set", "problem.dim=4"]
 
 def command(verb, *words):
@@ -133,7 +133,7 @@ codes.append(cells("broken"))
 codes.append(killed(command(*broken), signal.SIGKILL, "broken", 1))
 codes.append(ended(command(*broken, "--set", "problem.dim=5")))
 codes.append(ended(command("run", "tuned.toml", "--set", "output.dir=broken")))
-codes.append(ended(command("resume", "broken", "--rounds", "4000")))
+codes.append(ended(command("resume", "broken", "--rounds", "700")))
 codes.append(killed(command("resume", "broken"), signal.SIGTERM, "broken", 1))
 codes.append(ended(command("resume", "broken")))
 codes.append(ended(command("resume", "broken")))
@@ -145,7 +145,7 @@ codes.append(killed(pid, signal.SIGKILL, "tuned", 1))
 codes.append(ended(command("resume", "tuned")))
 """
 TUNED = """
-rounds = 3000
+rounds = 600
 [problem]
 dataset = "quadratic"
 noise = 0.01

@@ -252,12 +252,12 @@ def test_advice_on_quadratics_is_the_theorys():
 def test_digits_without_an_optimum_get_different_advice_too(pictures):
     said = {}
     for similarity in (0, 100):
-        problem = pictures(similarity, clients=10, l2=0.0)
+        problem = pictures(similarity, clients=10, l2=0.0, small=True)
         said[similarity] = advise(heterogeneity(problem, batch_size=14), problem, rounds=25)
     assert (said[0].algorithm, said[100].algorithm) == ("scaffold", "fedavg")
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # docs/heterogeneity.md is given both advices; `test_simulated_runs_end_where_the_advice_says` simulates
 def test_digits_get_different_and_right_advice(pictures):
     settings = {"rounds": 25, "batch_size": 14, "metrics": ["loss", "accuracy"]}
     advice, runs = {}, {}
