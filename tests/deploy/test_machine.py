@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from deploy_case import (
+    RECORDS,
     SITES,
     answer,
     everybody,
@@ -34,6 +35,8 @@ from fedscaffold.algorithms.scaffold import Memory
 from fedscaffold.deploy import client_state
 from fedscaffold.deploy.aggregation import aggregate, residual, shares
 from fedscaffold.deploy.schema import blob
+from fedscaffold.deploy.secure_rules import provision
+from fedscaffold.secure.transcript import EXCHANGES
 
 TOLERANCE = 1e-12  # the vectors are of size 10, some hundred roundings each
 
@@ -41,6 +44,7 @@ TOLERANCE = 1e-12  # the vectors are of size 10, some hundred roundings each
 class Machine(RuleBasedStateMachine):
     mode = "server"
     top = ""
+    more = ""
     quiet_rounds = 25
 
     def __init__(self):
@@ -55,7 +59,9 @@ class Machine(RuleBasedStateMachine):
     @initialize(records=strategies.booleans(), share=strategies.sampled_from([1.0, 0.6]))
     def start(self, records, share):
         weights = "weights = 'records'" if records else "weights = 'equal'"
-        extra = f"state = '{self.mode}'\nquorum = 0.3\ndeadline = 10.0"
+        extra = f"state = '{self.mode}'\nquorum = 0.3\ndeadline = 10.0\n{self.more}"
+        if self.more and records:
+            extra += "\n[deploy.records]\n" + "".join(f"{s} = {n}\n" for s, n in RECORDS.items())
         self.settings = settings(
             f"[cohort]\nsize = {share}", extra, "steps = 3\nlr = 0.3", top=weights + self.top
         )
@@ -72,7 +78,7 @@ class Machine(RuleBasedStateMachine):
     def answered(self, site):
         request = self.requests.pop(site)
         reply = answer(request, self.learner, self.settings, site, self.folder / "sites")
-        if self.mode == "client" and reply.facts["kind"] == "train":
+        if self.mode == "client" and reply.facts["kind"] == "train" and "memory" in reply.facts:
             self.ledger[reply.facts["memory"]] = self.waiting(site, reply)
         self.replies.append((site, reply))
         return reply
@@ -158,7 +164,7 @@ class Machine(RuleBasedStateMachine):
     @idle
     @rule(draw=strategies.data())
     def leave(self, draw):
-        if len(self.server.roster) > 2:
+        if len(self.server.roster) > 2 + bool(self.more):
             self.server.leave(draw.draw(strategies.sampled_from(sorted(self.server.roster))))
 
     @invariant()
@@ -184,15 +190,18 @@ class Machine(RuleBasedStateMachine):
         if self.server.open_round is not None:
             self.server.close()
         for _ in range(self.quiet_rounds):
-            self.requests = dict(self.server.open(SITES))
-            for site in list(self.requests):
-                self.server.receive(site, self.answered(site))
-            self.server.close()
+            self.play_quietly()
             self.c_is_the_mean()
         if self.settings.cohort == 1.0 and self.quiet_rounds >= 25:
             goal = optimum(shares(self.server.roster))
             # 25 quiet rounds shrink any distance by 1e-9 or more; a mismatch in c would stay, at some 1e-2
             assert np.linalg.norm(self.server.state.x - goal) < 1e-6
+
+    def play_quietly(self):
+        self.requests = self.server.open(SITES)
+        for site in list(self.requests):
+            self.server.receive(site, self.answered(site))
+        self.server.close()
 
 
 class FilteredMachine(Machine):
@@ -215,6 +224,65 @@ class ClientMachine(Machine):
     mode = "client"
 
 
+DYING = strategies.sets(strategies.sampled_from(SITES[:3]), min_size=1, max_size=2)
+
+
+class SecureMachine(ClientMachine):
+    """With rounds of five exchanges; a sum of two sites is enough for these."""
+
+    quiet_rounds = 3
+    more = "secure = true"
+
+    def reborn(self):
+        provision(self.settings, self.folder, self.folder / "sites")
+        for path in (self.folder / "sites" / "secure").glob("*/secure.toml"):
+            path.write_text(path.read_text().replace("minimum = 3", "minimum = 2"))
+        return super().reborn()
+
+    def advance(self):
+        self.requests |= (requests := self.server.advance())
+        return requests or self.server.close()
+
+    @Machine.busy
+    @rule()
+    def deadline(self):
+        self.now += 11
+        self.advance()
+
+    @precondition(lambda self: self.server.open_round is not None and self.server.due())
+    @rule()
+    def close(self):
+        self.advance()
+
+    @rule(dying=DYING, at=strategies.sampled_from(EXCHANGES))
+    def play_on(self, dying, at):
+        """To the end of a round, some dying at one exchange: by single replies few rounds get there."""
+        if self.server.open_round is None:
+            self.requests = self.server.open(SITES)
+        while self.server.open_round is not None:
+            for site in list(self.requests):
+                if site in dying and self.requests[site].facts.get("exchange") == at:
+                    del self.requests[site]
+                    self.server.failed(site, "died")
+                else:
+                    self.server.receive(site, self.answered(site))
+            self.advance()
+        self.requests = {}
+
+    @Machine.heard
+    @rule(draw=strategies.data())
+    def poison(self, draw):
+        """What counts already stays; of the others' garbage none does."""
+        site, reply = draw.draw(strategies.sampled_from(self.replies[-8:]))
+        current = self.server.open_round
+        before = current is not None and site in current.updates
+        broken = {name: blob(np.full(2, np.nan)) for name in reply.blobs}
+        assert self.server.receive(site, reply._replace(blobs=broken)).counted == before
+
+    def play_quietly(self):
+        self.play_on(set(), "keys")
+
+
 LIMITS = limits(
     max_examples=10,
     stateful_step_count=50,
@@ -232,10 +300,12 @@ TestFiltered = pytest.mark.slow(FilteredMachine.TestCase)
 TestFiltered.settings = LIMITS
 TestClientKeeps = pytest.mark.slow(ClientMachine.TestCase)
 TestClientKeeps.settings = LIMITS
+TestSecure = pytest.mark.slow(SecureMachine.TestCase)
+TestSecure.settings = limits(LIMITS, max_examples=4)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", [Machine, FilteredMachine, ClientMachine])
+@pytest.mark.parametrize("machine", [Machine, FilteredMachine, ClientMachine, SecureMachine])
 def test_many_more_orders(machine):
     run_state_machine_as_test(machine, settings=limits(LIMITS, max_examples=100))
 
@@ -267,8 +337,8 @@ def commit_before_word(folder, expect, initial):
     )
 
 
-def no_memory(algorithm, state, updates, *more):
-    return aggregate(algorithm, state, updates, *more)._replace(memory=state.memory)
+def no_memory(algorithm, state, updates, server_keeps):
+    return aggregate(algorithm, state, updates, server_keeps)._replace(memory=state.memory)
 
 
 ACCIDENTS = (

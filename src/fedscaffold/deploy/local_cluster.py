@@ -34,6 +34,7 @@ from fedscaffold.deploy.processes import (
     has_ended,
     signal_group,
 )
+from fedscaffold.deploy.secure_rules import IDENTITIES, write_identities, write_secure_rules
 from fedscaffold.deploy.server_loop import Stopped
 from fedscaffold.deploy.settings import load
 from fedscaffold.deploy.worker_wire import AVAILABLE, WORKER
@@ -340,6 +341,12 @@ class Federation:
         for site in self.settings.deploy.sites:
             if not (secrets / f"{site}.key").exists():
                 keys.make_site_key(secrets / f"{site}.key", secrets / f"{site}.pub")
+        if self.settings.deploy.secure:
+            public = {site: secrets / f"{site}.pub" for site in self.settings.deploy.sites}
+            write_identities(self.home / "server" / IDENTITIES, public)
+            for site in public:
+                key = str(secrets / f"{site}.key")
+                write_secure_rules(self.settings, site, self.home / "sites" / site, key, public)
 
     def _register(self) -> None:
         """Register the sites' keys and names with the link."""

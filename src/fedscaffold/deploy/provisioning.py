@@ -37,6 +37,13 @@ from fedscaffold.deploy.apps import open_app, read_settings
 from fedscaffold.deploy.client import Site
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.kit_files import HOME, write_server_files, write_site_files
+from fedscaffold.deploy.secure_rules import (
+    IDENTITIES,
+    digest_identities,
+    open_identity,
+    write_identities,
+    write_secure_rules,
+)
 from fedscaffold.deploy.settings import Settings, load
 from fedscaffold.deploy.site_privacy import open_private, place_of
 from fedscaffold.deploy.site_rules import RULES, rules_of, write_rules
@@ -148,6 +155,7 @@ def make_kit(path: Path, out: Path) -> list[Path]:
     copy_app(kit.app, hub / "app")
     write_server_files(hub, kit.port, kit.proxied, kit.environment)
     sites = [_make_site(kit, out, site) for site in kit.settings.deploy.sites]
+    _list_identities(kit, out)
     return [authority, hub, *sites]
 
 
@@ -174,7 +182,8 @@ def add_site(path: Path, out: Path, site: str) -> list[Path]:
     if (out / site).exists():
         raise InputError(f"{out / site} is there already; to give {site} a new key, rotate it")
     copy_app(kit.app, out / "server" / "app")
-    return [out / "server", _make_site(kit, out, site)]
+    made = [out / "server", _make_site(kit, out, site)]
+    return [*made, *(folder for folder in _list_identities(kit, out) if folder not in made)]
 
 
 def rotate(path: Path, out: Path, name: str) -> list[Path]:
@@ -202,7 +211,8 @@ def rotate(path: Path, out: Path, name: str) -> list[Path]:
     if (hub / "keys" / f"{name}.pub").exists():  # else a rotation was interrupted
         _retire_key(hub, name)
     _make_key(hub, out / name, name)
-    return [hub, out / name]
+    made = [hub, out / name]
+    return [*made, *(folder for folder in _list_identities(kit, out) if folder not in made)]
 
 
 def revoke(path: Path, out: Path, site: str) -> list[Path]:
@@ -227,7 +237,25 @@ def revoke(path: Path, out: Path, site: str) -> list[Path]:
     if (out / site).exists():
         make_folder(out / "revoked", private=True)
         (out / site).rename(_next_free(out / "revoked", site, ""))
-    return [hub]
+    return [hub, *_list_identities(kit, out)]
+
+
+def _list_identities(kit: Kit, out: Path) -> list[Path]:
+    """Give the server and all sites the list of the sites' keys, if there are secure sums.
+
+    Returns:
+        The folders of the sites that have a new list.
+    """
+    if not kit.settings.deploy.secure:
+        return []
+    hub, settings = out / "server", read_settings(kit.app)
+    known = {site: hub / "keys" / f"{site}.pub" for site in settings.deploy.sites}
+    public = {site: path for site, path in known.items() if path.is_file()}
+    write_identities(hub / "run" / IDENTITIES, public)
+    folders = [out / site for site in public if (out / site).is_dir()]
+    for folder in folders:
+        write_secure_rules(settings, folder.name, folder / "state", "../../../site.key", public)
+    return folders
 
 
 def _open_kit(path: Path, out: Path) -> Kit:
@@ -300,6 +328,8 @@ def check(folder: Path) -> list[Finding]:
         findings.append(Finding("data", True, f"{site.records} records at {facts['site']}"))
         if settings.privacy is not None:
             findings.append(_privacy(settings, site, facts["site"], folder / "state"))
+        if settings.deploy.secure:
+            findings.append(_secure(settings, facts["site"], folder / "state"))
     except Exception as error:  # any error of the app is a finding
         findings.append(Finding("data", False, f"the app cannot read the data here: {error}"))
     secret = stat.S_IMODE((folder / "site.key").stat().st_mode)
@@ -323,6 +353,20 @@ def _privacy(settings: Settings, site: Site, name: str, folder: Path) -> Finding
     most = private.rules.stop_at_epsilon
     budget = "no budget" if most is None else f"a budget of epsilon {most:g}"
     return Finding("privacy", True, f"noise {private.rules.noise:g}, {budget}, by {RULES}")
+
+
+def _secure(settings: Settings, name: str, folder: Path) -> Finding:
+    """Check a site's rules of secure sums and its list of identities."""
+    try:
+        identity = open_identity(settings, name, folder)
+    except (Refused, InputError, OSError) as error:
+        return Finding("secure sums", False, str(error))
+    assert identity is not None
+    known, minimum = identity.rules.identities, identity.rules.minimum
+    if missing := [site for site in settings.deploy.sites if site not in known]:
+        return Finding("secure sums", False, f"{IDENTITIES} lacks {', '.join(missing)}")
+    said = f"{len(known)} identities, digest {digest_identities(known)} (compare it with the others"
+    return Finding("secure sums", True, f"{said}); sums of {minimum} sites and more")
 
 
 def _versions() -> Finding:

@@ -158,7 +158,9 @@ def write_identities(path: Path, public: Mapping[str, Path]) -> None:
 def write_secure_rules(
     settings: Settings, site: str, folder: Path, key: str, public: Mapping[str, Path]
 ) -> None:
-    """Write a site's rules, unless it has some, and its list of identities.
+    """Write a site's rules, and its list of identities.
+
+    Of rules that it has, only the app that it agrees to is changed, if they name one.
 
     Args:
         settings: The deployment's settings.
@@ -169,18 +171,22 @@ def write_secure_rules(
     """
     place = secure_place(folder, site)
     write_identities(place / IDENTITIES, public)
-    if not (place / RULES).exists():
-        count, share = len(settings.deploy.sites), settings.cohort
-        cohort = min(count, share) if isinstance(share, int) else max(1, round(share * count))
-        facts = {"key": key, "minimum": max(2, threshold_of(settings, cohort))}
-        lines = [f"{name} = {json.dumps(value)}\n" for name, value in facts.items()]
-        if settings.app:
-            lines.append(f"app = {json.dumps(digest_inputs(settings.app, {}))}\n")
-        write_private(place / RULES, f"{WRITTEN}format = {FORMAT}\n{''.join(lines)}")
+    count, share = len(settings.deploy.sites), settings.cohort
+    cohort = min(count, share) if isinstance(share, int) else max(1, round(share * count))
+    facts = {"format": FORMAT, "key": key, "minimum": max(2, threshold_of(settings, cohort))}
+    if settings.app:
+        facts["app"] = digest_inputs(settings.app, {})
+    if (place / RULES).exists():
+        before = toml(text_of(place / RULES), str(place / RULES))
+        facts = {**before, **({"app": facts["app"]} if "app" in before and settings.app else {})}
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in facts.items()]
+    write_private(place / RULES, f"{WRITTEN}{''.join(lines)}")
 
 
 def provision(settings: Settings, server: Path, sites: Path) -> None:
     """Make the identities of sites that run in one process, those that are missing.
+
+    They take any app, which is that of the process.
 
     Args:
         settings: The deployment's settings.
@@ -197,7 +203,7 @@ def provision(settings: Settings, server: Path, sites: Path) -> None:
             keys.make_site_key(place / "site.key", public[site])
     write_identities(server / IDENTITIES, public)
     for site in settings.deploy.sites:
-        write_secure_rules(settings, site, sites, "site.key", public)
+        write_secure_rules(settings._replace(app={}), site, sites, "site.key", public)
 
 
 def _line(key: ec.EllipticCurvePublicKey) -> str:
