@@ -100,7 +100,8 @@ class Records:
     @property
     def counts(self) -> npt.NDArray[np.int64]:
         """Number of records of each client."""
-        return np.diff(self.offsets)
+        counts: npt.NDArray[np.int64] = np.diff(self.offsets)
+        return counts
 
     def __getitem__(self, client: int) -> dict[str, Array]:
         rows, _ = self.gather([client])
