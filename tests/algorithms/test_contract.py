@@ -224,6 +224,8 @@ def test_homogeneous_clients_reduce_to_gradient_descent(name):
     np.testing.assert_allclose(run.vector, x, rtol=0, atol=1e-13)
 
 
+# compiled, each is the plain loop (above) and ends where theory says (tests/algorithms/test_family.py)
+@pytest.mark.soak
 @EVERY
 def test_every_algorithm_learns(name):
     problem = fs.problems.quadratic(num_clients=4, dim=3, mu=0.3, seed=3)

@@ -127,7 +127,8 @@ def test_deployed_is_the_reference(case, keeper, tmp_path):
     assert server.fault is None
 
 
-@pytest.mark.parametrize("keeper", ["server", "client"])
+# `test_deployed_is_the_reference` has both keepers
+@pytest.mark.parametrize("keeper", ["server", pytest.param("client", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", CASES)
 def test_single_precision_is_the_reference_up_to_rounding(case, keeper, tmp_path):
     config = settings(

@@ -276,14 +276,14 @@ def test_noise_has_the_covariance_asked_for():
         rounds=1,
         local_steps=1,
         lr=1.0,
-        seeds=4000,
+        seeds=1000,
         precision="float64",
         metrics=(),
     )
     steps = np.stack([run.vector for run in found.runs[0]])
     error = np.abs(np.cov(steps.T) - covariance)
-    assert error.max() < 5 * 2.0 * np.sqrt(2 / 4000)
-    assert np.abs(steps.mean(axis=0)).max() < 5 * np.sqrt(2.0 / 4000)
+    assert error.max() < 5 * 2.0 * np.sqrt(2 / 1000)
+    assert np.abs(steps.mean(axis=0)).max() < 5 * np.sqrt(2.0 / 1000)
 
 
 def test_one_trace_for_any_number_of_calls():

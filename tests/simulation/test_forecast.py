@@ -43,8 +43,12 @@ print(json.dumps([simulator.size.total, peak() - before]))
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak in /proc")
 @pytest.mark.parametrize(
     ("steps", "cohort"),
-    [("2", "4"), ("2", "20"), ("2", "1.0"), ("12", "20")],
-    ids=["few", "half", "all", "half on several cores"],
+    [  # "half" is between "few" and "all"
+        pytest.param("2", "4", id="few"),
+        pytest.param("2", "20", id="half", marks=pytest.mark.soak),
+        pytest.param("2", "1.0", id="all"),
+        pytest.param("12", "20", id="half on several cores"),
+    ],
 )
 def test_the_forecast_is_near_what_a_process_takes(steps, cohort):
     done = forkserver.run(MEASURE % (steps, cohort), check=True)
