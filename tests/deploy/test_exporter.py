@@ -1,6 +1,7 @@
 """`deploy metrics`: what Prometheus reads of a deployment."""
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -74,6 +75,20 @@ def test_metrics_are_those_of_the_server_at_each_scrape(run):
     assert later["fedscaffold_site_epsilon", "bee"] == 1.5
     assert later["fedscaffold_status_age_seconds",] > 1e9
     assert later["fedscaffold_metric", "loss"] == found["fedscaffold_metric", "loss"]
+
+
+def test_workers_are_seen_at_their_site_and_on_one_machine(tmp_path):
+    told = {"pid": os.getpid(), "starts": 2, "requests": 7, "at": 1.0, "seconds": 0.5}
+    for place in ("home/sites/north/worker", "kits/south/state/worker"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "status.json").write_text(json.dumps(told | {"busy_until": 9.0}))
+    (tmp_path / "kits" / "south" / "site.json").write_text('{"site": "south"}')
+    for folder, site in (("home", "north"), ("kits/south", "south")):
+        found = read(generate_latest(make_registry(tmp_path / folder)).decode())
+        names = ("up", "busy", "requests", "starts", "request_seconds")
+        values = [found[f"fedscaffold_worker_{name}", site] for name in names]
+        assert values == [1, 1, 7, 2, 0.5]
+        assert ("fedscaffold_worker_peak_bytes", site) not in found
 
 
 def test_a_folder_without_a_server_is_refused(tmp_path):

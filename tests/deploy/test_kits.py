@@ -73,6 +73,7 @@ def test_the_kit_of_a_site_passes_its_preflight(tmp_path):
         "server"
     }  # nobody listens there
     assert "4 records" in findings["data"].said
+    assert "the first message starts it" in findings["worker"].said
     with pytest.raises(ValueError, match="not empty"):
         make_kit(tmp_path / "sites.toml", tmp_path / "kits")
 

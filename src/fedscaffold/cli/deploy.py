@@ -282,6 +282,7 @@ def status(
     """Show the sites, when each was last heard, whom the round waits for, and the audit log."""
     from fedscaffold.deploy.audit import read_verified
     from fedscaffold.deploy.server_state import peek_state
+    from fedscaffold.deploy.worker import workers_of
 
     home = next(
         (folder for folder in (out, out / "server") if (folder / "status.json").is_file()), None
@@ -312,12 +313,14 @@ def status(
     broken = [
         f"broken {event['at']}: {event['note']}" for event in events if event["event"] == "broken"
     ]
+    workers = workers_of(out)
     answer = {**now, "audit_events": len(events), "audit_broken": broken, "refused": refused[-10:]}
-    print_answer(
-        answer,
-        [*_status_lines(now, len(events), refused), *(f"  {line}" for line in broken)],
-        as_json,
-    )
+    lines = [*_status_lines(now, len(events), refused), *(f"  {line}" for line in broken)]
+    lines += [
+        f"  worker of {site}: {told['requests']} requests, started {told['starts']} times"
+        for site, told in workers.items()
+    ]
+    print_answer({**answer, "workers": workers}, lines, as_json)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""`deploy metrics`: the state of a deployed server for Prometheus, read from its folder.
+"""`deploy metrics`: the state of a server and of workers for Prometheus, read from their folder.
 
-The server's own process is not involved: what it writes after each step is read anew for every
-scrape, so that a server that died shows as one whose status grows old.
+Their processes are not involved: what they write after each step is read anew for every scrape, so
+that a server that died shows as one whose status grows old.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from prometheus_client.registry import Collector
 
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import keys
+from fedscaffold.deploy.processes import is_alive
+from fedscaffold.deploy.worker import workers_of
 from fedscaffold.parsing import record
 
 __all__ = ["make_registry"]
@@ -32,17 +34,47 @@ def make_registry(folder: Path) -> CollectorRegistry:
     """Return a registry of what the folder of a deployment says at each scrape.
 
     Args:
-        folder: The `--out` folder of a deployment, or `run` of a kit's server.
+        folder: The `--out` folder of a deployment, `run` of a kit's server, or a site's folder.
 
     Raises:
-        InputError: No server has run there.
+        InputError: No server and no worker has run there.
     """
     home = next((one for one in (folder, folder / "server") if _status(one).is_file()), None)
-    if home is None:
+    if home is None and not workers_of(folder):
         raise InputError(f"{folder} has no status.json: nothing was started there")
     registry = CollectorRegistry()
-    registry.register(_FolderCollector(home))
+    if home is not None:
+        registry.register(_FolderCollector(home))
+    registry.register(_WorkersCollector(folder))
     return registry
+
+
+class _WorkersCollector(Collector):
+    """Collector of what the workers of sites have written.
+
+    Args:
+        folder: Folder of a site, or of a deployment on one machine.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this moment."""
+        now, workers = time.time(), workers_of(self.folder)
+        for name, text, value in (
+            ("up", "Whether the worker runs.", lambda w: float(is_alive(w["pid"]))),
+            ("busy", "Whether it is at work.", lambda w: float(w.get("busy_until") is not None)),
+            ("requests", "Requests that workers here have answered.", lambda w: w["requests"]),
+            ("starts", "Times that it was started.", lambda w: w["starts"]),
+            ("silent_seconds", "Time since its last word.", lambda w: now - w["at"]),
+            ("request_seconds", "Time that its last answer took.", lambda w: w.get("seconds")),
+            ("peak_bytes", "Most memory that it has used.", lambda w: w.get("peak_bytes")),
+        ):
+            told = {site: value(worker) for site, worker in workers.items()}
+            yield _by_site(
+                f"worker_{name}", text, {site: v for site, v in told.items() if v is not None}
+            )
 
 
 class _FolderCollector(Collector):

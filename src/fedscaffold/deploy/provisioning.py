@@ -37,6 +37,7 @@ from fedscaffold.deploy.apps import open_app, read_settings
 from fedscaffold.deploy.client import Site
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.kit_files import HOME, write_server_files, write_site_files
+from fedscaffold.deploy.processes import is_alive
 from fedscaffold.deploy.secure_rules import (
     IDENTITIES,
     digest_identities,
@@ -47,6 +48,8 @@ from fedscaffold.deploy.secure_rules import (
 from fedscaffold.deploy.settings import Settings, load
 from fedscaffold.deploy.site_privacy import open_private, place_of
 from fedscaffold.deploy.site_rules import RULES, rules_of, write_rules
+from fedscaffold.deploy.worker import read_status
+from fedscaffold.deploy.worker_wire import open_place
 from fedscaffold.parsing import record, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
 
@@ -332,6 +335,7 @@ def check(folder: Path) -> list[Finding]:
             findings.append(_secure(settings, facts["site"], folder / "state"))
     except Exception as error:  # any error of the app is a finding
         findings.append(Finding("data", False, f"the app cannot read the data here: {error}"))
+    findings.append(_worker(folder))
     secret = stat.S_IMODE((folder / "site.key").stat().st_mode)
     findings.append(
         Finding(
@@ -367,6 +371,21 @@ def _secure(settings: Settings, name: str, folder: Path) -> Finding:
         return Finding("secure sums", False, f"{IDENTITIES} lacks {', '.join(missing)}")
     said = f"{len(known)} identities, digest {digest_identities(known)} (compare it with the others"
     return Finding("secure sums", True, f"{said}); sums of {minimum} sites and more")
+
+
+def _worker(folder: Path) -> Finding:
+    """Check that the worker can use its folder, and say whether it runs."""
+    try:
+        with open_place(folder / "state"):
+            told = read_status(folder / "state")
+    except (InputError, OSError) as error:
+        return Finding("worker", False, str(error))
+    if told is None or not is_alive(told["pid"]):
+        return Finding("worker", True, "not running; its unit or the first message starts it")
+    last = f", the last in {told['seconds']:.2g} s" if "seconds" in told else ""
+    return Finding(
+        "worker", True, f"{told['requests']} requests{last}, started {told['starts']} times"
+    )
 
 
 def _versions() -> Finding:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fedscaffold.deploy.client import Learner, Site
     from fedscaffold.deploy.settings import Settings
 
-__all__ = ["Call", "LoadedApp", "answer_call", "main", "read_status"]
+__all__ = ["Call", "LoadedApp", "answer_call", "main", "read_status", "workers_of"]
 
 LOCK, STATUS = "lock", "status.json"
 SPARE = 1.1  # times the patience of its messenger, after which a request ends the worker
@@ -249,6 +249,21 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         return record(folder / FOLDER / STATUS, pid=int, starts=int, requests=int, at=float)
     except (OSError, ValueError):
         return None
+
+
+def workers_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what workers wrote last, by site.
+
+    Args:
+        folder: Folder of a site, of its kit, or of a deployment on one machine.
+    """
+    places = {folder.name: folder}
+    if (folder / "site.json").is_file():
+        places = {record(folder / "site.json", site=str)["site"]: folder / "state"}
+    elif (folder / "sites").is_dir():
+        places = {place.name: place for place in sorted((folder / "sites").iterdir())}
+    found = {site: read_status(place) for site, place in places.items()}
+    return {site: status for site, status in found.items() if status is not None}
 
 
 def main() -> None:

@@ -1,0 +1,111 @@
+"""What a round of a real federation costs with warm sites, and without.
+
+`python benchmarks/warm_sites.py [--rounds 4]`.
+
+The torch app of `deploy new`, four sites, SuperLink, SuperExec, four SuperNodes, TLS: first with a
+worker at each site that holds app, model and data, then with everything loaded anew for each
+message. Seconds and processor seconds of all processes are the medians over the rounds after the
+first.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from fedscaffold.deploy.local_cluster import Federation
+from fedscaffold.deploy.templates import write_example
+
+TICKS = os.sysconf("SC_CLK_TCK")
+PERIOD = 0.1  # seconds between looks at the processes; what one takes after the last is not counted
+
+
+class Meter(threading.Thread):
+    """Counts the processor seconds of all processes of a federation, also of those that end."""
+
+    def __init__(self, federation):
+        super().__init__(daemon=True)
+        self.federation, self.spent, self.over = federation, {}, threading.Event()
+
+    def run(self):
+        """Look at the processes until `over` is set."""
+        while not self.over.wait(PERIOD):
+            self.look()
+
+    def look(self):
+        """Note what each process of the federation's sessions has taken so far."""
+        leaders = {process.pid for process in list(self.federation.processes.values())}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) in leaders:  # the session
+                ticks = int(fields[11]) + int(fields[12])
+                self.spent[entry.name, fields[19]] = ticks / TICKS
+
+    @property
+    def total(self):
+        """Processor seconds so far."""
+        return sum(self.spent.copy().values())
+
+
+def measure(app, home, worker):
+    """Seconds and processor seconds a round, and the model."""
+    with Federation(app, home, worker) as federation:
+        meter = Meter(federation)
+        meter.start()
+        began = time.monotonic()
+        federation.up()
+        federation.submit()
+        stamps = {}
+        federation.outcome(
+            3600, lambda now: stamps.setdefault(now["round"], (time.monotonic(), meter.total))
+        )
+        meter.over.set()
+        meter.join()
+    at = [stamps[number] for number in sorted(stamps) if number >= 1]
+    pairs = list(itertools.pairwise(at))
+    return {
+        "seconds": statistics.median(b[0] - a[0] for a, b in pairs),
+        "cpu_seconds": statistics.median(b[1] - a[1] for a, b in pairs),
+        "first_round_after": stamps[1][0] - began,
+        "rounds": len(pairs),
+    }, (home / "server" / "model.safetensors").read_bytes()
+
+
+def main():
+    """Measure both, and print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        app = Path(place, "app")
+        write_example(app, "torch")
+        toml = app / "federation.toml"
+        toml.write_text(toml.read_text().replace("rounds = 5", f"rounds = {asked.rounds}"))
+        warm, mine = measure(app, Path(place, "warm"), "kept")
+        cold, theirs = measure(app, Path(place, "cold"), "none")
+    answer = {
+        "warm": warm,
+        "cold": cold,
+        "cpu_ratio": warm["cpu_seconds"] / cold["cpu_seconds"],
+        "seconds_ratio": warm["seconds"] / cold["seconds"],
+        "load": os.getloadavg()[0],
+    }
+    sys.stdout.write(json.dumps(answer | {"same_bits": _arrays(mine) == _arrays(theirs)}) + "\n")
+
+
+def _arrays(model):
+    """The arrays of a model's file, without its head, which names the run."""
+    return model[8 + int.from_bytes(model[:8], "little") :]
+
+
+if __name__ == "__main__":
+    main()
