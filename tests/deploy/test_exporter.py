@@ -64,6 +64,7 @@ def test_metrics_are_those_of_the_server_at_each_scrape(run):
     status = json.loads((folder / "status.json").read_text())
     changed = status | {"round": 4, "waiting_for": ["bee"], "absent": ["fox"], "at": 0.0}
     changed["sites"]["bee"]["epsilon"] = 1.5
+    changed |= {"opened_at": 5.0, "missed": {"bee": {"times": 2}}}
     (folder / "status.json").write_text(json.dumps(changed))
     with (folder / "metrics.jsonl").open("a") as half:
         half.write('{"loss": ')  # a server that is writing
@@ -72,6 +73,9 @@ def test_metrics_are_those_of_the_server_at_each_scrape(run):
     assert 8 < later["fedscaffold_certificate_days",] < 10
     assert later["fedscaffold_site_waited_for", "bee"] == 1
     assert later["fedscaffold_site_absent", "fox"] == 1
+    assert later["fedscaffold_round_open_seconds",] > 1e9
+    assert later["fedscaffold_site_missed_rounds", "bee"] == 2
+    assert 0 < later["fedscaffold_disk_free_bytes",] <= shutil.disk_usage(folder).total
     assert later["fedscaffold_site_epsilon", "bee"] == 1.5
     assert later["fedscaffold_status_age_seconds",] > 1e9
     assert later["fedscaffold_metric", "loss"] == found["fedscaffold_metric", "loss"]

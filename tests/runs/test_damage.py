@@ -308,6 +308,11 @@ STATUS = {
     "sites": {"north": {"records": 3, "counted_in_round": 1, "last_seen": None}},
     "missed": {"south": {"sentence": "south never counted", "cause": "late"}},
     "unmeasured": {"auc": ["north"]},
+    "opened_at": 1763259990.0,
+    "failed": {"south": "killed"},
+    "disk_free": 2.0**30,
+    "certificate_days": 9.5,
+    "warnings": ["something"],
 }
 
 

@@ -5,21 +5,36 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
 from browser import CHROMIUM, WHY, Browser
-from deploy_case import START, InProcess, data, learner, loss, server_of, settings
+from deploy_case import (
+    SITES,
+    START,
+    InProcess,
+    answer,
+    data,
+    everybody,
+    learner,
+    loss,
+    play,
+    server_of,
+    settings,
+)
 
 import fedscaffold as fs
-from fedscaffold.deploy import drive
+from fedscaffold.deploy import drive, server_loop
 from fedscaffold.deploy.schema import Packet, blob
 from fedscaffold.runs import RunRecord, Study, trackers, write
+from fedscaffold.runs.deployed import Deployed
 from fedscaffold.runs.live import source_of
 from fedscaffold.runs.live_server import Server
 from fedscaffold.runs.log_writer import LogWriter
@@ -364,11 +379,52 @@ def test_a_deployed_servers_folder_is_shown_too(deployed, capsys):
     assert held["explained"] > 0
     assert told["seconds"].keys() == {"in rounds", "between rounds"}
     assert not told["stoppable"]
-    assert told["notes"] == [
+    *missed, warning, disk = told["notes"]
+    assert warning.startswith("Warning: deploy.clip is off")
+    assert re.fullmatch(r"Disk: \d+\.\d GiB free\.", disk)
+    assert missed == [
         "bee missed 2 rounds, the last was round 3: not finite: 2 of the 2 numbers of d are NaN or infinite.",
         "cow missed 3 rounds, the last was the evaluation after round 3: the process was killed.",
         "dog missed 3 rounds, the last was the evaluation after round 3: no reply before the deadline.",
     ]
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory):
+    """The folder of a kit's server whose round waits for two sites, one of which failed before."""
+    keys = pytest.importorskip("fedscaffold.deploy.keys")
+    kit = tmp_path_factory.mktemp("kit")
+    keys.make_authority(kit, days=30)
+    keys.make_server(kit, kit, ["localhost"], days=9)
+    config = settings(deploy="quorum = 0.2", top="robust = 'norm_bound:3'")
+    server = server_of(config, kit / "run")
+    everybody(server, config)
+    play(server, config, kit / "run")
+    requests = server.open(SITES)
+    server.failed("bee", "the process was killed")
+    for site in ("ant", "elk"):
+        server.receive(site, answer(requests[site], learner(), config, site, kit / "run" / "sites"))
+    server_loop._write_status(server, "waiting")
+    return kit / "run"
+
+
+def test_whom_a_round_waits_for_since_when_and_what_the_machine_has_left(waiting, capsys):
+    from fedscaffold.cli.deploy import status
+
+    opened = json.loads((waiting / "status.json").read_text())["opened_at"]
+    clock = datetime.fromtimestamp(opened, UTC).strftime("%H:%M:%S UTC")
+    notes = Deployed(waiting).poll().progress.notes
+    assert notes[0] == f"The round waits for cow, dog, since {clock}."
+    assert notes[1] == "bee is not in this round: the process was killed."
+    assert re.fullmatch(r"Disk: \d+\.\d GiB free\.", notes[-2])
+    assert notes[-1] == "The certificate lasts 9 more days."
+    status(waiting)
+    said = capsys.readouterr().out
+    for site in SITES:
+        line = next(one for one in said.splitlines() if one.startswith(f"  {site}: "))
+        assert bool(re.search(r"the round has waited \d+ s for it", line)) == (site in "cow dog")
+    assert "  bee: not in this round: the process was killed" in said.splitlines()
+    assert re.search(r"GiB free; the server's certificate lasts 9 more days", said)
 
 
 def test_runs_that_are_over_are_shown_too(tmp_path, quiet):
@@ -580,4 +636,19 @@ def test_the_page_of_a_deployed_server_in_a_browser(tmp_path, deployed):
         assert "late: dog" in browser.run("document.getElementById('told').textContent")
         for width, dark in ((400, True), (1600, False)):
             readable(browser, width, dark)
+        assert browser.faults == []
+
+
+@pytest.mark.process
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason=WHY)
+def test_the_page_of_a_round_that_waits(tmp_path, waiting):
+    with Server(waiting, source_of(waiting)) as server, Browser(tmp_path) as browser:
+        browser.go(server.address)
+        browser.until("document.querySelectorAll('#notes li').length > 2")
+        notes = browser.run("[...document.querySelectorAll('#notes li')].map(e => e.textContent)")
+        assert notes[0].startswith("The round waits for cow, dog, since ")
+        assert notes[-1] == "The certificate lasts 9 more days."
+        browser.look(400, dark=True)
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
         assert browser.faults == []

@@ -279,8 +279,9 @@ def status(
     out: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")],
     as_json: Json = False,
 ) -> int:
-    """Show the sites, when each was last heard, whom the round waits for, and the audit log."""
+    """Show the sites, whom the round waits for and since when, errors, disk, and the audit log."""
     from fedscaffold.deploy.audit import read_verified
+    from fedscaffold.deploy.host import read_host
     from fedscaffold.deploy.server_state import peek_state
     from fedscaffold.deploy.worker import workers_of
 
@@ -306,7 +307,7 @@ def status(
         "waiting_for": list,
         "absent": list,
     }
-    now = record(home / "status.json", **kinds)
+    now = record(home / "status.json", **kinds) | read_host(home)._asdict()
     kept = peek_state(home / "state")
     events = read_verified(home / "audit.jsonl", None if kept is None else kept.audit)
     refused = [event for event in events if event["event"] == "refused"]
@@ -335,7 +336,7 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
             if facts["last_seen"] is None
             else f"heard {time.time() - facts['last_seen']:.0f} s ago"
         )
-        waits = ", the round waits for it" if site in now["waiting_for"] else ""
+        waits = f", {_waiting_line(now)} it" if site in now["waiting_for"] else ""
         spent = ""
         if facts.get("epsilon") is not None:
             spent = f", epsilon {round_up(facts['epsilon'])} at delta {facts['delta']:g}"
@@ -344,6 +345,7 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
             f"{seen}{waits}{spent}"
         )
     missed = now.get("missed", {})
+    lines += [f"  {site}: not in this round: {why}" for site, why in now.get("failed", {}).items()]
     lines += [f"  {site}: absent" for site in now["absent"] if site not in missed]
     lines += [f"  {one['sentence']}" for one in missed.values()]
     lines += [
@@ -353,7 +355,20 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
         f"  refused {event['at']} {event['site']}: {event['reason']}" for event in refused[-5:]
     ]
     lines += [f"  warning: {said}" for said in now.get("warnings", [])]
-    return [*lines, f"audit log: {events} events, chain whole"]
+    host = f"disk: {now['disk_free'] / 2**30:.1f} GiB free"
+    if (days := now["certificate_days"]) is not None:
+        host += f"; the server's certificate lasts {days:.0f} more days"
+    return [*lines, host, f"audit log: {events} events, chain whole"]
+
+
+def _waiting_line(now: dict[str, Any]) -> str:
+    """Return since when the round waits, without a site's name."""
+    opened = now.get("opened_at")
+    return (
+        "the round waits for"
+        if opened is None
+        else (f"the round has waited {time.time() - opened:.0f} s for")
+    )
 
 
 def _rounds(settings: Settings, given: int | None) -> int:

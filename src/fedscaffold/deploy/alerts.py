@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import threading
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedscaffold.deploy.event_log import EventLog
+from fedscaffold.deploy.host import read_host
 
 if TYPE_CHECKING:
     from fedscaffold.deploy.server import Outcome, Server
@@ -121,7 +121,7 @@ class Alerts:
 
 
 def _full_disk(home: Path) -> dict[str, str]:
-    free = shutil.disk_usage(home).free
+    free = read_host(home).disk_free
     kept = sum(path.stat().st_size for path in (home / "state").glob("*") if path.is_file())
     if free >= max(LEAST_FREE, 4 * kept):
         return {}
@@ -129,9 +129,7 @@ def _full_disk(home: Path) -> dict[str, str]:
 
 
 def _old_certificate(home: Path) -> dict[str, str]:
-    from fedscaffold.deploy import keys
-
-    certificate = home.parent / "server.crt"  # as in a kit
-    if not certificate.is_file() or (left := keys.days_left(certificate)) >= LEAST_DAYS:
+    left = read_host(home).certificate_days
+    if left is None or left >= LEAST_DAYS:
         return {}
     return {"": f"the server's certificate lasts {left:.0f} more days"}

@@ -7,7 +7,6 @@ that a server that died shows as one whose status grows old.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fedscaffold.checks import InputError
-from fedscaffold.deploy import keys
+from fedscaffold.deploy.host import read_host
 from fedscaffold.deploy.processes import is_alive
 from fedscaffold.deploy.worker import workers_of
 from fedscaffold.parsing import record
@@ -121,12 +120,16 @@ class _FolderCollector(Collector):
         ):
             told = {site: facts.get(of) for site, facts in sites.items()}
             yield _by_site(name, text, {site: v for site, v in told.items() if v is not None})
-        yield _gauge("disk_free_bytes", "Space for states.", shutil.disk_usage(self.home).free)
-        yield from self._measured()
-        certificate = self.home.parent / "server.crt"
-        if certificate.is_file():
-            left = keys.days_left(certificate)
+        missed = {site: one.get("times") for site, one in now.get("missed", {}).items()}
+        yield _by_site("site_missed_rounds", "Rounds in which a site did not count.", missed)
+        host, opened = read_host(self.home), now.get("opened_at")
+        open_for = None if opened is None else wall - opened
+        yield _gauge("round_open_seconds", "Time that the round under way takes so far.", open_for)
+        yield _gauge("disk_free_bytes", "Space for states.", host.disk_free)
+        if host.certificate_days is not None:
+            left = host.certificate_days
             yield _gauge("certificate_days", "Days that the server's certificate lasts.", left)
+        yield from self._measured()
 
     def _measured(self) -> Iterator[Metric]:
         """Yield the metrics of the model that were measured last."""

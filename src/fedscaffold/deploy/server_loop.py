@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fedscaffold.deploy.aggregation import rounding_bound, shares
 from fedscaffold.deploy.client import Learner, answer
+from fedscaffold.deploy.host import read_host
 from fedscaffold.deploy.schema import Array, Packet
 from fedscaffold.deploy.server import Outcome, Server
 from fedscaffold.deploy.settings import Settings
@@ -290,7 +291,7 @@ def _write_status(
     server: Server, phase: str, unmeasured: dict[str, list[str]] | None = None
 ) -> None:
     """Write status.json, which `deploy status` displays; replaced atomically."""
-    now, wall = server.clock(), time.time()
+    now, wall, current = server.clock(), time.time(), server.open_round
     p, privacy = shares(server.roster), server.settings.privacy
     sites = {
         site: {
@@ -309,6 +310,8 @@ def _write_status(
         "round": server.state.round,
         "rounds": server.settings.rounds,
         "waiting_for": list(server.waiting),
+        "opened_at": None if current is None else wall - (now - current.began),
+        "failed": {} if current is None else current.failed,
         "absent": [site for site in server.settings.deploy.sites if site not in server.roster],
         "attempt": server.attempt,
         "residual": server.residual,
@@ -321,5 +324,6 @@ def _write_status(
         "unmeasured": unmeasured or {},
         "warnings": server.warnings,
         "privacy": None if privacy is None else asdict(privacy),
+        **read_host(server.folder)._asdict(),
     }
     write_private(server.folder / "status.json", json.dumps(status))

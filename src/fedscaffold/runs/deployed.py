@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = ["Deployed", "find_server_folder"]
 AUDIT, METRICS, STATUS = "audit.jsonl", "metrics.jsonl", "status.json"
 # keys of a metrics line that are not metrics
 NOT_COLUMNS = {"epsilon_by_site", "heard", "round", "unmeasured"}
+HOST = ("opened_at", "disk_free", "certificate_days")
 MOST_REFUSALS = 5  # kinds of refusals to list
 
 
@@ -182,7 +183,11 @@ class Deployed:
     def _notes(self, status: dict[str, Any]) -> tuple[str, ...]:
         waits, absent = status.get("waiting_for", []), status.get("absent", [])
         running = self._phase(status) == "running"
-        said = [f"The round waits for {', '.join(waits)}."] if waits and running else []
+        opened = status.get("opened_at")
+        since = "" if opened is None else f", since {_clock_of(opened)}"
+        said = [f"The round waits for {', '.join(waits)}{since}."] if waits and running else []
+        failed = status.get("failed", {}) if running else {}
+        said += [f"{site} is not in this round: {why}." for site, why in failed.items()]
         missed, unmeasured = status.get("missed", {}), status.get("unmeasured", {})
         unsaid = [site for site in absent if site not in missed]
         said += [f"Absent: {', '.join(unsaid)}."] if unsaid else []
@@ -200,6 +205,8 @@ class Deployed:
             f"{site} has spent epsilon {round_up(value)}, by its own word."
             for site, value in sorted(spent.items())
         ]
+        said += [f"Warning: {warning}." for warning in status.get("warnings", [])]
+        said += _host_notes(status)
         said += [f"Try {self.tries} of this round."] if running and self.tries > 1 else []
         known = {f"{site}: {one['cause']}" for site, one in missed.items()}
         often = [item for item in self.refusals.most_common(MOST_REFUSALS) if item[0] not in known]
@@ -255,21 +262,23 @@ def is_valid_status(status: Any) -> bool:
     if not isinstance(status, dict):
         return False
     missed, unmeasured, sites = (status.get(name, {}) for name in ("missed", "unmeasured", "sites"))
-    tables = all(isinstance(table, dict) for table in (missed, unmeasured, sites))
+    failed = status.get("failed", {})
+    tables = all(isinstance(table, dict) for table in (missed, unmeasured, sites, failed))
     return (
         tables
         and is_text(status.get("phase", ""))
-        and all(_are_texts(status.get(name, [])) for name in ("waiting_for", "absent"))
+        and all(_are_texts(status.get(name, [])) for name in ("waiting_for", "absent", "warnings"))
         and all(
             status.get(name) is None or is_count(status[name])
             for name in ("round", "rounds", "attempt")
         )
         and all(
             status.get(name) is None or is_number(status[name])
-            for name in ("explained", "residual", "at")
+            for name in ("explained", "residual", "at", *HOST)
         )
         and status.get("precision", "float32") in ("float32", "float64")
         and all(map(_are_texts, unmeasured.values()))
+        and all(map(is_text, failed.values()))
         and all(
             isinstance(one, dict) and {"sentence", "cause"} <= one.keys() for one in missed.values()
         )
@@ -286,6 +295,21 @@ def _read_status(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if is_valid_status(found) else {}
+
+
+def _host_notes(status: dict[str, Any]) -> list[str]:
+    """Say what the server's machine has left."""
+    free, days = status.get("disk_free"), status.get("certificate_days")
+    said = [] if free is None else [f"Disk: {free / 2**30:.1f} GiB free."]
+    return said + ([] if days is None else [f"The certificate lasts {days:.0f} more days."])
+
+
+def _clock_of(seconds: float) -> str:
+    """Return a time for display; "?" for one that no calendar has."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return "?"
 
 
 def _timestamp(text: Any) -> float:
