@@ -192,6 +192,7 @@ def test_a_certificate_that_ends_is_told(tmp_path, hook):
     keys = pytest.importorskip("fedscaffold.deploy.keys")
     keys.make_authority(tmp_path, days=30)
     keys.make_server(tmp_path, tmp_path, ["localhost"], days=9)
+    (tmp_path / "run").mkdir()
     assert alerts._old_certificate(tmp_path / "run") == {
         "": "the server's certificate lasts 9 more days"
     }
