@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 from deploy_case import (
     RECORDS,
+    ROUNDS,
     SITES,
     START,
-    answer,
     data,
-    everybody,
+    deployed_server,
     gradient,
-    learner,
     run_quietly,
-    server_of,
     settings,
 )
 from deploy_case import play as play_quietly
@@ -28,23 +26,6 @@ from fedscaffold.deploy import InProcess, Server, drive
 from fedscaffold.deploy.aggregation import blank_memory, residual
 from fedscaffold.deploy.client_state import load_record
 
-# (present, lost): sites that are asked, and those of them whose replies do not arrive
-ROUNDS = (
-    (SITES, ()),
-    (SITES[:3], ()),
-    (SITES, ("bee", "elk")),
-    (SITES[1:], ("dog",)),
-    (("ant", "dog"), ()),
-    (SITES, ()),
-    (SITES[2:], ("cow",)),
-    (("ant", "bee", "elk"), ("ant",)),
-    (SITES, ("ant",)),
-)
-RESTARTS = (
-    1,
-    3,
-    7,
-)  # rounds after which the server is started anew; windows are of 5, 3 and 2 rounds
 REFUSED = {
     "dane": "second exchange",
     "mime": "second exchange",
@@ -87,23 +68,6 @@ def reference_state(algorithm, config):
             algorithm, state, federation, cohort, [i for i in cohort if SITES[i] not in lost]
         )
     return state
-
-
-def deployed_server(config, folder):
-    """The server after `ROUNDS`: the replies of lost sites are made, and do not arrive."""
-    server = server_of(config, folder)
-    everybody(server, config)
-    for number, (present, lost) in enumerate(ROUNDS):
-        if number in RESTARTS:
-            server = server_of(config, folder)
-        for site, request in server.open(present).items():
-            reply = answer(request, learner(config.precision), config, site, folder / "sites")
-            if site in lost:
-                server.failed(site, "lost on the way")
-            else:
-                assert server.receive(site, reply).counted, site
-        assert server.close().committed
-    return server
 
 
 @pytest.mark.parametrize("keeper", ["server", "client"])

@@ -198,7 +198,7 @@ class Machine(RuleBasedStateMachine):
             assert np.linalg.norm(self.server.state.x - goal) < 1e-6
 
     def play_quietly(self):
-        self.requests = self.server.open(SITES)
+        self.requests = dict(self.server.open(SITES))
         for site in list(self.requests):
             self.server.receive(site, self.answered(site))
         self.server.close()
@@ -258,7 +258,7 @@ class SecureMachine(ClientMachine):
     def play_on(self, dying, at):
         """To the end of a round, some dying at one exchange: by single replies few rounds get there."""
         if self.server.open_round is None:
-            self.requests = self.server.open(SITES)
+            self.requests = dict(self.server.open(SITES))
         while self.server.open_round is not None:
             for site in list(self.requests):
                 if site in dying and self.requests[site].facts.get("exchange") == at:
@@ -337,8 +337,8 @@ def commit_before_word(folder, expect, initial):
     )
 
 
-def no_memory(algorithm, state, updates, server_keeps):
-    return aggregate(algorithm, state, updates, server_keeps)._replace(memory=state.memory)
+def no_memory(algorithm, state, updates, *more):
+    return aggregate(algorithm, state, updates, *more)._replace(memory=state.memory)
 
 
 ACCIDENTS = (

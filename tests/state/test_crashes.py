@@ -9,6 +9,7 @@ unsynced bytes absent, present, partly there or torn. Each must be read as one o
 import functools
 import itertools
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedscaffold.state import FileStore, StateError, commit, latest
+from fedscaffold.state import FileStore, StateError, commit, latest, vectors
+from fedscaffold.state.vectors import VectorWriter
 
 CALLS = ("open", "write", "pwrite", "pwritev", "fsync", "replace", "unlink", "mkdir", "close")
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # the calls are counted, not timed
@@ -63,6 +65,53 @@ class Commits:
         equal(before._replace(warnings=()), before.generation)
         commit(root / "run", state(4), {"generation": 4})
         assert latest(root / "run").facts == {"generation": 4}
+
+
+def drafted(folder, values):
+    """A vector of two blocks, written into a folder."""
+    writer = VectorWriter(folder, values.dtype)
+    for block in np.split(values, 2):
+        writer.append(block)
+    return writer.finish()
+
+
+class VectorCommits(Commits):
+    """The third commit, with a vector that changes each time, and one that changed at the second."""
+
+    @staticmethod
+    def commit(folder, generation, same, **more):
+        arrays = {**state(generation), "same": same}
+        arrays["new"] = drafted(folder, np.full(2, float(generation)))
+        return commit(folder, arrays, {"generation": generation}, **more)
+
+    @classmethod
+    def prepare(cls, root):
+        (root / "run").mkdir()
+        for generation in (1, 2):
+            same = drafted(root / "run", np.arange(4.0) + generation)
+            cls.commit(root / "run", generation, same)
+        return 2
+
+    @classmethod
+    def act(cls, root, done):
+        same = latest(root / "run").arrays["same"]
+        done(cls.commit(root / "run", 3, same, after=2))
+
+    @staticmethod
+    def check(root, at_least):
+        snapshot = latest(root / "run")
+        assert snapshot.generation in (at_least, 3)
+        for generation in (snapshot.generation, snapshot.generation - 1):
+            found = latest(root / "run")
+            equal(found._replace(warnings=()), generation)
+            assert np.asarray(found.arrays["new"]).tolist() == [generation] * 2
+            begun = min(generation, 2)
+            assert np.asarray(found.arrays["same"]).tolist() == (np.arange(4.0) + begun).tolist()
+            max((root / "run").glob("state-*")).write_bytes(b"damaged")
+        vectors._token = secrets.token_hex(4)  # what follows is another process's
+        for generation in (4, 5):
+            commit(root / "run", state(generation), {"generation": generation})
+        assert not [*(root / "run").glob("vector-*"), *(root / "run").glob(".draft-*")]
 
 
 class FirstCommit:
@@ -201,7 +250,9 @@ class YoungStores(Stores):
     commits = 1
 
 
-SCENES = {scene.__name__: scene for scene in (Commits, FirstCommit, Stores, YoungStores)}
+SCENES = {
+    scene.__name__: scene for scene in (Commits, VectorCommits, FirstCommit, Stores, YoungStores)
+}
 
 
 # A process that is killed
@@ -272,7 +323,7 @@ def kill_everywhere(name):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["Commits", "FirstCommit", "Stores"])
+@pytest.mark.parametrize("name", ["Commits", "VectorCommits", "FirstCommit", "Stores"])
 def test_killed_between_any_two_calls(name):
     code = (
         f"import test_crashes as t; t.kill_everywhere({name!r})"  # a process of its own: it forks
@@ -474,12 +525,26 @@ FORGOTTEN = {
     "the state's bytes": (Commits, lambda recorder, event: event[0] == "sync file"),
     "the folder": (Commits, lambda recorder, event: event[0] == "sync folder"),
     "the new folder's parent": (FirstCommit, lambda recorder, event: event == ("sync folder", ".")),
+    "the vectors' bytes": (
+        VectorCommits,
+        lambda recorder, event: event[0] == "sync file" and event[1] in drafts(recorder),
+    ),
+    "the vectors' names": (VectorCommits, lambda recorder, event: first_of_two(recorder, event)),
     "the rows' bytes": (
         Stores,
         lambda recorder, event: event[0] == "sync file" and event[1] in row_files(recorder),
     ),
     "the rows' folder": (Stores, lambda recorder, event: event == ("sync folder", "rows")),
 }
+
+
+def drafts(recorder):
+    return {event[2] for event in recorder.trace if event[0] == "link" and ".draft-" in event[1]}
+
+
+def first_of_two(recorder, event):
+    """The folder's sync before the generation is written."""
+    return event is next(one for one in recorder.trace if one[0] == "sync folder")
 
 
 def row_files(recorder):

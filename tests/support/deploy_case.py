@@ -14,6 +14,23 @@ CURVATURE = {site: np.array([1.0 + 0.2 * i, 2.0 - 0.2 * i]) for i, site in enume
 CENTRE = {site: np.array([float(i), 1.0 - i * i]) for i, site in enumerate(SITES)}
 START = np.array([3.0, -2.0])
 RECORDS = {site: 2 + i for i, site in enumerate(SITES)}
+# (present, lost): sites that are asked, and those of them whose replies do not arrive
+ROUNDS = (
+    (SITES, ()),
+    (SITES[:3], ()),
+    (SITES, ("bee", "elk")),
+    (SITES[1:], ("dog",)),
+    (("ant", "dog"), ()),
+    (SITES, ()),
+    (SITES[2:], ("cow",)),
+    (("ant", "bee", "elk"), ("ant",)),
+    (SITES, ("ant",)),
+)
+RESTARTS = (
+    1,
+    3,
+    7,
+)  # rounds after which the server is started anew; windows are of 5, 3 and 2 rounds
 
 
 def settings(
@@ -76,6 +93,23 @@ def run_quietly(config, folder, rounds=None, **more):
 def everybody(server, config, sites=SITES):
     for site in sites:
         server.hello(site, greeting(learner(config.precision), config, site))
+
+
+def deployed_server(config, folder):
+    """The server after `ROUNDS`: the replies of lost sites are made, and do not arrive."""
+    server = server_of(config, folder)
+    everybody(server, config)
+    for number, (present, lost) in enumerate(ROUNDS):
+        if number in RESTARTS:
+            server = server_of(config, folder)
+        for site, request in server.open(present).items():
+            reply = answer(request, learner(config.precision), config, site, folder / "sites")
+            if site in lost:
+                server.failed(site, "lost on the way")
+            else:
+                assert server.receive(site, reply).counted, site
+        assert server.close().committed
+    return server
 
 
 def play(server, config, folder, present=SITES):

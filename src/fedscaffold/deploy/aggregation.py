@@ -11,23 +11,35 @@ over the roster. A member of mass m that joins has c_i = 0:     c <- c M / (M + 
 When a member of mass m leaves:                                 c <- (M c - m c_i) / (M - m)
 
 Sums are computed in double precision in the order of site names, so the result does not depend on
-the order of replies.
+the order of replies, and block by block (`blocks.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import absorb, each, exchange, rebuild
+from fedscaffold.deploy.blocks import (
+    Builder,
+    Vector,
+    assemble,
+    is_large,
+    join_norms,
+    norm,
+    slices,
+    take,
+)
 from fedscaffold.deploy.gate import Refused, Update
 from fedscaffold.deploy.schema import Array, Record, cast
 from fedscaffold.metrics import explained
+from fedscaffold.state.vectors import FileVector
 
 __all__ = [
     "Member",
@@ -90,7 +102,7 @@ class State(NamedTuple):
     precision, so that they do not drift from the means of the memories by rounding."""
     memory: dict[str, Record]
     """Client memories by site, where the server keeps them; sites without an entry have the initial
-    one."""
+    one. The vectors of large models are in files (`FileVector`)."""
     roster: dict[str, Member]
     buffers: dict[str, Array]
     scale: float = 0.0
@@ -119,11 +131,33 @@ def shares(roster: Mapping[str, Member]) -> dict[str, float]:
     return {site: member.mass / total for site, member in roster.items()}
 
 
+class Weights(NamedTuple):
+    """Weights of a round."""
+
+    p: dict[str, float]
+    """p_i of every member."""
+    heard: float
+    """Sum of the p_i of those that were heard."""
+    share: dict[str, float]
+    """p_i / heard of those that were heard."""
+
+
+def weigh(roster: Mapping[str, Member], heard: Iterable[str]) -> Weights:
+    """Return the weights of a round in which some members were heard."""
+    p, sites = shares(roster), sorted(heard)
+    total = sum(p[site] for site in sites)
+    return Weights(p, total, {site: p[site] / total for site in sites})
+
+
 def initial_state(algorithm: Algorithm, x: Array, buffers: dict[str, Array]) -> State:
     """Return the state before the first round."""
-    wide = algorithm.init(x.astype(np.float64))
-    record = type(wide)(*(np.asarray(value, np.float64) + 0.0 for value in wide))  # no -0.0
-    return State(0, record._replace(x=x), {}, {}, buffers)
+
+    def block(place: slice) -> Record:
+        wide = algorithm.init(x[place].astype(np.float64))
+        record = type(wide)(*(np.asarray(value, np.float64) + 0.0 for value in wide))  # no -0.0
+        return record._replace(x=x[place])
+
+    return State(0, assemble(x.size, block), {}, {}, buffers)
 
 
 def blank_memory(algorithm: Algorithm, like: Array) -> Record:
@@ -132,7 +166,7 @@ def blank_memory(algorithm: Algorithm, like: Array) -> Record:
     return None if memory is None else cast(memory, like.dtype)
 
 
-def message_of(algorithm: Algorithm, vectors: Mapping[str, Array], travel: float) -> Record:
+def message_of(algorithm: Algorithm, vectors: Mapping[str, Vector], travel: float) -> Record:
     """Return the message in double precision from received vectors.
 
     A missing move is `travel` times the direction.
@@ -141,7 +175,7 @@ def message_of(algorithm: Algorithm, vectors: Mapping[str, Array], travel: float
     >>> message_of(scaffold(), {"d": np.array([3.0])}, travel=0.5)
     Message(d=array([3.]), move=array([1.5]))
     """
-    wide = {name: value.astype(np.float64) for name, value in vectors.items()}
+    wide = {name: np.asarray(value, np.float64) for name, value in vectors.items()}
     return rebuild(algorithm, wide, travel, plain=exchange(algorithm).move not in vectors)
 
 
@@ -157,45 +191,84 @@ def update_memory(algorithm: Algorithm, sent: Record, memory: Record, message: R
 
 
 def aggregate(
-    algorithm: Algorithm, state: State, updates: Mapping[str, Update], server_keeps: bool
+    algorithm: Algorithm,
+    state: State,
+    updates: Mapping[str, Update],
+    server_keeps: bool,
+    folder: Path | None = None,
 ) -> State:
-    """Return the state after a training round.
+    """Return the state after a training round, but for its `scale`.
 
     Args:
         algorithm: The algorithm.
         state: The state before the round.
         updates: The validated replies by site.
         server_keeps: Whether the server keeps the clients' memories.
+        folder: Where the new memories of a large model are written, to be committed there; they are
+            held in memory if None.
     """
-    p = shares(state.roster)
-    heard = sum(p[site] for site in sorted(updates))
-    share = {site: p[site] / heard for site in updates}
-    dtype, told, memory = state.x.dtype, state.told, dict(state.memory)
-    blank, mean, rounding = blank_memory(algorithm, state.x), None, None
-    for site in sorted(updates):
-        message = message_of(algorithm, updates[site].vectors, updates[site].travel)
-        mean = _add(mean, share[site], message)
-        if server_keeps and algorithm.has_memory:
-            exact = update_memory(algorithm, told, state.memory.get(site, blank), message)
-            memory[site] = cast(exact, dtype)
-            rounding = _add(
-                rounding, p[site], each(lambda stored, value: stored - value, memory[site], exact)
-            )
-    server = algorithm.update(cast(state.server, np.float64), cast(told, np.float64), mean, heard)
-    if rounding is not None:
-        # apply the memories' storage rounding to the means
-        server = absorb(algorithm, server, rounding)
+    weights = weigh(state.roster, updates)
+    keeps, size = server_keeps and algorithm.has_memory, state.x.size
+    server, place_of_rows = Builder(size), folder if is_large(size) else None
+    rows = {site: Builder(size, place_of_rows) for site in updates if keeps}
+    for place in slices(size):
+        server.append(_train_block(algorithm, state, updates, weights, place, rows))
     done, roster = state.round + 1, dict(state.roster)
     for site, update in updates.items():
         word = f"round {done} applied"
         roster[site] = roster[site]._replace(
             applied=done, digest=update.memory, own=update.own, told=word
         )
-    server = cast(server, np.float64)._replace(x=server.x.astype(dtype))
-    new = State(done, server, memory, roster, _average_buffers(state, share, updates), state.scale)
-    if server_keeps:
-        return new._replace(scale=max(state.scale, memory_scale(algorithm, new)))
-    return new
+    memory = {**state.memory, **{site: row.finish() for site, row in rows.items()}}
+    buffers = _average_buffers(state, weights.share, updates)
+    return State(done, server.finish(), memory, roster, buffers, state.scale)
+
+
+def take_vectors(update: Update, place: slice) -> dict[str, Array]:
+    """Return a block of each vector of a reply; numbers stay."""
+    return {
+        name: value[place] if value.ndim else np.asarray(value)
+        for name, value in update.vectors.items()
+    }
+
+
+def _train_block(
+    algorithm: Algorithm,
+    state: State,
+    updates: Mapping[str, Update],
+    weights: Weights,
+    place: slice,
+    rows: Mapping[str, Builder],
+) -> Record:
+    """Return a block of the server's record after a round.
+
+    Args:
+        algorithm: The algorithm.
+        state: The state before the round.
+        updates: The validated replies by site.
+        weights: The weights of the sites.
+        place: The block.
+        rows: By site, where its new memory goes; empty if the server does not keep it.
+    """
+    p, heard, share = weights
+    server, dtype = take(state.server, place), state.x.dtype
+    sent, mean, rounding = cast(cast(server, dtype), np.float64), None, None
+    blank = blank_memory(algorithm, server.x)
+    for site in sorted(updates):
+        message = message_of(algorithm, take_vectors(updates[site], place), updates[site].travel)
+        mean = _add(mean, share[site], message)
+        if site in rows:
+            before = take(state.memory.get(site), place)
+            exact = update_memory(algorithm, sent, blank if before is None else before, message)
+            stored = cast(exact, dtype)
+            rows[site].append(stored)
+            off = each(lambda kept, value: kept - value, stored, exact)
+            rounding = _add(rounding, p[site], off)
+    server = algorithm.update(cast(server, np.float64), sent, mean, heard)
+    if rounding is not None:
+        # apply the memories' storage rounding to the means
+        server = absorb(algorithm, server, rounding)
+    return cast(server, np.float64)._replace(x=server.x.astype(dtype))
 
 
 def _add(total: Record, weight: float, record: Record) -> Record:
@@ -210,21 +283,21 @@ def add_member(algorithm: Algorithm, state: State, site: str, member: Member) ->
     before = sum(m.mass for m in state.roster.values())
     after = sum(m.mass for m in roster.values())
     moved = member.mass - state.roster[site].mass if site in state.roster else 0.0
-    memory = state.memory.get(site, blank_memory(algorithm, state.x))
-    server = _reweight(algorithm, state, memory, before, moved, after)
+    server = _reweight(algorithm, state, state.memory.get(site), before, moved, after)
     return state._replace(roster=roster, server=server)
 
 
 def remove_member(algorithm: Algorithm, state: State, site: str) -> State:
     """Remove a member whose memory is known to the server or zero; others need a resync."""
-    gone = state.memory.get(site, blank_memory(algorithm, state.x))
+    gone = state.memory.get(site)
     roster = {name: m for name, m in state.roster.items() if name != site}
     kept = {name: value for name, value in state.memory.items() if name != site}
     before = sum(m.mass for m in state.roster.values())
     after = sum(m.mass for m in roster.values())
     if not roster:
-        zeros = {field: np.zeros_like(getattr(state.server, field)) for field, _ in algorithm.means}
-        return state._replace(roster=roster, memory=kept, server=state.server._replace(**zeros))
+        zeros = [np.zeros_like(getattr(state.server, field)) for field, _ in algorithm.means]
+        server = _replace_means(algorithm, state, zeros)
+        return state._replace(roster=roster, memory=kept, server=server)
     server = _reweight(algorithm, state, gone, before, -state.roster[site].mass, after)
     # rounding errors grow by the same factor as the weights of the remaining members
     return state._replace(
@@ -235,17 +308,28 @@ def remove_member(algorithm: Algorithm, state: State, site: str) -> State:
 def _reweight(
     algorithm: Algorithm, state: State, memory: Record, before: float, moved: float, after: float
 ) -> Record:
-    """Return the server record after the mass of one memory grows by `moved`.
+    """Return the server record after the mass of one memory, None for zeros, grows by `moved`.
 
     The total mass goes from `before` to `after`.
     """
-    fields = {}
-    for field, of in algorithm.means:
-        total = before * getattr(state.server, field)
-        if moved:
-            total = total + moved * getattr(memory, of).astype(np.float64)
-        fields[field] = total / after
-    return state.server._replace(**fields)
+
+    def block(place: slice) -> tuple[Array, ...]:
+        server, part, fields = take(state.server, place), take(memory, place), []
+        for field, of in algorithm.means:
+            total = before * getattr(server, field)
+            if moved:
+                held = blank_memory(algorithm, server.x) if part is None else part
+                total = total + moved * getattr(held, of).astype(np.float64)
+            fields.append(total / after)
+        return tuple(fields)
+
+    return _replace_means(algorithm, state, assemble(state.x.size, block))
+
+
+def _replace_means(algorithm: Algorithm, state: State, values: Iterable[Array]) -> Record:
+    """Return the server record with new values of its means, in their order."""
+    fields = (field for field, _ in algorithm.means)
+    return state.server._replace(**dict(zip(fields, values, strict=True)))
 
 
 def resync_means(algorithm: Algorithm, state: State, reports: Mapping[str, Record]) -> State:
@@ -257,24 +341,29 @@ def resync_means(algorithm: Algorithm, state: State, reports: Mapping[str, Recor
         site: member if site in reports else member._replace(digest="")
         for site, member in state.roster.items()
     }
-    server = state.server._replace(**memory_means(algorithm, state, reports))
-    return state._replace(server=server, roster=roster)
+    return state._replace(server=memory_means(algorithm, state, reports), roster=roster)
 
 
-def memory_means(
-    algorithm: Algorithm, state: State, memory: Mapping[str, Record]
-) -> dict[str, Array]:
-    """Return sum p_i memory_i by field of the server's record.
+def memory_means(algorithm: Algorithm, state: State, memory: Mapping[str, Record]) -> Record:
+    """Return the server's record with its means recomputed: sum p_i memory_i.
 
     Sites without an entry count as zeros.
     """
+    found = assemble(state.x.size, lambda place: _means_block(algorithm, state, memory, place))
+    return _replace_means(algorithm, state, found)
+
+
+def _means_block(
+    algorithm: Algorithm, state: State, memory: Mapping[str, Record], place: slice
+) -> tuple[Array, ...]:
+    """Return a block of sum p_i memory_i, in the order of the algorithm's means."""
     p, total = shares(state.roster), None
     for site in sorted(memory):
-        total = _add(total, p[site], memory[site])
-    return {
-        field: np.zeros(state.x.size) if total is None else getattr(total, of)
-        for field, of in algorithm.means
-    }
+        total = _add(total, p[site], take(memory[site], place))
+    size = state.x[place].size
+    return tuple(
+        np.zeros(size) if total is None else getattr(total, of) for _, of in algorithm.means
+    )
 
 
 def residual(algorithm: Algorithm, state: State) -> float:
@@ -284,8 +373,13 @@ def residual(algorithm: Algorithm, state: State) -> float:
     """
     if not state.roster:
         return 0.0
-    means = memory_means(algorithm, state, state.memory)
-    return math.hypot(*(norm(getattr(state.server, field) - mean) for field, mean in means.items()))
+    gaps = []
+    for place in slices(state.x.size):
+        means = _means_block(algorithm, state, state.memory, place)
+        server = take(state.server, place)
+        for (field, _), mean in zip(algorithm.means, means, strict=True):
+            gaps.append(norm(getattr(server, field) - mean))
+    return join_norms(gaps)
 
 
 def rounding_bound(state: State) -> float:
@@ -315,13 +409,24 @@ def find_nonfinite(state: State) -> str | None:
     ('ant', None)
     """
     parts = [(site, value) for site, record in state.memory.items() for value in record]
-    parts += state.told._asdict().items()
+    parts += state.server._asdict().items()
     parts += [
         (f"buffer {name}", value)
         for name, value in state.buffers.items()
         if value.dtype.kind == "f"
     ]
-    return next((name for name, value in parts if not np.isfinite(value).all()), None)
+    sent = dict.fromkeys(state.server._fields, state.x.dtype)  # rounded when they are sent
+    return next(
+        (name for name, value in parts if not _is_finite(value, sent.get(name, value.dtype))), None
+    )
+
+
+def _is_finite(value: Vector, dtype: np.dtype[Any]) -> bool:
+    """Return whether all numbers are finite, rounded to a dtype."""
+    flat = value if isinstance(value, FileVector) else np.ravel(value)
+    return all(
+        np.isfinite(flat[place].astype(dtype, copy=False)).all() for place in slices(value.size)
+    )
 
 
 def measure(
@@ -336,7 +441,7 @@ def measure(
     Args:
         update: A validated reply.
         algorithm: The algorithm.
-        told: The server's record, as sent to the client.
+        told: The server's record that was sent to the client, before its rounding.
         most: Largest factor by which the server may multiply a vector other than the move.
         clip: Largest norm, if any.
 
@@ -356,31 +461,52 @@ def measure(
     >>> measure(update, scaffold(), server, 2.0, clip=200**0.5 / 2).vectors
     {'d': array([1.5, 2. ]), 'move': array([3., 4.])}
     """
-    known, references = exchange(algorithm), dict(algorithm.references)
-    sent = cast(told, np.float64)
+    known = exchange(algorithm)
     (dtype,) = {vector.dtype for vector in update.vectors.values()}
-    usual, off = {}, {}
+    size = max(vector.size for vector in update.vectors.values())
+    norms: dict[str, list[float]] = {name: [] for name in known.vectors}
     # values too large for double precision are infinite
     with np.errstate(over="ignore", invalid="ignore"):
-        message = message_of(algorithm, update.vectors, update.travel)
-        for name in known.vectors:
-            usual[name] = references[name](sent) if name in references else 0.0
-            off[name] = getattr(message, name) - usual[name]
+        for place in slices(size):
+            for name, (_, value) in _deviations(update, algorithm, told, place).items():
+                norms[name].append(norm(value))
     length = math.hypot(
-        *((1.0 if name == known.move else most) * norm(value) for name, value in off.items())
+        *((1.0 if name == known.move else most) * join_norms(one) for name, one in norms.items())
     )
     longest = max(length, *(norm(vector) for vector in update.vectors.values()))
     if not longest < float(np.finfo(dtype).max) / HEADROOM:
-        largest = max(float(np.abs(vector).max(initial=0.0)) for vector in update.vectors.values())
+        largest = max(
+            float(np.abs(vector[place]).max(initial=0.0))
+            for vector in update.vectors.values()
+            for place in slices(size)
+        )
         raise Refused(
             "overflow", f"numbers up to {largest:.3g} do not fit {dtype} when they are added up"
         )
     if clip is None or length <= clip:
         return update._replace(length=length)
-    clipped = {
-        name: (usual[name] + clip / length * value).astype(dtype) for name, value in off.items()
-    }
+
+    def block(place: slice) -> tuple[Array, ...]:
+        off = _deviations(update, algorithm, told, place)
+        return tuple((usual + clip / length * value).astype(dtype) for usual, value in off.values())
+
+    clipped = dict(zip(known.vectors, assemble(size, block), strict=True))
     return update._replace(vectors=clipped, length=clip, clipped=length)
+
+
+def _deviations(
+    update: Update, algorithm: Algorithm, told: Record, place: slice
+) -> dict[str, tuple[Any, Array]]:
+    """Return a block of the reference of each vector of a message, and of the deviation from it."""
+    vectors, references = take_vectors(update, place), dict(algorithm.references)
+    (dtype,) = {vector.dtype for vector in vectors.values()}
+    sent = cast(cast(take(told, place), dtype), np.float64)
+    message = message_of(algorithm, vectors, update.travel)
+    usual = {
+        name: references[name](sent) if name in references else 0.0
+        for name in exchange(algorithm).vectors
+    }
+    return {name: (value, getattr(message, name) - value) for name, value in usual.items()}
 
 
 def find_outsized(lengths: Mapping[str, float], usual: Array) -> dict[str, Refused]:
@@ -402,18 +528,6 @@ def find_outsized(lengths: Mapping[str, float], usual: Array) -> dict[str, Refus
         for site, length in sorted(lengths.items())
         if length > most
     }
-
-
-def norm(vector: Array) -> float:
-    """Return the Euclidean norm in double precision, without intermediate overflow or underflow.
-
-    >>> [f"{norm(np.array(values)):.6g}" for values in ([3e200, 4e200], np.float32([3e30, 4e30]))]
-    ['5e+200', '5e+30']
-    """
-    most = float(np.abs(vector).max(initial=0.0))
-    if most == 0.0 or not math.isfinite(most):
-        return most
-    return most * float(np.linalg.norm(vector.astype(np.float64) / most))
 
 
 def mean_metrics(

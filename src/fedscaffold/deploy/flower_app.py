@@ -127,9 +127,8 @@ class FlowerTransport:
         """Push the requests; one that cannot be pushed counts as a failed client."""
         self.asked = {}  # replies to older requests are ignored
         nodes = {site: node for node, site in self.names.items()}
-        sites = list(requests)
-        pushed = self._push([(nodes[site], requests[site]) for site in sites], MessageType.TRAIN)
-        for site, message in zip(sites, pushed, strict=True):
+        for site in requests:  # one by one: each holds vectors of the model's size
+            (message,) = self._push([(nodes[site], requests[site])], MessageType.TRAIN)
             if message is None:
                 self.found.append((nodes[site], site, "its request could not be sent"))
             else:

@@ -19,10 +19,12 @@ nothing else.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedscaffold.deploy.blocks import Vector, slices
 from fedscaffold.deploy.schema import Array, Blob, Packet, Ranges, Schema, digest_of, pack, unpack
 from fedscaffold.deploy.settings import Settings
 
@@ -78,7 +80,8 @@ class Asked(NamedTuple):
 class Update(NamedTuple):
     """A validated reply."""
 
-    vectors: dict[str, Array]
+    vectors: Mapping[str, Vector]
+    """Fields of the message; those of large models are in files until the round is closed."""
     travel: float
     """K_i lr with the validated number of steps; converts a mean direction to a move."""
     buffers: dict[str, Array]
@@ -277,7 +280,8 @@ def read_array(packet: Packet, name: str, shape: tuple[int, ...], dtype: str) ->
 
 def check_finite(name: str, array: Array) -> None:
     """Raise `Refused` if an array holds NaN or infinity."""
-    bad = array.size - int(np.count_nonzero(np.isfinite(array)))
+    flat = array.reshape(-1)
+    bad = sum(int(np.count_nonzero(~np.isfinite(flat[place]))) for place in slices(array.size))
     if bad:
         raise Refused(
             "not finite", f"{bad} of the {array.size} numbers of {name} are NaN or infinite"

@@ -23,6 +23,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.deploy.packets import Blob, Fact, Packet
 from fedscaffold.layers import Split, split
 from fedscaffold.state.safetensors_io import bfloat16
+from fedscaffold.state.vectors import FileVector
 
 __all__ = [
     "Array",
@@ -194,15 +195,20 @@ def unpack(vector: Array, private: Ranges, size: int) -> Array:
     return whole
 
 
-def fingerprint(vector: Array | None) -> str:
+def fingerprint(vector: Array | FileVector | tuple[Array | FileVector, ...] | None) -> str:
     """Return a digest of a vector's bits; "" for None, which stands for the initial zeros.
+
+    That of several vectors is that of all of them, one after the other.
 
     >>> fingerprint(None), len(fingerprint(np.zeros(3)))
     ('', 32)
     """
     if vector is None:
         return ""
-    return hashlib.sha256(np.ascontiguousarray(vector).tobytes()).hexdigest()[:32]
+    found = hashlib.sha256()
+    for part in vector if isinstance(vector, tuple) else (vector,):
+        found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()[:32]
 
 
 def digest_of(value: Any) -> str:
@@ -225,5 +231,5 @@ def digest_inputs(words: Any, arrays: dict[str, Array]) -> str:
     found = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         found.update(json.dumps([name, array.dtype.str, array.shape]).encode())
-        found.update(np.ascontiguousarray(array).tobytes())
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return found.hexdigest()

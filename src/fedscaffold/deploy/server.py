@@ -40,25 +40,18 @@ from fedscaffold.checks import InputError
 from fedscaffold.deploy import aggregation, gate
 from fedscaffold.deploy.aggregation import Member, State, blank_memory
 from fedscaffold.deploy.audit import Audit
+from fedscaffold.deploy.blocks import is_large, norm, spill
 from fedscaffold.deploy.gate import Asked, Refused, Update
 from fedscaffold.deploy.outliers import find_outliers
-from fedscaffold.deploy.schema import (
-    Array,
-    Blob,
-    Fact,
-    Packet,
-    Schema,
-    blob,
-    digest_of,
-    fingerprint,
-    flatten,
-    pack,
-)
+from fedscaffold.deploy.requests import Requests
+from fedscaffold.deploy.schema import Array, Fact, Packet, Schema, digest_of, fingerprint
 from fedscaffold.deploy.secure_vector import threshold_of
 from fedscaffold.deploy.server_state import SavedState, load_state, save_state
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.metrics import complaint
 from fedscaffold.random_streams import start_stream
+from fedscaffold.state.files import make_folder
+from fedscaffold.state.vectors import remove_vectors
 
 if TYPE_CHECKING:
     from fedscaffold.deploy.secure_round import SecureRound
@@ -71,6 +64,7 @@ MOST_DOUBLINGS = 32
 DIGEST = re.compile(r"[0-9a-f]{32}")
 # share of the total weight above which an unconfirmed number of records is warned about
 HEAVY = 0.5
+REPLIES = "replies"  # folder of the large replies of an open round
 AGAIN = 1 << 32  # stream of repeated draws of a round, which the simulator does not have
 
 
@@ -170,6 +164,9 @@ class Server:
                 "the model keeps arrays that are not trained; give the server "
                 "buffers=learner.buffers"
             )
+        if is_large(schema.size):
+            make_folder(self.folder / REPLIES, private=True)
+            remove_vectors(self.folder / REPLIES, ())  # of a process that was killed
         kept = load_state(self.folder / "state", settings, schema)
         if kept is None:
             x = np.asarray(start, settings.precision)
@@ -356,7 +353,7 @@ class Server:
 
     # Rounds
 
-    def open(self, present: Collection[str], evaluate: bool = False) -> dict[str, Packet]:
+    def open(self, present: Collection[str], evaluate: bool = False) -> Mapping[str, Packet]:
         """Open a round.
 
         Args:
@@ -364,7 +361,8 @@ class Server:
             evaluate: Measure the model at every member instead of training.
 
         Returns:
-            Requests by site; empty if too few members are present for the quorum.
+            Requests by site, each made when it is asked for; empty if too few members are present
+            for the quorum.
         """
         self._require_idle()
         deploy, roster, share = self.settings.deploy, self.roster, self.settings.cohort
@@ -414,7 +412,7 @@ class Server:
         self.audit.write(
             "opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt
         )
-        return {site: request for site, (request, _) in asked.items()}
+        return self._requests(kind, {site: facts for site, (facts, _) in asked.items()}, secure)
 
     def receive(self, site: str, packet: Packet) -> Verdict:
         """Validate a reply and add it to the open round.
@@ -439,7 +437,7 @@ class Server:
             if site in current.updates:
                 return Verdict(True, "already here: counted once")
             current.failed.pop(site, None)
-            current.updates[site] = self._check_update(site, update, current)
+            current.updates[site] = self._spill(self._check_update(site, update, current))
             if update.spent is not None:
                 self.roster[site] = self.roster[site]._replace(**update.spent._asdict())
             return Verdict(True, "")
@@ -468,7 +466,7 @@ class Server:
         late = current is not None and self.clock() - current.began >= self.settings.deploy.deadline
         return late or not self.waiting
 
-    def advance(self) -> dict[str, Packet]:
+    def advance(self) -> Mapping[str, Packet]:
         """Go on to the next exchange of the open round.
 
         Returns:
@@ -487,7 +485,8 @@ class Server:
         asked = {site: self._ask(site, current.kind, current.secure) for site in sites}
         expected = {site: reply for site, (_, reply) in asked.items()}
         self.open_round = current._replace(asked=expected, updates={}, began=self.clock())
-        return {site: request for site, (request, _) in asked.items()}
+        facts = {site: request for site, (request, _) in asked.items()}
+        return self._requests(current.kind, facts, current.secure)
 
     def close(self) -> Outcome:
         """Close the round: commit it if the quorum is met, otherwise leave the state unchanged."""
@@ -599,8 +598,20 @@ class Server:
             "evaluate": kind == "train" and self._measures(self.state.round),
         }
 
-    def _ask(self, site: str, kind: str, secure: SecureRound | None = None) -> tuple[Packet, Asked]:
-        """Return a request and the reply expected to it.
+    def _requests(
+        self, kind: str, facts: Mapping[str, dict[str, Fact]], secure: SecureRound | None
+    ) -> Requests:
+        """Return the requests of a round, or of the present exchange of a `secure` one."""
+        if secure is None:
+            return Requests(kind, facts, self.state, self.algorithm, self.server_keeps)
+        more = {site: secure.blobs(site) for site in facts}
+        asks = kind if secure.exchange == "masked" else ""
+        return Requests(asks, facts, self.state, self.algorithm, self.server_keeps, more)
+
+    def _ask(
+        self, site: str, kind: str, secure: SecureRound | None = None
+    ) -> tuple[dict[str, Fact], Asked]:
+        """Return the scalars of a request and the reply expected to it.
 
         The nonce is unique to this attempt and server process, and to the exchange of a `secure`
         sum.
@@ -619,12 +630,11 @@ class Server:
             "charged": member.charged,
         }
         if secure is not None:
-            return self._ask_secure(Packet(facts, {}), member, secure)
-        blobs = self._blobs_down(site, kind)
-        dtype = self.schema.dtype
-        arrays = {
-            name: (pack(like, private).shape, dtype)
-            for name, like in self._vectors_up(kind).items()
+            return self._ask_secure(facts, member, secure)
+        hidden = sum(end - begin for begin, end in private)
+        arrays: dict[str, tuple[tuple[int, ...], str]] = {
+            name: ((self.schema.size - hidden,) if is_vector else (), self.schema.dtype)
+            for name, is_vector in self._fields_up(kind).items()
         }
         if kind == "train" and self.settings.local.buffers == "average":
             arrays |= {f"buffer.{name}": (shape, of) for name, shape, of in self.schema.buffers}
@@ -639,18 +649,14 @@ class Server:
             lr=self.settings.local.at(number).lr,
             private=private,
         )
-        return Packet(facts, blobs), asked
+        return facts, asked
 
     def _ask_secure(
-        self, request: Packet, member: Member, secure: SecureRound
-    ) -> tuple[Packet, Asked]:
-        """Return a request of the present exchange of a sum, and the reply expected to it."""
-        facts, site = request.facts | secure.facts, str(request.facts["site"])
-        blobs = secure.blobs(site)
-        if secure.exchange == "masked":
-            blobs |= self._blobs_down(site, str(facts["kind"]))
+        self, facts: dict[str, Fact], member: Member, secure: SecureRound
+    ) -> tuple[dict[str, Fact], Asked]:
+        """Return what `_ask` does, for the present exchange of a sum."""
         asked = Asked(
-            site=site,
+            site=str(facts["site"]),
             round=self.state.round + 1,
             nonce=str(facts["nonce"]),
             arrays=secure.arrays,
@@ -659,52 +665,20 @@ class Server:
             most_steps=1,
             lr=0.0,
         )
-        return Packet(facts, blobs), asked
-
-    def _blobs_down(self, site: str, kind: str) -> dict[str, Blob]:
-        """Return the arrays of a request: vectors and buffers."""
-        private, dtype = self.algorithm.private, self.schema.dtype
-        blobs = {
-            name: blob(pack(np.asarray(array, dtype), private))
-            for name, array in self._vectors_down(site, kind).items()
-        }
-        if kind != "resync":
-            blobs |= {f"buffer.{name}": blob(value) for name, value in self.state.buffers.items()}
-        return blobs
+        return facts | secure.facts, asked
 
     def _measures(self, round: int) -> bool:
         """Return whether sites measure the model after a round; private ones send no metrics."""
         return self.settings.privacy is None and round % self.settings.evaluate_every == 0
 
-    def _vectors_down(self, site: str, kind: str) -> dict[str, Array]:
-        """Return the vectors of a request: x, and for training the shift.
-
-        Where clients keep memories, the fields from which they compute the shift.
-        """
-        state, algorithm = self.state, self.algorithm
-        down: dict[str, Array] = {} if kind == "resync" else {"x": state.x}
-        if kind != "train":
-            return down
-        if not self.server_keeps:
-            known = exchange(algorithm)
-            return down | {name: getattr(state.told, name) for name in known.down + known.told}
-        memory = state.memory.get(site, blank_memory(algorithm, state.x))
-        shift = algorithm.shift(state.told, memory)
-        if shift is None:
-            return down
-        if hasattr(shift, "_asdict"):
-            return down | {f"shift.{name}": value for name, value in shift._asdict().items()}
-        return down | {"shift": shift}
-
-    def _vectors_up(self, kind: str) -> dict[str, Array]:
-        """Return vectors of the shapes that the reply must have, by name."""
+    def _fields_up(self, kind: str) -> dict[str, bool]:
+        """Return the fields that the reply must have, and whether they are vectors."""
         if kind == "resync":
-            memory: dict[str, Array] = blank_memory(self.algorithm, self.state.x)._asdict()
-            return memory
+            memory = blank_memory(self.algorithm, self.state.x[:1])
+            return {name: value.ndim > 0 for name, value in memory._asdict().items()}
         if kind == "evaluate":
             return {}
-        sent = exchange(self.algorithm).sent(self.settings.local.plain)
-        return dict.fromkeys(sent, self.state.x)
+        return dict.fromkeys(exchange(self.algorithm).sent(self.settings.local.plain), True)
 
     def _most_steps(self, records: int) -> int:
         """Return the number of local steps that a client with so many records may report."""
@@ -765,10 +739,10 @@ class Server:
                 self._check_digests(site, update, current.kind)
             return current.secure.add(site, update)
         if current.kind == "resync":
-            memory, digest = flatten(update.vectors.values()), self.roster[site].digest
-            if (fingerprint(memory) != digest) if digest else np.any(memory):
+            memory, digest = tuple(update.vectors.values()), self.roster[site].digest
+            if (fingerprint(memory) != digest) if digest else any(map(np.any, memory)):
                 raise Refused("implausible", "the c_i it reports is not the one that counted last")
-            return update._replace(length=aggregation.norm(memory))
+            return update._replace(length=math.hypot(*map(norm, memory)))
         if current.kind == "evaluate":
             return update
         self._check_digests(site, update, current.kind)
@@ -777,7 +751,7 @@ class Server:
             most = self.settings.local.at(self.state.round + 1).lr * max(
                 asked.most_steps for asked in current.asked.values()
             )
-        measured = aggregation.measure(update, self.algorithm, self.state.told, most, clip)
+        measured = aggregation.measure(update, self.algorithm, self.state.server, most, clip)
         if measured.clipped:
             self.audit.write(
                 "clipped", site=site, round=self.state.round + 1, norm=measured.clipped, cap=clip
@@ -803,6 +777,18 @@ class Server:
                 "it does not say what it keeps for itself now, or says so where nothing is kept",
             )
 
+    def _spill(self, update: Update) -> Update:
+        """Move the vectors of a large model's reply to files, which end with the update."""
+        if not is_large(self.schema.size):
+            return update
+        folder = self.folder / REPLIES
+        return update._replace(
+            vectors={
+                name: spill(value, folder) if value.ndim else value
+                for name, value in update.vectors.items()
+            }
+        )
+
     def _next_state(self, current: Open) -> tuple[State | None, float | None]:
         """Return the state after the round and its residual; None below the quorum.
 
@@ -823,11 +809,7 @@ class Server:
                 for site, update in updates.items()
                 if name in update.buffers
             }
-            sizes = (
-                lengths
-                if name == ""
-                else {site: aggregation.norm(value) for site, value in came.items()}
-            )
+            sizes = lengths if name == "" else {site: norm(value) for site, value in came.items()}
             for site, refusal in aggregation.find_outsized(sizes, array).items():
                 self._refuse(site, refusal)
         need = current.need
@@ -837,7 +819,7 @@ class Server:
         while len(updates) >= need:
             with np.errstate(over="ignore", invalid="ignore"):
                 if current.kind == "resync":
-                    kind = type(blank_memory(self.algorithm, self.state.x))
+                    kind = type(blank_memory(self.algorithm, self.state.x[:1]))
                     reports = {
                         site: kind(**update.vectors)
                         for site, update in updates.items()
@@ -846,7 +828,11 @@ class Server:
                     state = aggregation.resync_means(self.algorithm, self.state, reports)
                 else:
                     state = aggregation.aggregate(
-                        self.algorithm, self.state, updates, self.server_keeps
+                        self.algorithm,
+                        self.state,
+                        updates,
+                        self.server_keeps,
+                        self.folder / "state",
                     )
             what = aggregation.find_nonfinite(state)
             if what is None:
@@ -895,12 +881,13 @@ class Server:
         if not self.server_keeps:
             return state, None
         gap = aggregation.residual(self.algorithm, state)
-        now = state._replace(scale=aggregation.memory_scale(self.algorithm, state))
+        scale = aggregation.memory_scale(self.algorithm, state)
+        now = state._replace(scale=scale)
+        state = state._replace(scale=max(state.scale, scale))
         if not aggregation.rounding_bound(now) < gap <= aggregation.rounding_bound(state):
             return state, gap
         self.audit.write("remade", round=state.round, residual=gap)
-        means = aggregation.memory_means(self.algorithm, state, state.memory)
-        now = now._replace(server=state.server._replace(**means))
+        now = now._replace(server=aggregation.memory_means(self.algorithm, state, state.memory))
         return now, aggregation.residual(self.algorithm, now)
 
     def _commit(self, state: State, resync: bool, residual: float | None = None) -> None:

@@ -77,7 +77,7 @@ class InProcess:
 
     def __init__(self, learner: Learner, settings: Settings, folder: Path) -> None:
         self.learner, self.settings, self.folder = learner, settings, folder
-        self.queue: dict[str, Packet] = {}
+        self.queue: dict[str, Mapping[str, Packet]] = {}
         self.known: set[str] = set()
         if settings.deploy.secure:
             from fedscaffold.deploy.secure_rules import provision
@@ -98,14 +98,14 @@ class InProcess:
 
     def send(self, requests: Mapping[str, Packet]) -> None:
         """Queue the requests for `collect`."""
-        self.queue |= requests
+        self.queue |= dict.fromkeys(requests, requests)
 
     def collect(self) -> list[tuple[str, Packet | str]]:
         """Answer one queued request."""
         if not self.queue:
             return []
-        site, request = next(iter(self.queue.items()))
-        del self.queue[site]
+        site = next(iter(self.queue))
+        request = self.queue.pop(site)[site]
         return [(site, answer(request, self.learner, self.settings, site, self.folder / "sites"))]
 
 

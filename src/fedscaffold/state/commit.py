@@ -5,16 +5,19 @@ A folder holds one file for each generation, the last two by default:
     state-00000007-<SHA-256 of the file, 64 hexadecimal digits>.safetensors
 
 Its metadata hold `fedscaffold` (the version of the format, "1"), `generation` and `facts` (a JSON
-object). A commit
+object). Arrays that are a `vectors.FileVector` stand in files of their own, `vector-<SHA-256>`:
+the version is then "2", and the metadata also hold `vectors` (a JSON object: name, dtype, size and
+SHA-256 of each). A commit
 
     1  takes the lock of the folder              flock on .lock: one writer at a time
+    -  syncs and renames new vectors, and fsyncs the folder, if there are vectors
     2  writes a temporary file                   .commit.tmp, in the same folder, hashed on its way
     3  fsyncs it                                 its bytes are on the disk
     4  renames it to its name                    atomic: the name, and with it the checksum, is
                                                  there or not
     5  fsyncs the folder                         the name is on the disk: only now is the generation
                                                  committed
-    6  removes generations too old to keep
+    6  removes generations too old to keep       and vectors that none of the others refers to
 
 A process killed, or a machine losing power, between any two of these leaves the old or the new
 generation as the latest, bit for bit, never a mixture: before 4 the old one is untouched and the
@@ -22,8 +25,8 @@ temporary file has no valid name; after 4 the new one is complete, as its bytes 
 nothing old is removed before 5 is done.
 
 Reading validates everything: the name against the bytes (`sha256sum` can check it too), the header
-against the size, the generation against the name. A file that fails is skipped for the generation
-before it, with a warning.
+against the size, the generation against the name, each vector against its checksum. A generation
+that fails is skipped for the one before it, with a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,14 +49,15 @@ from fedscaffold.state.files import (
     reported,
     sync_folder,
 )
-from fedscaffold.state.safetensors_io import Array
+from fedscaffold.state.safetensors_io import CODES, DTYPES, Array
+from fedscaffold.state.vectors import FileVector, publish_vector, remove_vectors
 
 __all__ = ["JSON", "Snapshot", "commit", "latest", "load"]
 
 JSON: TypeAlias = Any
 """None, bool, int, float (finite), str, and lists and dicts (with text keys) of these."""
 
-VERSION = "1"
+VERSION, WITH_VECTORS = "1", "2"
 NAME = re.compile(r"state-([0-9]{8,18})-([0-9a-f]{64})\.safetensors")
 LOCK = ".lock"
 TEMPORARY = ".commit.tmp"
@@ -62,8 +66,8 @@ TEMPORARY = ".commit.tmp"
 class Snapshot(NamedTuple):
     """Contents of one commit."""
 
-    arrays: dict[str, Array]
-    """Writable copies of the committed arrays."""
+    arrays: dict[str, Any]
+    """Writable copies of the committed arrays; vectors of their own files as `FileVector`."""
     facts: dict[str, JSON]
     generation: int
     """Number of the commit in its folder, from 1."""
@@ -73,7 +77,7 @@ class Snapshot(NamedTuple):
 
 def commit(
     folder: Path | str,
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, Array | FileVector],
     facts: Mapping[str, JSON],
     keep: int = 2,
     *,
@@ -84,7 +88,8 @@ def commit(
 
     Args:
         folder: The folder; created if missing.
-        arrays: Arrays of bool, integers, or floats of 16 to 64 bits.
+        arrays: Arrays of bool, integers, or floats of 16 to 64 bits. A `FileVector` must have been
+            written into `folder`; it is not copied, and not written again if it was committed.
         facts: A JSON object; numbers that may be NaN or infinite belong in an array.
         keep: Number of newest generations to keep, at least 2.
         after: The generation that this state continues, as returned by `latest`. Damaged newer
@@ -108,6 +113,8 @@ def commit(
     folder = Path(folder)
     keep = checks.whole("keep", keep, at_least=2)
     text = encode_facts(facts)
+    apart = {name: array for name, array in arrays.items() if isinstance(array, FileVector)}
+    held = {name: array for name, array in arrays.items() if not isinstance(array, FileVector)}
     with reported(f"committing to {folder}"):
         refuse_link(folder)
         make_folder(folder, private)
@@ -115,11 +122,16 @@ def commit(
             before = generations(folder)
             generation = 1 + max((number for number, _ in before), default=0)
             good = before if after is None else generations_until(before, after, folder)
-            publish(folder, encode(arrays, text, generation), generation, private)
+            for vector in apart.values():
+                publish_vector(folder, vector)
+            if apart:
+                sync_folder(folder)
+            publish(folder, encode(held, text, generation, apart), generation, private)
             kept = {path for _, path in good[: keep - 1]}
             for _, path in before:
                 if path not in kept:
                     path.unlink(missing_ok=True)
+            remove_unused(folder, kept, apart)
     return generation
 
 
@@ -175,16 +187,47 @@ def load(path: Path | str) -> Snapshot:
     arrays, metadata, digest = safetensors_io.read(path)
     if digest != match[2]:
         raise StateError(f"{path.name} is damaged: its bytes do not match the checksum in its name")
-    if metadata.get("fedscaffold") != VERSION:
-        found = metadata.get("fedscaffold")
+    found = metadata.get("fedscaffold")
+    if found not in (VERSION, WITH_VECTORS):
         raise StateError(
-            f"{path.name} has format {found!r}, and this version reads {VERSION!r}: update "
-            "fedscaffold"
+            f"{path.name} has format {found!r}, and this version reads {VERSION!r} and "
+            f"{WITH_VECTORS!r}: update fedscaffold"
         )
     if metadata.get("generation") != str(int(match[1])):
         raise StateError(f"{path.name} was written as generation {metadata.get('generation')!r}")
     facts = safetensors_io.strict_json(metadata.get("facts", ""), f"facts of {path.name}")
-    return Snapshot(arrays, facts, int(match[1]))
+    vectors = listed_vectors(path, metadata) if found == WITH_VECTORS else {}
+    for vector in vectors.values():
+        vector.check()
+    return Snapshot({**arrays, **vectors}, facts, int(match[1]))
+
+
+def listed_vectors(path: Path, metadata: Mapping[str, str]) -> dict[str, FileVector]:
+    """Return the vectors that a generation refers to, unread."""
+    listed = safetensors_io.strict_json(metadata.get("vectors", ""), f"vectors of {path.name}")
+    vectors = {}
+    for name, entry in listed.items():
+        match entry:
+            case [str(dtype), int(size), str(digest)] if dtype in DTYPES and size >= 0:
+                if re.fullmatch("[0-9a-f]{64}", digest):
+                    file = path.with_name(f"vector-{digest}")
+                    vectors[name] = FileVector(file, DTYPES[dtype], size, digest)
+                    continue
+        raise StateError(f"{path.name}: vector {name!r} is not a known dtype, a size and a SHA-256")
+    return vectors
+
+
+def remove_unused(folder: Path, kept: Iterable[Path], now: Mapping[str, FileVector]) -> None:
+    """Remove vectors to which neither this commit nor the kept generations refer."""
+    used = {vector.digest for vector in now.values()}
+    for path in kept:
+        try:
+            metadata = safetensors_io.read_metadata(path)
+            if metadata.get("fedscaffold") == WITH_VECTORS:
+                used |= {vector.digest for vector in listed_vectors(path, metadata).values()}
+        except StateError:
+            return  # it cannot be said what a damaged generation refers to
+    remove_vectors(folder, used)
 
 
 def generations(folder: Path) -> list[tuple[int, Path]]:
@@ -239,11 +282,18 @@ def publish(
     sync_folder(folder)
 
 
-def encode(arrays: Mapping[str, Array], facts: str, generation: int) -> safetensors_io.Encoded:
-    """Encode the file of one generation."""
-    return safetensors_io.encode(
-        arrays, {"fedscaffold": VERSION, "generation": str(generation), "facts": facts}
-    )
+def encode(
+    arrays: Mapping[str, Array],
+    facts: str,
+    generation: int,
+    vectors: Mapping[str, FileVector] | None = None,
+) -> safetensors_io.Encoded:
+    """Encode the file of one generation, which refers to `vectors`."""
+    metadata = {"fedscaffold": VERSION, "generation": str(generation), "facts": facts}
+    if vectors:
+        listed = {name: [CODES[v.dtype], v.size, v.digest] for name, v in vectors.items()}
+        metadata |= {"fedscaffold": WITH_VECTORS, "vectors": json.dumps(listed)}
+    return safetensors_io.encode(arrays, metadata)
 
 
 def encode_facts(facts: Mapping[str, JSON]) -> str:

@@ -25,7 +25,16 @@ import numpy.typing as npt
 
 from fedscaffold.state.files import CHUNK, StateError, open_file, reported, write_all
 
-__all__ = ["Array", "Encoded", "bfloat16", "encode", "read", "strict_json", "write"]
+__all__ = [
+    "Array",
+    "Encoded",
+    "bfloat16",
+    "encode",
+    "read",
+    "read_metadata",
+    "strict_json",
+    "write",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -139,9 +148,35 @@ def read(path: Path) -> tuple[dict[str, Array], dict[str, str], str]:
             os.close(fd)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a file, whose arrays are not read; StateError if it is invalid."""
+    with reported(f"reading {path.name}"):
+        fd = open_file(path)
+        try:
+            return read_header(fd, os.fstat(fd).st_size, path.name, hashlib.sha256())[1]
+        finally:
+            os.close(fd)
+
+
 def read_open_file(fd: int, size: int, name: str) -> tuple[dict[str, Array], dict[str, str], str]:
     """Return the arrays, metadata and SHA-256 of an open file; `name` is for messages."""
     digest = hashlib.sha256()
+    header, metadata, room = read_header(fd, size, name, digest)
+    arrays = {}
+    for key, (dtype, shape) in parse_layout(header, room, name).items():
+        arrays[key] = allocate(shape, dtype, name)
+        fill(fd, raw(arrays[key]), digest, name)
+        if dtype == np.bool_ and arrays[key].view(np.uint8).max(initial=0) > 1:
+            raise StateError(f"{name}: array {key!r} has truth values other than 0 and 1")
+    if os.read(fd, 1):
+        raise StateError(f"{name} grew while it was read")
+    return arrays, metadata, digest.hexdigest()
+
+
+def read_header(
+    fd: int, size: int, name: str, digest: Any
+) -> tuple[dict[str, Any], dict[str, str], int]:
+    """Return the entries of the arrays, the metadata, and the number of bytes after the header."""
     if size < 8:
         raise StateError(f"{name} is truncated: {size} bytes")
     length = int.from_bytes(fill(fd, bytearray(8), digest, name), "little")
@@ -156,15 +191,7 @@ def read_open_file(fd: int, size: int, name: str) -> tuple[dict[str, Array], dic
         isinstance(value, str) for value in metadata.values()
     ):
         raise StateError(f"{name} has no metadata of texts")
-    arrays = {}
-    for key, (dtype, shape) in parse_layout(header, size - 8 - length, name).items():
-        arrays[key] = allocate(shape, dtype, name)
-        fill(fd, raw(arrays[key]), digest, name)
-        if dtype == np.bool_ and arrays[key].view(np.uint8).max(initial=0) > 1:
-            raise StateError(f"{name}: array {key!r} has truth values other than 0 and 1")
-    if os.read(fd, 1):
-        raise StateError(f"{name} grew while it was read")
-    return arrays, metadata, digest.hexdigest()
+    return header, metadata, size - 8 - length
 
 
 def parse_layout(
