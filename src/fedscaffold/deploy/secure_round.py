@@ -118,7 +118,7 @@ class SecureRound:
         Raises:
             Refused: It breaks the protocol.
         """
-        held, (array,) = self.sum, update.vectors.values()
+        held, (array,) = self.sum, map(np.asarray, update.vectors.values())
         try:
             if self.exchange == "keys":
                 held.add_advert(site, array.tobytes())

@@ -172,7 +172,8 @@ def fit_to_sum(
     if settings.deploy.clip is not None:
         most = lr * (usual if known.travel else steps)
         update = Update(dict(vectors), steps * lr, {})
-        vectors = measure(update, algorithm, sent, most, settings.deploy.clip).vectors
+        clipped = measure(update, algorithm, sent, most, settings.deploy.clip).vectors
+        vectors = {name: np.asarray(value) for name, value in clipped.items()}
     for name, vector in vectors.items():
         largest = float(np.abs(vector).max(initial=0.0))
         if not largest <= settings.deploy.limit:
