@@ -1,16 +1,9 @@
-"""The scorecard is full, and it can be lost; secure sums are the plain sums, and single vectors are noise."""
+"""The scorecard is full, and it can be lost."""
 
-from functools import partial
-
-import numpy as np
 import pytest
-from deploy_case import SITES, data, gradient, settings
 
 from fedscaffold import robust
-from fedscaffold.algorithms import scaffold
-from fedscaffold.algorithms.reference import descend
 from fedscaffold.algorithms.round import exchange
-from fedscaffold.algorithms.scaffold import Message
 from fedscaffold.deploy import (
     aggregation,
     audit,
@@ -23,10 +16,6 @@ from fedscaffold.deploy import (
 )
 from fedscaffold.deploy import settings as deploy_settings
 from tests import faults
-
-cryptography = pytest.importorskip("cryptography")
-import masking  # noqa: E402
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey  # noqa: E402
 
 MEASURE = aggregation.measure
 
@@ -82,64 +71,3 @@ def test_every_fault_is_survived(number):
 def test_the_scorecard_can_be_lost(number, where, mutant, monkeypatch):
     monkeypatch.setattr(*where, mutant)
     assert faults.scorecard([number])[0].points == 0
-
-
-def slope(site, y):
-    return gradient({"w": y}, data(site))["w"]
-
-
-def test_scaffold_on_secure_sums_is_scaffold():
-    config, algorithm = settings(), scaffold()
-    K, lr = config.local.steps, config.local.lr
-    keys = {site: X25519PrivateKey.generate() for site in SITES}
-    publics = {site: key.public_key().public_bytes_raw() for site, key in keys.items()}
-    start = np.array([3.0, -2.0])
-    servers = {kind: algorithm.init(start) for kind in ("plain", "secure")}
-    memory = {kind: {site: algorithm.memory(start) for site in SITES} for kind in servers}
-    for round in range(1, 8):
-        heard = sorted(SITES if round % 2 else SITES[:3])
-        p = len(heard) / len(SITES)
-        for kind, now in servers.items():
-            ds = {}
-            for site in heard:
-                shift = algorithm.shift(now, memory[kind][site])
-                walk = descend(algorithm, partial(slope, site), now.x, now.x, shift, lrs=[lr] * K)
-                message = algorithm.message(walk, shift)
-                ds[site] = message.d
-                memory[kind][site] = algorithm.remember(memory[kind][site], shift, message)
-            if kind == "plain":
-                total = sum(ds[site] / len(SITES) for site in heard)
-            else:
-                known = {site: publics[site] for site in heard}
-                sent = [
-                    masking.mask_vector(s, ds[s] / len(SITES), keys[s], known, "run", round)
-                    for s in heard
-                ]
-                total = masking.sum_masked(sent)
-            mean = total / p
-            servers[kind] = algorithm.update(now, now, Message(mean, K * lr * mean), p)
-    np.testing.assert_allclose(servers["secure"].x, servers["plain"].x, atol=1e-9)
-    own = sum(one.c_i for one in memory["secure"].values()) / len(SITES)
-    assert (
-        np.linalg.norm(servers["secure"].c - own) < 40 * 2.0**-masking.BITS
-    )  # half a step of 2^-40 for each rounding
-
-
-def test_a_single_masked_vector_is_noise():
-    keys = {site: X25519PrivateKey.generate() for site in SITES}
-    publics = {site: key.public_key().public_bytes_raw() for site, key in keys.items()}
-    sent = masking.mask_vector("ant", np.zeros(20_000), keys["ant"], publics, "run", 1)
-    counts = np.bincount(sent.view(np.uint8), minlength=256)
-    expected = sent.nbytes / 256
-    chi = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi - 255) < 6 * np.sqrt(2 * 255)  # chi-square of 255 degrees of freedom
-    again = masking.mask_vector("ant", np.zeros(20_000), keys["ant"], publics, "run", 2)
-    assert (sent == again).mean() < 1e-3  # another round, another stream
-
-
-def test_numbers_that_do_not_fit_are_refused():
-    key = X25519PrivateKey.generate()
-    publics = {"ant": key.public_key().public_bytes_raw()}
-    for bad in (np.inf, 1e9):
-        with pytest.raises(ValueError, match="secure sums take numbers below"):
-            masking.mask_vector("ant", np.array([bad]), key, publics, "run", 1)

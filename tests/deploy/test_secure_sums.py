@@ -12,6 +12,7 @@ from secure_case import Case, settings, with_blob
 
 from fedscaffold.algorithms import ALGORITHMS
 from fedscaffold.checks import InputError
+from fedscaffold.deploy.secure_rules import provision
 from fedscaffold.secure.transcript import EXCHANGES
 
 RECORDED = "[deploy.records]\n" + "".join(f"{site} = {n}\n" for site, n in RECORDS.items())
@@ -421,6 +422,78 @@ def test_numbers_beyond_the_limit_are_refused_by_name_and_not_clipped(tmp_path):
     outcome = case.play()  # d of elk, whose centre is at (4, -15), is beyond it
     assert "elk" in outcome.refused
     assert outcome.refused["elk"] == "range: d has numbers beyond deploy.limit = 4"
+
+
+# With what else there is
+
+
+@pytest.mark.slow
+def test_private_sites_sum_their_noised_updates_and_a_new_attempt_costs_nothing(tmp_path):
+    """x, c and c_i by hand from the sites' own draws; an attempt that is abandoned once all vectors were masked is repeated."""
+    import private_case as private
+
+    pytest.importorskip("dp_accounting")
+    config = private.settings(deploy="state = 'client'\nsecure = true")
+    provision(config, tmp_path, tmp_path / "sites")
+    server = private.server_of(config, tmp_path)
+    for site in private.SITES:
+        server.hello(site, private.greeting(private.learner(), config, site))
+    for deaths in (1, 0):
+        requests = server.open(private.SITES)
+        while requests:
+            for site, request in requests.items():
+                if deaths and request.facts["exchange"] == "survivors":
+                    server.failed(site, "died")
+                else:
+                    server.receive(site, private.ask(request, config, tmp_path))
+            requests = server.advance()
+        assert server.close().committed == (not deaths)
+    p = {site: n / sum(private.COUNTS.values()) for site, n in private.COUNTS.items()}
+    x, c, _ = private.by_hand(tmp_path, [private.SITES], p)
+    atol = 4 * config.ring.error + 1e-12
+    np.testing.assert_allclose(server.state.x, x, rtol=0, atol=atol)
+    np.testing.assert_allclose(server.state.server.c, c, rtol=0, atol=atol)
+    assert [len(private.ledger_of(tmp_path, site).charges) for site in private.SITES] == [1, 1, 1]
+    assert set(server.spent) == set(private.SITES)
+
+
+@pytest.mark.slow
+def test_buffers_are_averaged_by_sums_too(tmp_path):
+    """A torch network with batch normalisation: running means and the counter of batches are those of the plain run."""
+    torch = pytest.importorskip("torch")
+    from fedscaffold.deploy import InProcess, Server, TorchLearner, drive, parse
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+
+    def data(site):
+        source = torch.Generator().manual_seed(ord(site))
+        x = torch.randn(8, 3, generator=source, dtype=torch.float64)
+        return x, x[:, :2] + ord(site) % 5
+
+    def loss(module, batch):
+        return ((module(batch[0]) - batch[1]) ** 2).mean()
+
+    found = []
+    for secure in ("false", "true"):
+        config = parse(
+            "precision = 'float64'\n[local]\nsteps = 2\nlr = 0.1\nbatch_size = 4\n[deploy]\n"
+            f"sites = ['a', 'b', 'c']\nwait = 0\nstate = 'client'\nsecure = {secure}\n"
+        )
+        learner = TorchLearner(model, loss, data, precision="float64")
+        folder = tmp_path / secure
+        server = Server(config, learner.schema, learner.start, folder, buffers=learner.buffers)
+        drive(server, InProcess(learner, config, folder), 2)
+        found.append(server.state)
+    atol = 40 * config.ring.error + 1e-12
+    np.testing.assert_allclose(found[1].x, found[0].x, rtol=0, atol=atol)
+    assert found[0].buffers.keys() == found[1].buffers.keys()
+    for name, value in found[0].buffers.items():
+        assert found[1].buffers[name].dtype == value.dtype
+        np.testing.assert_allclose(found[1].buffers[name], value, rtol=0, atol=atol)
+    counters = [v for v in found[1].buffers.values() if v.dtype.kind == "i"]
+    assert [int(v) for v in counters] == [4]  # two rounds of two batches
 
 
 # Settings

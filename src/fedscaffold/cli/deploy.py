@@ -329,7 +329,8 @@ def _status_lines(now: dict[str, Any], events: int, refused: list[dict[str, Any]
     """Return the lines of `deploy status`."""
     age = time.time() - now["at"]
     gauge = "kept by the clients" if now["residual"] is None else f"residual {now['residual']:.2g}"
-    lines = [f"{now['phase']}, round {now['round']} of {now['rounds']}, {gauge}, {age:.0f} s ago"]
+    phase = f"{now['phase']} ({now['exchange']})" if now.get("exchange") else now["phase"]
+    lines = [f"{phase}, round {now['round']} of {now['rounds']}, {gauge}, {age:.0f} s ago"]
     for site, facts in sorted(now["sites"].items()):
         seen = (
             "not yet heard"

@@ -460,6 +460,12 @@ class Server:
             return ()
         return tuple(s for s in current.asked if s not in current.updates | current.failed)
 
+    @property
+    def exchange(self) -> str:
+        """The present exchange of a secure sum; "" in other rounds, and between rounds."""
+        current = self.open_round
+        return "" if current is None or current.secure is None else current.secure.exchange
+
     def due(self) -> bool:
         """Return whether to close the open round: nobody is awaited, or the deadline has passed."""
         current = self.open_round
