@@ -310,12 +310,9 @@ def _write_status(
         "round": server.state.round,
         "rounds": server.settings.rounds,
         "waiting_for": list(server.waiting),
-<<<<<<< HEAD
         "opened_at": None if current is None else wall - (now - current.began),
         "failed": {} if current is None else current.failed,
-=======
         "exchange": server.exchange,
->>>>>>> 0abcbf5 (Docs: secure sums, what the server learns and what not, and what they cost; the demonstration of masks goes)
         "absent": [site for site in server.settings.deploy.sites if site not in server.roster],
         "attempt": server.attempt,
         "residual": server.residual,
