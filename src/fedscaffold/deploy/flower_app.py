@@ -33,6 +33,7 @@ from fedscaffold.state.files import make_folder, owned
 __all__ = ["FlowerTransport", "server_app"]
 
 PATIENCE = 30.0  # seconds after which a hanging poll for replies is abandoned
+LOOK = 0.5  # seconds between polls for replies; sites look for their own as often
 OUTAGE = 30.0  # seconds for which a link that fails is asked again
 # seconds until a node that failed to greet is asked again; doubled each time, up to LONGEST
 AGAIN = 10.0
@@ -77,6 +78,7 @@ class FlowerTransport:
         self.found: list[tuple[int, str, Packet | str]] = []
         self.lock = threading.Lock()
         self.looking: tuple[threading.Thread, float] | None = None
+        self.next_look = 0.0
 
     def greetings(self) -> dict[str, Packet]:
         """Request greetings from new nodes; return those that have arrived."""
@@ -147,6 +149,7 @@ class FlowerTransport:
         ]
         # a message that is pushed twice is one, as its id is a digest
         pushed = list(_insist(lambda: self.grid.push_messages(messages)))
+        self.next_look = 0.0
         return [*pushed, *[None] * (len(packets) - len(pushed))]
 
     def _take_replies(self) -> list[tuple[int, str, Packet | str]]:
@@ -160,7 +163,8 @@ class FlowerTransport:
             or not self.looking[0].is_alive()
             or now - self.looking[1] > PATIENCE
         )
-        if self.asked and idle:
+        if self.asked and idle and now >= self.next_look:
+            self.next_look = now + LOOK
             thread = threading.Thread(target=self._pull, args=(list(self.asked),), daemon=True)
             thread.start()
             self.looking = thread, now
