@@ -93,6 +93,7 @@ def test_a_deployment_refuses_what_is_for_simulations_by_name(text):
         ("local.clip_norm", "0"),
         ("local.drop_last", "1"),
         ("evaluate_every", "0"),
+        ("robust", "'crum:0.2'"),
     ],
 )
 def test_files_of_runs_and_of_deployments_refuse_in_the_same_words(key, value):

@@ -106,7 +106,7 @@ def test_lies_about_the_control_variate_alone_are_seen():
 
 
 @pytest.mark.slow
-def test_a_resumed_run_and_a_sweep_have_the_same_bits(tmp_path):
+def test_a_resumed_run_has_the_same_bits(tmp_path):
     given = {"robust": "krum:0.2", "attack": FLIP_LATE, "cohort": 6}
     whole = ask(**given)
     ask(**given, rounds=15, checkpoint=tmp_path)
@@ -115,6 +115,20 @@ def test_a_resumed_run_and_a_sweep_have_the_same_bits(tmp_path):
     np.testing.assert_array_equal(resumed.refused, whole.refused)
     with pytest.raises(fs.InputError, match=r"robust\.name: was krum:0\.2, is krum:0\.3"):
         ask(**(given | {"robust": "krum:0.3"}), checkpoint=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cohort", [1.0, 6])
+def test_the_runs_of_a_sweep_refuse_as_they_do_alone(cohort):
+    given = {"robust": "geometric_median:3", "attack": FLIP_LATE, "cohort": cohort, "rounds": 20}
+    given |= {"local_steps": 3, "precision": "float64", "metrics": ()}
+    swept = fs.sweep(fs.scaffold(), TEN, lr=[0.2, 0.3], seeds=2, **given)
+    for lr, runs in zip(swept.lr, swept.runs, strict=True):
+        for seed, run in enumerate(runs):
+            alone = ask(**given, lr=lr, seed=seed)
+            np.testing.assert_array_equal(run.refused, alone.refused)
+            np.testing.assert_allclose(run.vector, alone.vector, rtol=1e-12)
+            assert run.refused[list(LIARS)].all()
 
 
 def test_a_run_that_diverges_at_all_clients_is_seen_to():
