@@ -254,7 +254,7 @@ def _displacements(spec: Spec, federation: Federation, state: State, draw: Draws
     """Return |x - y_i| for all clients of a cohort."""
     spec = spec._replace(block=len(draw.cohort))  # all of them at once
     work = select_cohort(spec, federation, state, draw)
-    most = loop_length(spec, draw, work)
+    most = loop_length(spec, federation, draw, work)
 
     def moved(held: ClientState, work: Any) -> Any:
         _, _, move = train(spec, federation, state, draw.lr, held, work, most)

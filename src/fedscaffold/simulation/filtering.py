@@ -85,7 +85,7 @@ def _parts(spec: Spec, state: State, draw: Draws, work: Work, message: Any) -> l
     """Return what filters compare: the messages' vectors, less what the server expects, float64."""
     known, references = spec.exchange, dict(spec.algorithm.references)
     told = jax.tree.map(lambda a: a.astype(jnp.float64), state.told)
-    steps = work.steps if spec.unequal else jnp.full(work.steps.shape, spec.travel_steps)
+    steps = jnp.broadcast_to(spec.travel_steps(work.steps), work.steps.shape)
     parts = []
     for name in known.vectors:
         rows = getattr(message, name)

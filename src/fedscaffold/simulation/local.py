@@ -9,6 +9,7 @@ set of rows; batches of different sizes are padded with rows of weight 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,14 +26,16 @@ from fedscaffold.problems.batches import record_gradients
 from fedscaffold.simulation.normals import normals
 from fedscaffold.simulation.spec import Array, ClientState, Federation, Spec, State, Work
 
-__all__ = ["flat", "gradient", "gradient_at_x", "train"]
+__all__ = ["UNROLL", "flat", "gradient", "gradient_at_x", "train"]
 
 Batch = tuple[Any, Array, tuple[int, ...]]
 """Records; their weights, or None without padding; the possible sizes, if each needs a branch of
 its own."""
 # streams of a client's key: local steps, gradient at x, noise of privacy (1: compression)
 STEPS, AT_X, PRIVACY = 2, 3, 4
-UNROLL = 4  # local steps per loop iteration: about 10 % faster on small models, quick to compile
+# local steps in an iteration of an unrolled loop: about 10 % faster on small models, and quick to
+# compile
+UNROLL = 4
 
 jax.tree_util.register_pytree_node_class(Leaves)
 
@@ -49,7 +52,7 @@ def train(
     lr: Array,
     held: ClientState,
     work: Work,
-    most: Array | int,
+    most: Array,
 ) -> tuple[Any, ClientState, Array]:
     """Run one client's local training.
 
@@ -77,7 +80,7 @@ def train(
     y, total, buffers = _run_local_steps(
         spec, federation, start, told.x, shift, lr, work, most, buffers
     )
-    steps = work.steps.astype(told.x.dtype) if spec.unequal else spec.travel_steps
+    steps = spec.travel_steps(work.steps.astype(told.x.dtype))
 
     def mean_direction() -> Any:
         if total is not None:
@@ -114,7 +117,7 @@ def _run_local_steps(
     shift: Array,
     lr: Array,
     work: Work,
-    most: Array | int,
+    most: Array,
     buffers: Any,
 ) -> tuple[Any, Any, Any]:
     """Run the local steps.
@@ -167,12 +170,23 @@ def _run_local_steps(
 
     memory = None if spec.optimizer is None else each(spec.optimizer.init, y)
     total = jax.tree.map(jnp.zeros_like, y) if collect else None
-    light = isinstance(most, int) and not (spec.one_by_one or spec.heavy or spec.privacy)
-    optimised = not jax.config.read("jax_disable_most_optimizations")
-    y, total, _, buffers = jax.lax.fori_loop(
-        0, most, step, (y, total, memory, buffers), unroll=UNROLL if light and optimised else None
-    )
+    unroll = spec.unrolls and not jax.config.read("jax_disable_most_optimizations")
+    y, total, _, buffers = _repeat(step, most, (y, total, memory, buffers), unroll)
     return each(flat, y), total, buffers
+
+
+def _repeat(step: Callable[[Array, Any], Any], number: Array, carry: Any, unroll: bool) -> Any:
+    """Return the carry after steps 0 .. number - 1, of which `unroll` joins several at a time."""
+
+    def several(i: Array, carry: Any) -> Any:
+        for j in range(UNROLL):
+            carry = step(UNROLL * i + j, carry)
+        return carry
+
+    joined = number // UNROLL if unroll else 0
+    if unroll:
+        carry = jax.lax.fori_loop(0, joined, several, carry)
+    return jax.lax.fori_loop(UNROLL * joined, number, step, carry)
 
 
 def _clip(most: float, d: Leaves) -> Leaves:
@@ -195,7 +209,7 @@ def gradient_at_x(
     g = flat(Leaves(gradient(spec, spec.layout.leaves(x), *batch, key=key, buffers=buffers)[0]))
     if federation.noise is None:
         return g
-    return g + _noise(spec, federation, work, x.dtype)[spec.max_steps]
+    return g + _noise(spec, federation, work, x.dtype)[spec.noise_steps]
 
 
 def _renew_memory(
@@ -209,7 +223,7 @@ def _renew_memory(
 def _sum_of_step_sizes(spec: Spec, lr: Array, work: Work, dtype: Any) -> Array:
     """Return the sum of the client's step sizes."""
     if spec.scheduled:
-        return jnp.sum(jnp.where(jnp.arange(spec.max_steps) < work.steps, lr, 0))
+        return jnp.sum(jnp.where(jnp.arange(len(lr)) < work.steps, lr, 0))
     return work.steps.astype(dtype) * lr
 
 
@@ -315,6 +329,6 @@ def _rows(federation: Federation, rows: Array) -> Any:
 
 def _noise(spec: Spec, federation: Federation, work: Work, dtype: Any) -> Array:
     """Return the gradient noise of all local steps, and in the last row that at x."""
-    z = normals(work.key, (spec.max_steps + 1, spec.layout.size), dtype)
+    z = normals(work.key, (spec.noise_steps + 1, spec.layout.size), dtype)
     factor = federation.noise
     return z * factor if factor.ndim == 0 else z @ factor[work.client if len(factor) > 1 else 0]

@@ -31,6 +31,7 @@ from fedscaffold.simulation.evaluation import ON_RECORDS, default_metrics
 from fedscaffold.simulation.evaluation_batches import client_batches, test_batches
 from fedscaffold.simulation.filtering import initial_guard
 from fedscaffold.simulation.forecast import Forecast, forecast
+from fedscaffold.simulation.local import UNROLL
 from fedscaffold.simulation.out_of_core import cohort_federation
 from fedscaffold.simulation.own_metrics import OnHost, OwnMetrics, own_metrics
 from fedscaffold.simulation.sampling import Drawer, most_steps
@@ -205,7 +206,8 @@ def _make_spec(
         sent=sent,
         rebuilt=known.rebuilt(plain),
         errors=() if compressor is None else tuple(name for name in sent if name not in referred),
-        max_steps=int(steps.max()),
+        noise_steps=0 if problem.noise is None else int(steps.max()),
+        many_steps=bool(steps.min() >= UNROLL),
         max_rows=int(problem.counts.max()),
         optimizer=config.local_optimizer,
         clip_norm=config.clip_norm,

@@ -186,7 +186,8 @@ def end_round(
     """
     if spec.message_privacy is not None:
         sums = _noised(spec, federation, old, draw, sums)
-    new, drift = _server_step(spec, old, told, draw.lr, sums)
+    steps = spec.travel_steps(federation.steps[0])
+    new, drift = _server_step(spec, old, told, steps, draw.lr, sums)
     new = new._replace(**clients._asdict(), round=told.round + 1)
     if new.sent is not None:
         new = new._replace(sent=_send(new, draw.slot))
@@ -234,10 +235,11 @@ def _unless_done(last: State, new: State) -> State:
 
 
 def _server_step(
-    spec: Spec, old: State, state: State, lr: Array, sums: Sums
+    spec: Spec, old: State, state: State, steps: Array | int, lr: Array, sums: Sums
 ) -> tuple[State, Array]:
     """Apply the server step; return the new state and the drift of the cohort.
 
+    `steps` is the number of local steps, where it is the same for all clients.
     It is computed in float64 for algorithms with client memory. A round in which nobody is heard
     leaves the server as it was in `old`, before the algorithm's `prepare`.
     """
@@ -250,7 +252,7 @@ def _server_step(
         safe = jnp.where(sums.heard > 0, sums.heard, 1)
         mean = jax.tree.map(lambda total: total / safe, sums.message)
         if spec.rebuilt is not None and not spec.moves_apart:
-            move = (spec.travel_steps * lr) * getattr(mean, str(spec.exchange.d))
+            move = (steps * lr) * getattr(mean, str(spec.exchange.d))
             mean = mean._replace(**{spec.rebuilt: move})
         if sums.late is not None:
             told = jax.tree.map(lambda now, late: now + late / safe, told, sums.late)
@@ -488,7 +490,7 @@ def train_block(
 ) -> tuple[Any, ClientState, Array]:
     """Run the local training of a block; return messages, the clients' new state and moves."""
     work, old = part
-    most = loop_length(spec, draw, work)
+    most = loop_length(spec, federation, draw, work)
 
     def client(own: tuple[ClientState, Work]) -> tuple[Any, ClientState, Array]:
         return train(spec, federation, state, draw.lr, *own, most)
@@ -595,12 +597,14 @@ def _map_clients(spec: Spec, client: Callable[[Any], Any], clients: Any) -> Any:
     return jax.lax.map(client, clients) if spec.one_by_one else jax.vmap(client)(clients)
 
 
-def loop_length(spec: Spec, draw: Draws, work: Work) -> Array | int:
-    """Return the number of iterations of a block's loop over local steps."""
+def loop_length(spec: Spec, federation: Federation, draw: Draws, work: Work) -> Array:
+    """Return the number of local steps of a block of clients, the largest of any."""
     if draw.steps is not None:
         return draw.steps
+    if not spec.unequal:
+        return federation.steps[0]
     # under vmap, a bound that differs between runs would turn every iteration into a select
-    return jnp.max(work.steps) if spec.unequal and not spec.side_by_side else spec.max_steps
+    return jnp.max(federation.steps if spec.side_by_side else work.steps)
 
 
 def write_rows(spec: Spec, cohort: Array, table: Array, new: Array) -> Array:

@@ -32,6 +32,7 @@ __all__ = ["Drawer", "most_steps"]
 
 Ints = NDArray[np.int64]
 COHORT, ROWS, COIN, DELAY = 0, 1, 2, 3
+ROOM_BYTES = 1 << 16  # of record indices, for which a round has room in any case
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,21 @@ class Drawer:
         return int(self.steps.max()), int(self.batch.max()), ragged
 
     @property
+    def steps_room(self) -> int:
+        """Number of local steps for which there is room in the draws, a power of two.
+
+        It depends on the number of local steps only where a round's draws are large, so that runs
+        with other numbers share a compiled program.
+        """
+        steps, batch, _ = self.shape
+        small = ROOM_BYTES // max(1, 4 * self.slots * batch)
+        return max(1 << (steps - 1).bit_length(), 1 << max(0, small.bit_length() - 1))
+
+    @property
     def bytes(self) -> int:
         """Bytes of the draws of one round."""
-        steps, batch, ragged = self.shape
-        return self.slots * (4 + steps * batch * (8 if ragged else 4))
+        _, batch, ragged = self.shape
+        return self.slots * (4 + self.steps_room * batch * (8 if ragged else 4))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -191,7 +203,7 @@ class Drawer:
         cohort = np.full(shape, self.num_clients, np.int32)
         rows = weights = None
         if self.batch is not None:
-            rows = np.zeros((*shape, most, widest), np.int32)
+            rows = np.zeros((*shape, self.steps_room, widest), np.int32)
             weights = np.zeros(rows.shape, self.precision) if ragged else None
         slot = damping = None
         if self.at_work is not None:
@@ -225,7 +237,7 @@ class Drawer:
                 streams.start(start + r, ROWS)
                 # only the steps of this round are drawn: draws must not depend on the largest
                 # number of any round
-                own = None if steps is None else int(steps[r])
+                own = most if steps is None else int(steps[r])
                 fill(
                     streams,
                     chosen,

@@ -42,8 +42,6 @@ class Spec(NamedTuple):
     metrics: tuple[str, ...]
     block: int
     """Number of clients to vectorise over."""
-    max_steps: int
-    """K, the largest number of local steps of any client."""
     max_rows: int
     """Largest number of records of any client."""
     sent: tuple[str, ...] = ()
@@ -52,6 +50,11 @@ class Spec(NamedTuple):
     """Field of the message that the server rebuilds from the mean direction."""
     errors: tuple[str, ...] = ()
     """Fields of the message that have error feedback."""
+    noise_steps: int = 0
+    """Largest number of local steps, for the shape of gradient noise; 0 without noise. Elsewhere
+    the number of local steps is an input, so that runs with other numbers share a program."""
+    many_steps: bool = False
+    """Each client takes so many local steps that unrolling their loop may pay."""
     optimizer: Any = None
     """An optax transformation, or None for SGD."""
     clip_norm: float | None = None
@@ -70,7 +73,7 @@ class Spec(NamedTuple):
     stop: Stop | None = None
     """The metric that ends the run, if any."""
     mean_steps: int | None = None
-    """Mean of a geometric number of local steps; `max_steps` is then the largest that is drawn."""
+    """Mean of a geometric number of local steps."""
     server_optimizer: Any = None
     """An optax transformation of the server's update of x, or None."""
     policy: Policy = KEEP
@@ -122,6 +125,12 @@ class Spec(NamedTuple):
         return bool(self.batch_sizes or self.client_sizes)
 
     @property
+    def unrolls(self) -> bool:
+        """Whether the loop over local steps is unrolled: they are light, and alike."""
+        differ = self.unequal or self.mean_steps is not None or self.one_by_one
+        return self.many_steps and not (differ or self.heavy or self.privacy is not None)
+
+    @property
     def runs_on(self) -> bool:
         """Whether vectorised runs go on together after one has ended: the loop needs no select."""
         return self.side_by_side and self.stop is None
@@ -148,10 +157,9 @@ class Spec(NamedTuple):
         fields = {} if memory is None else memory._asdict()
         return {name: np.size(value) for name, value in fields.items()}
 
-    @property
-    def travel_steps(self) -> int:
-        """K in d_i = (x - y) / (K lr), if it is the same for all clients."""
-        return self.max_steps if self.mean_steps is None else self.mean_steps
+    def travel_steps(self, taken: Array) -> Array | int:
+        """Return K in d_i = (x - y) / (K lr): the steps taken, or their mean if they are drawn."""
+        return taken if self.mean_steps is None else self.mean_steps
 
 
 class Measure(NamedTuple):
@@ -285,7 +293,7 @@ class Draws(NamedTuple):
     cohort: Array
     """(R, S) client indices; N marks padding of the last block."""
     rows: Array
-    """(R, S, K, B) record indices; None for full batches."""
+    """(R, S, K, B) record indices, with room for K local steps; None for full batches."""
     row_weights: Array
     """(R, S, K, B) record weights, if batch sizes differ."""
     steps: Array
