@@ -13,7 +13,7 @@ import fedscaffold as fs
 from fedscaffold.privacy.gradients import Mechanism, clipped_sum, private_gradient
 from fedscaffold.problems.batches import Functions, record_gradients
 
-CLIP, NOISE, SEED, LR = 0.7, 0.9, 5, 0.2
+CLIP, NOISE, SEED, LR, STEPS = 0.7, 0.9, 5, 0.2, 3
 COUNTS = (40, 25, 60, 31)
 PRIVATE = fs.privacy.records(clip=CLIP, noise=NOISE, delta=1e-5)
 
@@ -89,14 +89,14 @@ def by_hand(draws, rounds, p, mistake=None, corrected=True):
         heard, moves, changes = p[cohort].sum(), np.zeros(4), np.zeros(4)
         for slot, i in enumerate(cohort):
             y, total = x.copy(), np.zeros(4)
-            for k in range(draws.rows.shape[2]):
+            for k in range(STEPS):
                 there = draws.row_weights[r, slot, k] > 0
                 rows = draws.rows[r, slot, k][there] - offsets[i]
                 g = private(y, rows, i, noise_of(r, i, k, mistake), mistake)
                 lost = mistake == "the optimiser overwrites the corrected gradient"
                 y = y - LR * (g if lost or not corrected else g - c_i[i] + c)
                 total += g
-            new = total / draws.rows.shape[2]
+            new = total / STEPS
             moves += p[i] * (x - y)
             if corrected:
                 changes += p[i] * (new - c_i[i])
@@ -120,7 +120,7 @@ MISTAKES = [
 @pytest.fixture(scope="module")
 def ran(problem):
     given = {
-        "local_steps": 3,
+        "local_steps": STEPS,
         "lr": LR,
         "batch_size": 8,
         "cohort": 3,
@@ -156,7 +156,7 @@ def test_fedavg_by_hand(problem, ran):
         fs.fedavg(),
         problem,
         rounds=4,
-        local_steps=3,
+        local_steps=STEPS,
         lr=LR,
         batch_size=8,
         cohort=3,

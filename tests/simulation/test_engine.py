@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedscaffold as fs
-from fedscaffold.simulation.engine import _compile
+from fedscaffold.simulation.engine import _compile, compile_rounds
+from fedscaffold.simulation.local import _repeat
+from fedscaffold.simulation.program import prepare
 from fedscaffold.simulation.sampling import Drawer
 
 N, D, R = 6, 4, 12
@@ -187,8 +190,6 @@ def test_full_batches_of_unequal_clients_are_their_means(option, given):
 )
 def test_batches_are_what_the_draws_say(local):
     """The reference is fed the drawer's own rows: this checks gathering, ragged batches and per-client steps."""
-    from fedscaffold.simulation.program import prepare
-
     clients = records(1)
     problem = fs.Problem(least_squares, np.ones(3), clients)
     run = fs.simulate(
@@ -247,7 +248,7 @@ def test_draws_with_replacement_are_uniform():
     count = np.array([5, 9, 4])
     draws = drawer(shuffle=False, steps=np.full(3, 2000), batch=np.full(3, 10)).draw(1, 0, 1, 1)
     for slot, (first, n) in enumerate(zip([0, 5, 14], count, strict=True)):
-        seen = np.bincount(draws.rows[0, slot].ravel() - first, minlength=n)
+        seen = np.bincount(draws.rows[0, slot, :2000].ravel() - first, minlength=n)
         spread = np.sqrt(20000 / n * (1 - 1 / n))
         assert np.abs(seen - 20000 / n).max() < 5 * spread
 
@@ -314,6 +315,28 @@ def test_problems_built_twice_share_a_program():
             lr=0.1,
         )
     assert _compile.cache_info().misses == before + 1
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_runs_with_other_numbers_of_local_steps_share_a_program(batch_size):
+    clients = [(np.eye(3) + n, np.array([0, 1, 2])) for n in range(3)]
+    problem, used = fs.problems.softmax(clients, l2=0.1), set()
+    for steps in (4, 7, 30):
+        config = fs.RunConfig(
+            fs.scaffold(), problem, local_steps=steps, lr=0.1, cohort=2, batch_size=batch_size
+        )
+        used.add(compile_rounds(prepare(config), [0], 1).program)
+    assert len(used) == 1
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("unroll", [False, True])
+def test_unrolled_steps_are_those_of_a_loop(number, unroll):
+    last = jax.jit(partial(_repeat, lambda k, y: 3 * y + k, carry=1, unroll=unroll))(number=number)
+    y = 1
+    for k in range(number):
+        y = 3 * y + k
+    assert last == y
 
 
 @pytest.mark.slow

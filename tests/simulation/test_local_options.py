@@ -102,9 +102,9 @@ def test_batches_of_an_epoch(batch_size, more, sizes):
     drawer = prepare(config).drawer
     draws = drawer.draw(0, 0, 1, 1)
     for slot in (0, 1):
-        batches = list(draws.rows[0, slot])
+        batches = list(draws.rows[0, slot, : drawer.steps[slot]])
         if draws.row_weights is not None:
-            weights = draws.row_weights[0, slot]
+            weights = draws.row_weights[0, slot, : drawer.steps[slot]]
             batches = [rows[w > 0] for rows, w in zip(batches, weights, strict=True)]
         assert [len(rows) for rows in batches] == sizes * 2
         for epoch in (batches[: len(sizes)], batches[len(sizes) :]):
