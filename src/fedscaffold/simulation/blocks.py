@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -82,6 +82,16 @@ class Lanes:
         placed.clear()  # these arrays share memory with the state, which is to be donated
 
 
+@cache
+def _pool(number: int) -> ThreadPoolExecutor:
+    """Return threads for so many lanes, the same for all runs.
+
+    The allocator of the C library keeps what a thread has freed for that thread: with threads of
+    their own, each stretch of rounds would take its memory anew.
+    """
+    return ThreadPoolExecutor(number)
+
+
 class RoundsByBlocks(NamedTuple):
     """The compiled parts of a round. Called like the compiled loop, it runs rounds."""
 
@@ -115,8 +125,8 @@ class RoundsByBlocks(NamedTuple):
     ) -> tuple[State, Any]:
         """Run the first `number` rounds of `draws`, as `rounds` does."""
         table = np.full((len(draws.cohort), len(self.spec.metrics)), np.nan, state.x.dtype)
-        with jax.enable_x64(True), ThreadPoolExecutor(len(self.block)) as pool:
-            lanes = Lanes(pool, len(self.block), federation)
+        with jax.enable_x64(True):
+            lanes = Lanes(_pool(len(self.block)), len(self.block), federation)
             federation = jax.device_put(federation)
             for r in range(int(number)):
                 if bool(state.done):  # also before the first: a run of a sweep that ended earlier
