@@ -1,0 +1,91 @@
+"""Shared by the adapters: what begins a case, traces, and stand-ins for unused packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from fedscaffold.conformance import Case, Trace, Unsupported
+
+__all__ = ["begin", "stand_in", "trace"]
+
+
+def begin(case: Case, *refused: str) -> None:
+    """Set torch's precision to the case's, and refuse what a project does not offer.
+
+    Args:
+        case: The case.
+        refused: Keys of the table below.
+
+    Raises:
+        Unsupported: If the case needs something that is refused.
+    """
+    torch.set_default_dtype(getattr(torch, case.precision))
+    asked = {
+        "option I": case.option == 1,
+        "frozen control variates": case.frozen,
+        "restarts": case.restart is not None,
+        "momentum": case.momentum != 0,
+        "a schedule within a round": len(set(case.lr)) > 1,
+        "unequal local steps": len(set(case.local_steps)) > 1,
+        "weights": len(set(case.weights)) > 1,
+        "a server step": case.server_lr != 1,
+        "lost replies": any(case.lost),
+        "sampling": any(len(cohort) < case.num_clients for cohort in case.cohorts),
+        "rounds without replies": any(not case.heard(r) for r in range(case.rounds)),
+    }
+    if missing := [feature for feature in refused if asked[feature]]:
+        raise Unsupported(", ".join(missing))
+
+
+def trace(states: Iterable[tuple[Any, Any, Sequence[Any]]]) -> Trace:
+    """Return the trace of states (x, c, c_i), one before the first round and one after each."""
+    return Trace(*(np.array(column, np.float64) for column in zip(*states, strict=True)))
+
+
+class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules below the given top-level names, as mocks."""
+
+    def __init__(self, tops: Sequence[str]) -> None:
+        self.tops = tops
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return a specification for names that are stood in for."""
+        if name.split(".")[0] in self.tops:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        """Return a mock that can be imported from."""
+        module: Any = mock.MagicMock(name=spec.name)
+        module.__path__ = []
+        return module  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing."""
+
+
+def stand_in(*tops: str) -> None:
+    """Replace top-level packages that cannot be imported by mocks.
+
+    A project may import data sets, plots or trackers that this environment does not have and the
+    run never uses.
+    """
+    missing = []
+    for top in tops:
+        try:
+            importlib.import_module(top)
+        except Exception:
+            for old in [name for name in sys.modules if name.split(".")[0] == top]:
+                del sys.modules[old]
+            missing.append(top)
+    sys.meta_path.insert(0, _StandIn(missing))

@@ -1,0 +1,441 @@
+"""The projects that are judged: where each comes from, how it is driven, what was found in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fedscaffold.checks import InputError
+
+__all__ = ["PEERS", "Finding", "Peer", "find"]
+
+TORCH = ("torch==2.13.0", "numpy<3")
+FL4HEALTH = (
+    "torch==2.13.0", "numpy<2", "flwr>=1.18,<1.19", "opacus", "torchmetrics", "tqdm",
+)  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """A place in a project's code that explains rows that fail."""
+
+    where: str
+    """File of the project, with lines."""
+    what: str
+    patch: str
+    """The smallest change that would mend it, in words."""
+
+
+class Peer(NamedTuple):
+    """A project's SCAFFOLD in one version."""
+
+    name: str
+    project: str
+    version: str
+    """The release, or the commit of the checkout."""
+    target: str
+    """The adapter, as `module:function`."""
+    environment: str
+    """Name of its environment, which peers with the same requirements share."""
+    requirements: tuple[str, ...]
+    alone: tuple[str, ...] = ()
+    """Packages that are installed without their dependencies."""
+    repository: str = ""
+    """`owner/name` where it is judged from a checkout; empty for a package of PyPI."""
+    root: str = ""
+    """Folder of the checkout that has to be on the path."""
+    caveats: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+def _adapter(name: str) -> str:
+    return f"papers.peers.adapters.{name}"
+
+
+_ALL = (
+    Peer(
+        name="fedlab",
+        project="FedLab",
+        version="1.3.0",
+        target=_adapter("fedlab:adapter"),
+        environment="fedlab",
+        requirements=(*TORCH, "tqdm"),
+        alone=("fedlab==1.3.0",),
+        caveats=("Installed without torchvision and plotting packages, which are stood in for.",),
+    ),
+    Peer(
+        name="declearn",
+        project="declearn",
+        version="2.9.1",
+        target=_adapter("declearn:adapter"),
+        environment="declearn",
+        requirements=(*TORCH, "declearn==2.9.1"),
+        caveats=(
+            "Its c is the mean over the clients met so far, which is as right as the mean over "
+            "all.",
+            "The aggregator's default weights the model by local steps and c uniformly; judged "
+            "with `steps_weighted=False`.",
+            "The momentum buffer outlives a round there; it is emptied, as the suite's cases ask.",
+        ),
+    ),
+    Peer(
+        name="pfl",
+        project="pfl-research",
+        version="0.6.0",
+        target=_adapter("pfl:adapter"),
+        environment="pfl",
+        requirements=(*TORCH, "pfl==0.6.0"),
+        caveats=("pfl casts model differences to float32; they are kept in float64 here.",),
+        findings=(
+            Finding(
+                "pfl/algorithm/scaffold.py:133, 157-158; pfl/model/pytorch.py:252-253",
+                "`get_model_difference` returns y - x, and both options add it to c_i where x - y "
+                "belongs, so that c_i has the sign of minus the gradient and the correction "
+                "enlarges the drift.",
+                "negate the difference in both places of scaffold.py",
+            ),
+            Finding(
+                "pfl/algorithm/scaffold.py:133",
+                "With option I the difference is a cached tensor of the model, and the storage "
+                "keeps a reference to it, so that all clients share one c_i.",
+                "take the difference with `clone=True`",
+            ),
+        ),
+    ),
+    Peer(
+        name="fluke",
+        project="fluke",
+        version="0.8.1",
+        target=_adapter("fluke:adapter"),
+        environment="fluke",
+        requirements=(
+            *TORCH, "rich", "typer", "omegaconf", "pandas", "scikit-learn", "torchmetrics",
+            "psutil", "diskcache", "cerberus",
+        ),
+        alone=("fluke-fl==0.8.1",),
+        caveats=(
+            "Installed without trackers, data sets and torchvision, which are stood in for.",
+        ),
+        findings=(
+            Finding(
+                "fluke/algorithms/scaffold.py:160-165",
+                "A server step other than 1 multiplies the weights of the models' average, so "
+                "that the model itself is scaled in every round, not its change.",
+                "add `global_step` times the difference of the average and the old model",
+            ),
+            Finding(
+                "fluke/algorithms/scaffold.py:177-179",
+                "x is averaged by the numbers of records, c uniformly.",
+                "weight the changes of c_i as the models are weighted",
+            ),
+            Finding(
+                "fluke/algorithms/scaffold.py:103, 117",
+                "c_i is computed with the step size that the scheduler has set for the next "
+                "epoch, and with momentum as if the step were plain SGD.",
+                "store the mean of the raw gradients as c_i",
+            ),
+            Finding(
+                "fluke/client.py and fluke/server.py, `save` and `load`",
+                "Neither c nor the c_i are saved, and a client that is loaded fails in its next "
+                "round (`fluke/algorithms/scaffold.py:97`).",
+                "save and load `control` with the model",
+            ),
+        ),
+    ),
+    Peer(
+        name="nvflare",
+        project="NVIDIA FLARE (PyTorch)",
+        version="2.9.0",
+        target=_adapter("nvflare:adapter"),
+        environment="nvflare",
+        requirements=(*TORCH, "nvflare==2.9.0"),
+        caveats=(
+            "Network, persistor and event bus are replaced; the round loop is FLARE's.",
+            "Its examples weight replies by local steps; a site sends its weight here.",
+            "The Lightning and TensorFlow clients were not judged.",
+        ),
+        findings=(
+            Finding(
+                "nvflare/app_common/workflows/scaffold.py:133-139",
+                "c moves by the mean change of the cohort's c_i, without S/N. With cohorts of one "
+                "size it is N/S times the mean, which is slower but ends at the same point; with "
+                "changing cohorts or lost replies it does not.",
+                "multiply the mean change by the number of results over the number of clients",
+            ),
+            Finding(
+                "nvflare/app_opt/pt/scaffold.py, `model_update` and `terms_update`",
+                "The correction is applied after the optimiser's step and c_i is computed from "
+                "the whole move with the last step size, which momentum or a schedule within the "
+                "round make wrong.",
+                "add the correction to the gradient, and store the mean of the raw gradients",
+            ),
+            Finding(
+                "nvflare/app_opt/pt/scaffold.py, `terms_update`",
+                "A site keeps its new c_i whether or not its result arrives.",
+                "keep the old c_i until the controller has acknowledged the result",
+            ),
+        ),
+    ),
+    Peer(
+        name="p2pfl",
+        project="p2pfl",
+        version="0.4.4",
+        target=_adapter("p2pfl:adapter"),
+        environment="p2pfl",
+        requirements=(*TORCH, "lightning", "requests", "pandas"),
+        alone=("p2pfl==0.4.4",),
+        caveats=(
+            "Installed without Ray, gRPC and its data sets, which are stood in for.",
+            "The aggregator is given the initial model; it would take a trained one.",
+        ),
+        findings=(
+            Finding(
+                "p2pfl/learning/frameworks/pytorch/callbacks/scaffold_callback.py:107-109, 142-143",
+                "The correction is written to `.grad` of the tensors of `state_dict()`, which are "
+                "detached and have none, so that it never reaches the model; the hook also runs "
+                "after the step, just before the gradients are set to zero.",
+                "in `on_before_optimizer_step`, add c - c_i to `.grad` of "
+                "`pl_module.parameters()`",
+            ),
+            Finding(
+                "p2pfl/learning/frameworks/pytorch/callbacks/scaffold_callback.py:129-130",
+                "The new c_i lacks the term -c, so that c_i adds up over rounds.",
+                "subtract c: `c_i - c + adjustment`",
+            ),
+            Finding(
+                "p2pfl/learning/aggregators/scaffold.py:102-111",
+                "c moves by the mean change of the cohort's c_i, without S/N.",
+                "divide by the number of all clients",
+            ),
+        ),
+    ),
+    Peer(
+        name="flgo",
+        project="FLGo",
+        version="0.4.4",
+        target=_adapter("flgo:adapter"),
+        environment="flgo",
+        requirements=(*TORCH, "tqdm", "scipy", "pyyaml", "networkx", "toolz"),
+        alone=("flgo==0.4.4",),
+        caveats=(
+            "Installed without plotting and data packages, which are stood in for.",
+            "The constructors, which read a task from disk, are replaced.",
+        ),
+        findings=(
+            Finding(
+                "flgo/algorithm/scaffold.py:100-102",
+                "With momentum, c_i is computed from the move as if the steps were plain SGD, and "
+                "so is too large by the momentum's gain. Without momentum all rows hold.",
+                "store the mean of the raw gradients as c_i",
+            ),
+        ),
+    ),
+    Peer(
+        name="substrafl",
+        project="SubstraFL",
+        version="1.0.0",
+        target=_adapter("substrafl:adapter"),
+        environment="substrafl",
+        requirements=(*TORCH, "substrafl==1.0.0"),
+        caveats=(
+            "Called without the platform, which moves the same objects between processes.",
+            "The model stays with the clients there; x is the sum of the averaged moves.",
+            "The momentum buffer outlives a round there; it is emptied, as the suite's cases ask.",
+        ),
+        findings=(
+            Finding(
+                "substrafl/algorithms/pytorch/torch_scaffold_algo.py:256-268, 451-458",
+                "With momentum, the correction is applied outside the optimiser, and c_i is "
+                "computed from the whole move; with a schedule, by its last step size. It warns "
+                "of schedules and of optimisers other than SGD, not of momentum. With plain SGD "
+                "all rows hold.",
+                "add the correction to the gradient, and store the mean of the raw gradients",
+            ),
+        ),
+    ),
+    Peer(
+        name="fedlab-main",
+        project="FedLab (main)",
+        version="92552a742debc9d7bcf06378720c92fe90e15aa3",
+        target=_adapter("fedlab:adapter"),
+        environment="fedlab",
+        requirements=(*TORCH, "tqdm"),
+        alone=("fedlab==1.3.0",),
+        repository="SMILELab-FL/FedLab",
+        findings=(
+            Finding(
+                "fedlab/contrib/algorithm/scaffold.py:83-91",
+                "The loop looks for `.grad` on the tensors of `state_dict()`, which are detached "
+                "and have none, so that the corrected gradient is never written.",
+                "loop over `self._model.parameters()`, as the lines that are commented out below "
+                "it do",
+            ),
+        ),
+        caveats=("The checkout is put before the release on the path.",),
+    ),
+    Peer(
+        name="fl4health",
+        project="FL4Health",
+        version="ce141b95d251133e73b1d4faadc9c8bf44b14bb5",
+        target=_adapter("fl4health:adapter"),
+        environment="fl4health",
+        requirements=FL4HEALTH,
+        repository="VectorInstitute/FL4Health",
+        caveats=(
+            "Trackers and data packages are stood in for.",
+            "`fraction_fit` is the mean size of the case's cohorts over the number of clients.",
+            "Lost replies ask more than it promises.",
+        ),
+        findings=(
+            Finding(
+                "fl4health/clients/scaffold_client.py:134-135",
+                "A client that is sampled for the first time after round 1 starts with c_i = c, "
+                "while the server has counted zero for it, so that c is no longer the mean.",
+                "start with zeros",
+            ),
+            Finding(
+                "fl4health/strategies/scaffold.py:343-346",
+                "c moves by the nominal `fraction_fit`, not by the share of clients that replied.",
+                "multiply by the number of results over the number of clients",
+            ),
+            Finding(
+                "fl4health/clients/scaffold_client.py:172-173",
+                "The client keeps its new c_i whether or not its reply arrives.",
+                "keep the old c_i until the server has acknowledged the reply",
+            ),
+        ),
+    ),
+    Peer(
+        name="fl4health-dp",
+        project="FL4Health, DP-SCAFFOLD",
+        version="ce141b95d251133e73b1d4faadc9c8bf44b14bb5",
+        target=_adapter("fl4health:private"),
+        environment="fl4health",
+        requirements=FL4HEALTH,
+        repository="VectorInstitute/FL4Health",
+        caveats=("No noise, and a clipping bound that is never reached.",),
+        findings=(
+            Finding(
+                "fl4health/clients/scaffold_client.py:175-197, 219-227",
+                "The correction is added to `.grad` before the step, and Opacus' optimiser "
+                "replaces `.grad` by the clipped sum of the records' gradients in its step, so "
+                "that the correction is lost.",
+                "add the correction in a hook between Opacus' `pre_step` and the inner step",
+            ),
+        ),
+    ),
+    Peer(
+        name="pfllib",
+        project="PFLlib",
+        version="d832e76f6a23b833038949ec1e4fdefe63a4d350",
+        target=_adapter("pfllib:adapter"),
+        environment="torch",
+        requirements=TORCH,
+        repository="TsingZ0/PFLlib",
+        root="system",
+        caveats=(
+            "Unequal steps by unequal data; its slow clients are judged apart.",
+            "The random choice of lost replies is replaced by the case's.",
+        ),
+        findings=(
+            Finding(
+                "system/flcore/clients/clientscaffold.py:52, 69-73; "
+                "system/flcore/servers/serverscaffold.py:92-93",
+                "Clients renew c_i before some of their replies are dropped, so that c leaves the "
+                "mean of the c_i.",
+                "renew c_i for the clients in `uploaded_ids` only",
+            ),
+            Finding(
+                "system/flcore/servers/serverscaffold.py:129",
+                "x is divided by `num_join_clients`, not by the number of replies; with a random "
+                "join ratio, or lost replies, the step is too long or too short.",
+                "divide by `len(self.uploaded_ids)`",
+            ),
+        ),
+    ),
+    Peer(
+        name="pfllib-slow",
+        project="PFLlib, slow clients",
+        version="d832e76f6a23b833038949ec1e4fdefe63a4d350",
+        target=_adapter("pfllib:slow_clients"),
+        environment="torch",
+        requirements=TORCH,
+        repository="TsingZ0/PFLlib",
+        root="system",
+        findings=(
+            Finding(
+                "system/flcore/servers/serverscaffold.py:127",
+                "A slow client runs fewer epochs, and the server recomputes its change of c_i "
+                "with the full number.",
+                "keep the number of epochs with the client and use it in `delta_yc`",
+            ),
+        ),
+        caveats=("Rows other than those with unequal steps are those of `pfllib`.",),
+    ),
+    Peer(
+        name="fl-bench",
+        project="FL-bench",
+        version="06e658bca5af6ce732e25bb7c0f8be321e14a85e",
+        target=_adapter("flbench:adapter"),
+        environment="torch",
+        requirements=TORCH,
+        repository="KarhouTam/FL-bench",
+        caveats=(
+            "A local epoch of its SCAFFOLD is one batch, while other methods there run whole "
+            "epochs.",
+        ),
+        findings=(
+            Finding(
+                "src/server/scaffold.py:34; src/client/scaffold.py:45",
+                "The client's new c_i stays with an object that all clients share; the server's "
+                "`c_local`, from which the next package is made, is never written.",
+                "send `c_plus` in the client's package and store it in `self.c_local[client_id]`",
+            ),
+        ),
+    ),
+    Peer(
+        name="niid-bench",
+        project="Flower, baseline niid_bench",
+        version="fdef7afb1dca3030553be302366cfd285ed6632c",
+        target=_adapter("niid_bench:adapter"),
+        environment="niid-bench",
+        requirements=("torch==2.13.0", "numpy<2", "flwr==1.5.0"),
+        repository="adap/flower",
+        root="baselines/niid_bench",
+        caveats=(
+            "torch is newer than the version that the baseline pins.",
+            "A client that has not been asked yet is taken to hold what it would begin with, the "
+            "present model; `kept: sampling` fails for that reason alone.",
+        ),
+        findings=(
+            Finding(
+                "niid_bench/client_scaffold.py:70-72; niid_bench/server_scaffold.py:75-78",
+                "A client's first c_i is the model that it is sent, and c begins as the initial "
+                "model. With all clients in every round both cancel; with sampling c is not the "
+                "mean of the c_i.",
+                "begin both with zeros, as the constructor of the client does",
+            ),
+            Finding(
+                "niid_bench/models.py:92-99; niid_bench/client_scaffold.py:93-100",
+                "Momentum acts on the gradient alone, while c_i is computed from the whole move "
+                "as if it were plain SGD, so that c_i is too large by the gain of the momentum.",
+                "add c - c_i to the gradient before the step, and store the mean of the raw "
+                "gradients as c_i",
+            ),
+        ),
+    ),
+)  # fmt: skip
+
+PEERS = {peer.name: peer for peer in _ALL}
+
+
+def find(name: str) -> Peer:
+    """Return a peer by name.
+
+    >>> find("fedlab").version
+    '1.3.0'
+
+    Raises:
+        InputError: If there is none of that name.
+    """
+    if name not in PEERS:
+        raise InputError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+    return PEERS[name]

@@ -1,0 +1,127 @@
+"""Other projects' SCAFFOLD: the catalogue, the runner on a project of the test's own, and the page of the recorded verdicts."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedscaffold.checks import InputError
+from fedscaffold.conformance.identities import IDENTITIES
+from papers.peers.catalogue import PEERS, Peer, find
+from papers.peers.judge import VERDICTS, judge, load_verdicts, prepare_environment, save_verdicts
+from papers.peers.page import BEGIN, END, count, failing, generate
+
+ROOT = Path(__file__).parents[2]
+
+# a project of one file: SCAFFOLD without momentum, restarts and lost replies, wrong where the server step is not 1
+PROJECT = """
+import numpy as np
+from fedscaffold.conformance import Trace, Unsupported
+
+def adapter(case):
+    if case.momentum or case.frozen or case.restart or case.option == 1 or any(case.lost):
+        raise Unsupported("plain SGD only")
+    if len(set(case.lr)) > 1 or len(set(case.weights)) > 1:
+        raise Unsupported("schedules, weights")
+    x, c, c_i = case.x0, np.zeros_like(case.x0), np.zeros_like(case.linear)
+    states = [(x, c, c_i)]
+    for cohort in case.cohorts:
+        moves, changes, kept = [], [], c_i.copy()
+        for i in cohort:
+            y, steps = x, case.local_steps[i]
+            for _ in range(steps):
+                y = y - case.lr[0] * (case.gradient(i, y) - c_i[i] + c)
+            kept[i] = c_i[i] - c + (x - y) / (steps * case.lr[0])
+            moves.append(y - x)
+            changes.append(kept[i] - c_i[i])
+        x = x + np.mean(moves, axis=0)
+        c, c_i = c + np.sum(changes, axis=0) / case.num_clients, kept
+        states.append((x, c, c_i))
+    return Trace(*map(np.array, zip(*states)))
+"""
+
+
+def one_file(**changes):
+    peer = Peer("one-file", "One file", "abc", "onefile:adapter", "here", (), repository="some/one")
+    return peer._replace(**changes)
+
+
+@pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
+def test_every_adapter_is_a_function_of_a_case(peer):
+    module, name = peer.target.split(":")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    [function] = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name]
+    assert [one.arg for one in function.args.args] == ["case"]
+    assert peer.requirements
+    assert all("==" in one or "<" in one for one in peer.requirements[:2])
+    pinned = peer.repository and len(peer.version) == 40
+    assert pinned or any(
+        one.endswith(f"=={peer.version}") for one in (*peer.requirements, *peer.alone)
+    )
+
+
+def test_an_unknown_peer_is_refused():
+    with pytest.raises(InputError, match="no peer 'fedlib'; there are fedlab"):
+        find("fedlib")
+
+
+@pytest.mark.process
+def test_a_project_is_judged_from_its_checkout(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "onefile.py").write_text(PROJECT)
+    verdicts = judge(one_file(), Path(sys.executable), tmp_path)
+    save_verdicts(verdicts, tmp_path / "verdicts")
+    [kept] = load_verdicts(tmp_path / "verdicts").values()
+    assert kept == json.loads(json.dumps(verdicts))
+    # the mistake shows in all rows with a server step, and in no other
+    assert {"moves: server step", "first round: server step", "server step"} <= {*failing(kept)}
+    assert {"moves: all", "golden: all", "kept: sampling"}.isdisjoint(failing(kept))
+    assert kept["rows"]["optimum: sampling"][0] == "holds"
+    assert kept["rows"]["mean: momentum"][0] == "not offered"
+    assert any("server step" in sentence for sentence in kept["diagnosis"])
+    assert set(kept["versions"]) == {"Python", "numpy", "torch"}
+
+
+@pytest.mark.process
+def test_what_cannot_be_judged_is_said(tmp_path):
+    with pytest.raises(InputError, match=r"one-file has no package: git clone .*some/one"):
+        judge(one_file(), Path(sys.executable))
+    with pytest.raises(InputError, match=r"there is no .*one: git clone"):
+        judge(one_file(), Path(sys.executable), tmp_path)
+    (tmp_path / "one").mkdir()
+    with pytest.raises(InputError, match=r"one-file: the suite could not be run: .*onefile"):
+        judge(one_file(), Path(sys.executable), tmp_path)
+    nowhere = one_file(requirements=(str(tmp_path / "nowhere"),))
+    with pytest.raises(InputError, match=r"one-file: its packages cannot be installed: .*nowhere"):
+        prepare_environment(nowhere, tmp_path / "environments")
+
+
+@pytest.mark.soak
+def test_a_release_is_judged_from_the_index(tmp_path):
+    peer = find("fedlab")
+    verdicts = judge(peer, prepare_environment(peer, tmp_path))
+    assert failing(verdicts) == []
+
+
+def test_recorded_verdicts_are_of_the_catalogue_and_the_suite():
+    recorded, rows = load_verdicts(VERDICTS), {identity.name for identity in IDENTITIES}
+    assert recorded
+    for name, one in recorded.items():
+        assert one["version"] == PEERS[name].version
+        assert set(one["rows"]) == rows, f"judge {name} again: the suite has changed"
+        assert bool(PEERS[name].findings) == bool(failing(one)), name
+
+
+def test_the_page_is_that_of_the_recorded_verdicts():
+    page = (ROOT / "docs" / "judged.md").read_text()
+    recorded = load_verdicts(VERDICTS)
+    assert (
+        page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == generate(recorded).strip()
+    )
+    firsts = page[page.index(BEGIN) :].splitlines()[3:]
+    assert "right in all it offers" in firsts[0]
+    for name, one in recorded.items():
+        assert f"`python -m papers.peers {name}" in page
+        assert count(one) in page
