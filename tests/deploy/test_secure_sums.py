@@ -326,6 +326,7 @@ def test_garbage_of_the_right_shape(tmp_path, exchange):
         assert not outcome.committed
         (said,) = [e["note"] for e in events if e["event"] == "garbage"]
         assert "which one cannot be known" in said
+        assert outcome.refused == dict.fromkeys(SITES, said)  # what the run says when it gives up
         assert refused == []
     elif (
         exchange == "shares"

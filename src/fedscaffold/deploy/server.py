@@ -583,6 +583,8 @@ class Server:
                 self.roster[site] = self.roster[site]._replace(rests=rests)
         if secure.trouble:
             self.audit.write("garbage", round=self.state.round + 1, note=secure.trouble)
+            in_vain = dict.fromkeys(current.updates, secure.trouble)
+            return current._replace(updates={}, failed={**current.failed, **in_vain})
         if secure.means is None:
             return current
         failed = {site: why for site, why in current.failed.items() if site not in secure.updates}
