@@ -61,6 +61,20 @@ def by_convolution(noise, rate, steps, delta=DELTA, width=2e-4, reach=40.0):
     return found
 
 
+@pytest.mark.parametrize(
+    ("noise", "rate", "steps"),
+    [(0.7, 0.01, 1000), (5.0, 0.05, 5000), (0.6, 0.2, 50), (0.5, 0.2, 200)],
+)
+def test_no_order_of_rdp_gives_less(noise, rate, steps):
+    """Orders that are no whole numbers decide only where there is no distribution of losses, above epsilon = 50."""
+    import dp_accounting
+
+    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+    by_rdp = dp_accounting.rdp.RdpAccountant().compose(event, steps).get_epsilon(DELTA)
+    found = fs.privacy.epsilon(noise=noise, rate=rate, steps=steps, delta=DELTA)
+    assert found == by_rdp if by_rdp > accounting.LARGE else found < by_rdp
+
+
 @pytest.mark.parametrize(("noise", "steps"), [(1.0, 1), (5.0, 10), (20.0, 1000), (40.0, 2000)])
 def test_without_sampling_epsilon_is_the_closed_form(noise, steps):
     exact = gaussian(noise, steps)

@@ -2,8 +2,8 @@
 
 A step is a Gaussian mechanism on a Poisson sample. Its privacy loss is composed by two accountants,
 by privacy loss distributions (PLD) and by Renyi divergences (RDP); both are upper bounds, and the
-smaller is returned. Neighbouring data differ in one record, added or removed; numbers of records
-are public.
+smaller is returned. Where there is a PLD, which is nearly exact, RDP has whole orders only.
+Neighbouring data differ in one record, added or removed; numbers of records are public.
 """
 
 from __future__ import annotations
@@ -154,12 +154,9 @@ def compose(charges: Iterable[Charge], delta: float, overflow: float = 0.0) -> f
 
 @lru_cache(maxsize=1 << 16)
 def _epsilon(charges: tuple[Charge, ...], delta: float) -> float:
-    rdp, orders, total = _library().rdp, None, 0.0
-    for noise, rate, steps in charges:
-        orders, divergences = _divergences(noise, rate)
-        total = total + steps * divergences
-    with _quiet():
-        found = float(rdp.compute_epsilon(orders, total, delta)[0])
+    found = _renyi_epsilon(charges, delta, whole=True)
+    if not found < LARGE:
+        found = _renyi_epsilon(charges, delta, whole=False)
     if found < LARGE:
         steps = sum(charge.steps for charge in charges)
         interval = next(width for most, width in INTERVALS if steps <= most)
@@ -167,11 +164,27 @@ def _epsilon(charges: tuple[Charge, ...], delta: float) -> float:
     return found
 
 
+def _renyi_epsilon(charges: tuple[Charge, ...], delta: float, whole: bool) -> float:
+    """Return the epsilon by Renyi divergences of all orders, or of whole orders alone.
+
+    Those between take most of the time, and matter where epsilon is large.
+    """
+    orders, total = None, 0.0
+    for noise, rate, steps in charges:
+        orders, divergences = _divergences(noise, rate, whole)
+        total = total + steps * divergences
+    with _quiet():
+        return float(_library().rdp.compute_epsilon(orders, total, delta)[0])
+
+
 @lru_cache(maxsize=256)
-def _divergences(noise: float, rate: float) -> tuple[Any, Any]:
+def _divergences(noise: float, rate: float, whole: bool) -> tuple[Any, Any]:
     """Return the orders, and the Renyi divergences of a single step."""
     library = _library()
     accountant = library.rdp.RdpAccountant()
+    if whole:
+        orders = accountant.orders
+        accountant = library.rdp.RdpAccountant(orders[orders % 1 == 0])
     event = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
     with _quiet():
         accountant.compose(event)
