@@ -216,7 +216,13 @@ def test_homogeneous_clients_reduce_to_gradient_descent(name):
     hessian, linear = np.diag([1.0, 0.3]), np.array([1.0, -2.0])
     problem = fs.problems.quadratic(hessians=[hessian] * 3, linear=[linear] * 3, x0=[2.0, 1.0])
     run = fs.simulate(
-        ALGORITHMS[name](), problem, rounds=9, local_steps=1, lr=0.4, precision="float64"
+        ALGORITHMS[name](),
+        problem,
+        rounds=9,
+        local_steps=1,
+        lr=0.4,
+        precision="float64",
+        metrics=(),
     )
     x = np.array([2.0, 1.0])
     for _ in range(9):
@@ -289,6 +295,7 @@ def test_the_compiled_engine_is_the_plain_one_and_a_silent_round_changes_nothing
             cohorts=cohorts,
             weights=case.weights,
             precision="float64",
+            metrics=(),
         )
 
     run = simulated(case.cohorts)

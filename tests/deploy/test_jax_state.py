@@ -60,7 +60,7 @@ def test_a_deployment_is_the_simulation(algorithm, table, buffers, tmp_path):
     clients = [data(site) for site in SITES]
     problem = fs.Problem(loss, {"w": START}, clients, state=STATE)
     ask = {"rounds": ROUNDS, "local_steps": STEPS, "lr": LR, "precision": "float64"}
-    run = fs.simulate(algorithm, problem, buffers=buffers, **ask)
+    run = fs.simulate(algorithm, problem, buffers=buffers, **ask, metrics=())
     np.testing.assert_allclose(server.state.x, run.vector, rtol=0, atol=1e-12)
     if buffers == "average":
         held = [(server.state.buffers, run.state)]

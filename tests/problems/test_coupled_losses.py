@@ -531,6 +531,7 @@ def test_padding_changes_nothing_for_any_method(algorithm):
             local_steps=3,
             lr=0.05,
             precision="float64",
+            metrics=(),
         )
         for clients in (doubled, equal)
     ]
@@ -549,6 +550,7 @@ def test_a_sweep_is_its_runs():
         lr=[0.05, 0.1],
         seeds=5,
         precision="float64",
+        metrics=(),
     )
     one = fs.simulate(
         fs.scaffold(),
@@ -559,6 +561,7 @@ def test_a_sweep_is_its_runs():
         lr=0.1,
         seed=3,
         precision="float64",
+        metrics=(),
     )
     np.testing.assert_array_equal(found.runs[1][3].vector, one.vector)
 

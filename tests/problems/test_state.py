@@ -227,7 +227,7 @@ def test_a_round_that_nobody_answers_changes_nothing():
 )
 def test_gradients_at_x_leave_no_trace(algorithm):
     """The counter counts local steps; gradients at x, or of all data, are none."""
-    run = fs.simulate(algorithm, problem(), **ASK)
+    run = fs.simulate(algorithm, problem(), **ASK, metrics=())
     assert run.state["steps"] == ASK["rounds"] * ASK["local_steps"]
 
 

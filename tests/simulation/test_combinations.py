@@ -67,7 +67,7 @@ def test_scaffnews_batches_depend_neither_on_the_length_nor_on_the_company(draw)
     ids=["weights", "sampling"],
 )
 def test_a_round_without_weight_changes_nothing(algorithm, who):
-    simulator = fs.Simulator(algorithm, quadratic(), rounds=3, **who, **EXACT)
+    simulator = fs.Simulator(algorithm, quadratic(), rounds=3, **who, **EXACT, metrics=())
     one, _ = simulator.step(simulator.init())
     two, _ = simulator.step(one)
     for field, before, after in zip(one.server._fields, one.server, two.server, strict=True):
@@ -98,7 +98,7 @@ def test_dittos_common_model_is_fedavgs_whatever_the_optimizer():
     ask = {"precision": "float64", "local_steps": 3, "rounds": 4}
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.05))
     runs = [
-        fs.simulate(a, quadratic(), local_optimizer=optimizer, **ask)
+        fs.simulate(a, quadratic(), local_optimizer=optimizer, **ask, metrics=())
         for a in (fs.ditto(), fs.fedavg())
     ]
     np.testing.assert_allclose(runs[0].vector, runs[1].vector, rtol=0, atol=1e-14)

@@ -96,6 +96,7 @@ def test_engine_is_the_paper_under_sampling_weights_momentum_unequal_steps_and_s
         precision="float64",
         block=None if case["block"] is None else min(case["block"], largest),
         **local,
+        metrics=(),
     )
     agree(run, expected)
     assert run.residual < 1e-12 * max(1, np.abs(expected[2]).max())
@@ -118,6 +119,7 @@ def test_fedavg_and_fedprox_are_the_reference(algorithm, mu):
         cohorts=cohorts,
         x0=x0,
         precision="float64",
+        metrics=(),
     )
     np.testing.assert_allclose(run.vector, expected, rtol=0, atol=1e-13)
 
@@ -161,6 +163,7 @@ def test_full_batches_of_unequal_clients_are_their_means(option, given):
         lr=0.1,
         weights="records",
         precision="float64",
+        metrics=(),
     )
     expected = reference.scaffold(
         lambda i, w, r, k: (
@@ -552,7 +555,12 @@ def test_pytrees_come_back_in_their_own_structure():
         return jnp.mean((out[:, 0] - batch["y"]) ** 2)
 
     run = fs.simulate(
-        fs.scaffold(), fs.Problem(loss, params, clients), rounds=2, local_steps=2, lr=0.01
+        fs.scaffold(),
+        fs.Problem(loss, params, clients),
+        rounds=2,
+        local_steps=2,
+        lr=0.01,
+        metrics=(),
     )
     assert jax.tree.structure(run.x) == jax.tree.structure(params)
     assert run.x["layer"][0].shape == (1, 2)

@@ -59,7 +59,14 @@ def by_hand(most, rounds, lr, steps, corrected=True):
 @pytest.mark.parametrize("algorithm", [fs.scaffold(), fs.fedavg()], ids=lambda a: a.name)
 def test_clipping_scales_the_steps_and_not_what_is_remembered(algorithm, most):
     run = fs.simulate(
-        algorithm, PROBLEM, rounds=4, local_steps=3, lr=0.1, clip_norm=most, precision="float64"
+        algorithm,
+        PROBLEM,
+        rounds=4,
+        local_steps=3,
+        lr=0.1,
+        clip_norm=most,
+        precision="float64",
+        metrics=(),
     )
     expected = by_hand(most, 4, 0.1, 3, corrected=algorithm.name == "scaffold")
     np.testing.assert_allclose(run.vector, expected, rtol=0, atol=1e-13)
@@ -124,10 +131,10 @@ def test_batches_of_an_epoch(batch_size, more, sizes):
 def test_the_simulator_is_the_deployment(local, more, tmp_path):
     same = "epochs = 2\nbatch_size = 2\nlr = 0.1\n"
     problem = fs.Problem(loss, START, [repeated(site) for site in SITES])
-    run = fs.simulate(fs.scaffold(), problem, rounds=3, **LOCAL, **more)
+    run = fs.simulate(fs.scaffold(), problem, rounds=3, **LOCAL, **more, metrics=())
     there = deployed(tmp_path, same + local)
     np.testing.assert_allclose(run.vector, there, rtol=0, atol=1e-12)
-    plain = fs.simulate(fs.scaffold(), problem, rounds=3, **LOCAL)
+    plain = fs.simulate(fs.scaffold(), problem, rounds=3, **LOCAL, metrics=())
     assert np.abs(plain.vector - run.vector).max() > 1e-3
 
 

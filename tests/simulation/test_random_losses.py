@@ -82,7 +82,9 @@ COHORTS = [[0, 2], [1, 3], [0, 1], [2, 3]]
 )
 def test_scaffold_agrees_with_a_loop_that_derives_the_keys(clients, option):
     problem = fs.Problem(dropout, X0, clients)
-    run = fs.simulate(fs.scaffold(option=option), problem, rounds=4, cohorts=COHORTS, **ASK)
+    run = fs.simulate(
+        fs.scaffold(option=option), problem, rounds=4, cohorts=COHORTS, **ASK, metrics=()
+    )
     x, c_i = by_hand(clients, 4, COHORTS, option)
     np.testing.assert_allclose(run.vector, problem.layout.flatten(x), rtol=0, atol=1e-12)
     for own, wanted in zip(run.clients.c_i, c_i, strict=True):
@@ -94,7 +96,7 @@ def test_scaffold_agrees_with_a_loop_that_derives_the_keys(clients, option):
 def test_dane_has_one_key_for_a_step_and_another_for_the_exchange():
     """With one local step from y = x the two gradients of the step cancel: what is left is the exchange's."""
     problem = fs.Problem(dropout, X0, EVEN)
-    run = fs.simulate(fs.dane(), problem, rounds=1, **(ASK | {"local_steps": 1}))
+    run = fs.simulate(fs.dane(), problem, rounds=1, **(ASK | {"local_steps": 1}), metrics=())
     with jax.enable_x64(True):
         grads = [
             jax.grad(dropout)(X0, client, one_key(SEED, 1, i, 3)) for i, client in enumerate(EVEN)
@@ -147,7 +149,7 @@ def test_clients_steps_rounds_and_seeds_have_keys_of_their_own():
 
     problem = fs.Problem(noise, np.zeros(40), [np.ones(3)] * 3)
     ask = {"lr": 1.0, "precision": "float64"}
-    run = fs.simulate(fs.scaffold(option=1), problem, rounds=2, local_steps=2, **ask)
+    run = fs.simulate(fs.scaffold(option=1), problem, rounds=2, local_steps=2, **ask, metrics=())
     at_x = run.clients.c_i
     steps = [
         jax.random.normal(one_key(0, r, i, 2, k), (40,))
@@ -200,7 +202,12 @@ def test_kinds_are_found_with_the_key_held_fixed():
         (weighed, lambda p, b, key: weighed(p, b, np.full(len(b[1]), 1 / len(b[1])), key)),
     ):
         run = fs.simulate(
-            fs.scaffold(), fs.Problem(loss, X0, RAGGED), rounds=3, cohorts=COHORTS[:3], **ASK
+            fs.scaffold(),
+            fs.Problem(loss, X0, RAGGED),
+            rounds=3,
+            cohorts=COHORTS[:3],
+            **ASK,
+            metrics=(),
         )
         x, _ = by_hand(RAGGED, 3, COHORTS, loss=plain)
         np.testing.assert_allclose(run.x["w"], x["w"], rtol=0, atol=1e-12)
@@ -221,8 +228,10 @@ def test_a_gradient_may_take_a_key_too():
         return jax.grad(dropout)(params, batch, key)
 
     ask = ASK | {"rounds": 3, "cohorts": COHORTS[:3], "batch_size": 3}
-    given = fs.simulate(fs.scaffold(), fs.Problem(dropout, X0, EVEN, gradient=gradient), **ask)
-    own = fs.simulate(fs.scaffold(), fs.Problem(dropout, X0, EVEN), **ask)
+    given = fs.simulate(
+        fs.scaffold(), fs.Problem(dropout, X0, EVEN, gradient=gradient), **ask, metrics=()
+    )
+    own = fs.simulate(fs.scaffold(), fs.Problem(dropout, X0, EVEN), **ask, metrics=())
     np.testing.assert_allclose(given.vector, own.vector, rtol=0, atol=1e-14)
 
 
