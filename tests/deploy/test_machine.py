@@ -240,7 +240,7 @@ class SecureMachine(ClientMachine):
         return super().reborn()
 
     def advance(self):
-        self.requests |= (requests := self.server.advance())
+        self.requests |= (requests := dict(self.server.advance()))
         return requests or self.server.close()
 
     @Machine.busy
