@@ -365,7 +365,14 @@ def test_what_is_no_value_of_its_kind_is_refused_in_a_configuration(kind, key):
 
 
 SETTINGS = {
-    "count": ("rounds", "evaluate_every", "local.steps", "local.epochs", "deploy.max_records"),
+    "count": (
+        "rounds",
+        "evaluate_every",
+        "local.steps",
+        "local.epochs",
+        "deploy.max_records",
+        "deploy.buffer",
+    ),
     "seed": ("seed", "deploy.retries"),
     "positive": ("local.lr", "deploy.deadline", "deploy.clip"),
     "number": ("local.momentum", "deploy.wait"),
@@ -377,6 +384,7 @@ SETTINGS = {
         "local.optimizer",
         "local.buffers",
         "deploy.state",
+        "deploy.mode",
         "algorithm.name",
     ),
 }

@@ -6,6 +6,8 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +115,7 @@ class Wire:
 
     def __init__(self, app, folder):
         self.settings, self.learner = open_app(app)
-        self.folder, self.replies = folder, {}
+        self.folder, self.replies, self.numbers = folder, {}, count()
 
     def get_nodes(self):
         class Node:
@@ -129,7 +131,7 @@ class Wire:
         ids = []
         for message in messages:
             site = self.settings.deploy.sites[message.metadata.dst_node_id - 1]
-            message.metadata.__dict__["_message_id"] = f"m{len(self.replies)}"
+            message.metadata.__dict__["_message_id"] = f"m{next(self.numbers)}"
             contents = {
                 key: obj.deflate() for key, obj in get_all_nested_objects(message.content).items()
             }
@@ -252,6 +254,40 @@ def test_flower_messages_carry_the_same_bits(precision, tmp_path, monkeypatch):
     assert server.state.x.tobytes() == quiet.x.tobytes()
     tolerance = 1e-12 if precision == "float64" else 1e-6
     np.testing.assert_allclose(server.state.x, simulated(app), rtol=0, atol=tolerance)
+
+
+class Slow(Wire):
+    """South's replies are there at the third time that they are asked for."""
+
+    def __init__(self, app, folder):
+        super().__init__(app, folder)
+        self.asked = Counter()
+
+    def pull_messages(self, ids):
+        self.asked.update(ids)
+        there = [
+            one
+            for one in ids
+            if one in self.replies
+            and (self.replies[one].metadata.src_node_id != 2 or self.asked[one] > 2)
+        ]
+        return super().pull_messages(there)
+
+
+@pytest.mark.slow
+def test_in_asynchronous_rounds_replies_to_earlier_requests_count(tmp_path, monkeypatch):
+    """The link holds one site's replies back: the other goes on, and they count in later rounds."""
+    engine_identity(monkeypatch)
+    toml = TOML.replace("quorum = 1.0", 'quorum = 1\nmode = "async"\nbuffer = 1')
+    app = write_app(tmp_path / "app", toml=toml)
+    settings, learner = open_app(app)
+    server = Server(settings, learner.schema, learner.start, tmp_path / "run")
+    wire, outcomes = Slow(app, tmp_path / "sites"), []
+    drive(server, flower_app.FlowerTransport(wire, 40.0, asynchronous=True), 9, outcomes.append)
+    assert ("north",) in [outcome.heard for outcome in outcomes]
+    late = [outcome.stale["south"] for outcome in outcomes if "south" in outcome.stale]
+    assert late
+    assert server.residual < 1e-14
 
 
 class Rotating(Wire):

@@ -187,6 +187,7 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     def end_quietly(self):
+        self.now += 11  # tasks at work are given up
         if self.server.open_round is not None:
             self.server.close()
         for _ in range(self.quiet_rounds):
@@ -283,6 +284,16 @@ class SecureMachine(ClientMachine):
         self.play_on(set(), "keys")
 
 
+class AsyncMachine(Machine):
+    """Requests may be answered in any later round, and replies be delivered in any order or never."""
+
+    more = "mode = 'async'\nbuffer = 2"
+
+
+class AsyncClientMachine(AsyncMachine):
+    mode = "client"
+
+
 LIMITS = limits(
     max_examples=10,
     stateful_step_count=50,
@@ -302,10 +313,22 @@ TestClientKeeps = pytest.mark.slow(ClientMachine.TestCase)
 TestClientKeeps.settings = LIMITS
 TestSecure = pytest.mark.slow(SecureMachine.TestCase)
 TestSecure.settings = limits(LIMITS, max_examples=4)
+TestAsyncServerKeeps = pytest.mark.slow(AsyncMachine.TestCase)
+TestAsyncServerKeeps.settings = LIMITS
+TestAsyncClientKeeps = pytest.mark.slow(AsyncClientMachine.TestCase)
+TestAsyncClientKeeps.settings = LIMITS
+MACHINES = [
+    Machine,
+    FilteredMachine,
+    ClientMachine,
+    SecureMachine,
+    AsyncMachine,
+    AsyncClientMachine,
+]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", [Machine, FilteredMachine, ClientMachine, SecureMachine])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_many_more_orders(machine):
     run_state_machine_as_test(machine, settings=limits(LIMITS, max_examples=100))
 
@@ -341,6 +364,11 @@ def no_memory(algorithm, state, updates, *more):
     return aggregate(algorithm, state, updates, *more)._replace(memory=state.memory)
 
 
+def as_if_fresh(algorithm, state, updates, *more):
+    fresh = {site: update._replace(sent=None) for site, update in updates.items()}
+    return aggregate(algorithm, state, fresh, *more)
+
+
 ACCIDENTS = (
     "lose_or_delay",
     "deliver_late_or_again",
@@ -363,6 +391,7 @@ ACCIDENTS = (
         (ClientMachine, "aggregation.add_member", unscaled_join, "join"),
         (ClientMachine, "client.load_record", careless_memory, "lose_state"),
         (ClientMachine, "client.load_record", commit_before_word, "lose_or_delay"),
+        (AsyncClientMachine, "aggregation.aggregate", as_if_fresh, None),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

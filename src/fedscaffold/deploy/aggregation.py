@@ -252,10 +252,15 @@ def _train_block(
     """
     p, heard, share = weights
     server, dtype = take(state.server, place), state.x.dtype
-    sent, mean, rounding = cast(cast(server, dtype), np.float64), None, None
+    told, mean, rounding, late = cast(cast(server, dtype), np.float64), None, None, None
     blank = blank_memory(algorithm, server.x)
     for site in sorted(updates):
-        message = message_of(algorithm, take_vectors(updates[site], place), updates[site].travel)
+        update, sent = updates[site], told
+        message = message_of(algorithm, take_vectors(update, place), update.travel)
+        if update.sent is not None:
+            sent = cast(cast(take(update.sent, place), dtype), np.float64)
+            message = _damp(algorithm, message, update.damping)
+            late = _add(late, share[site], each(np.subtract, sent, told))
         mean = _add(mean, share[site], message)
         if site in rows:
             before = take(state.memory.get(site), place)
@@ -264,11 +269,20 @@ def _train_block(
             rows[site].append(stored)
             off = each(lambda kept, value: kept - value, stored, exact)
             rounding = _add(rounding, p[site], off)
+    sent = told if late is None else each(np.add, told, late)  # the mean of what was sent
     server = algorithm.update(cast(server, np.float64), sent, mean, heard)
     if rounding is not None:
         # apply the memories' storage rounding to the means
         server = absorb(algorithm, server, rounding)
     return cast(server, np.float64)._replace(x=server.x.astype(dtype))
+
+
+def _damp(algorithm: Algorithm, message: Record, factor: float) -> Record:
+    """Return a message whose move counts by a factor."""
+    move = exchange(algorithm).move
+    if factor == 1 or move is None:
+        return message
+    return message._replace(**{move: factor * getattr(message, move)})
 
 
 def _add(total: Record, weight: float, record: Record) -> Record:

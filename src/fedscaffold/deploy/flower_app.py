@@ -66,8 +66,8 @@ class FlowerTransport:
     It polls itself, as Flower's own loop sleeps 3 s and may block for minutes.
     """
 
-    def __init__(self, grid: Grid, deadline: float) -> None:
-        self.grid, self.deadline = grid, deadline
+    def __init__(self, grid: Grid, deadline: float, asynchronous: bool = False) -> None:
+        self.grid, self.deadline, self.asynchronous = grid, deadline, asynchronous
         self.names: dict[int, str] = {}
         """Sites by node that has greeted."""
         self.online: set[int] = set()
@@ -99,7 +99,9 @@ class FlowerTransport:
         out: dict[str, Packet] = {}
         for node, site, reply in self._take_replies():
             if site:
-                continue  # late
+                if self.asynchronous:  # for the next round; else it is late
+                    self.found.append((node, site, reply))
+                continue
             if isinstance(reply, str):
                 reply = Packet(
                     {"kind": "refusal", "site": nodes.get(node, ""), "reason": reply}, {}
@@ -127,7 +129,12 @@ class FlowerTransport:
 
     def send(self, requests: Mapping[str, Packet]) -> None:
         """Push the requests; one that cannot be pushed counts as a failed client."""
-        self.asked = {}  # replies to older requests are ignored
+        with self.lock:  # replies to older requests are ignored, unless their sites go on working
+            self.asked = {
+                message: (node, site)
+                for message, (node, site) in self.asked.items()
+                if self.asynchronous and site and site not in requests
+            }
         nodes = {site: node for node, site in self.names.items()}
         for site in requests:  # one by one: each holds vectors of the model's size
             (message,) = self._push([(nodes[site], requests[site])], MessageType.TRAIN)
@@ -258,7 +265,8 @@ def _federate(grid: Grid, beside: str, home: Path, log: EventLog) -> dict[str, A
             )
             alerts.look(server, outcome)
 
-        summary = drive(server, FlowerTransport(grid, deploy.deadline), settings.rounds, tell)
+        transport = FlowerTransport(grid, deploy.deadline, deploy.mode == "async")
+        summary = drive(server, transport, settings.rounds, tell)
     except (Stopped, InputError) as error:
         alerts.tell("run stopped", str(error))
         raise

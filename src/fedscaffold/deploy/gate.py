@@ -75,6 +75,12 @@ class Asked(NamedTuple):
     """Size of a local step."""
     private: Ranges = ()
     """Coordinates that never leave a client and are left out of the vectors."""
+    began: float | None = None
+    """When it was asked, by the server's clock, in asynchronous rounds; None for the round's begin.
+    """
+    sent: Any = None
+    """The server's record that it was sent, before its rounding, in asynchronous rounds; None for
+    that of the round."""
 
 
 class Update(NamedTuple):
@@ -96,6 +102,10 @@ class Update(NamedTuple):
     """Digest of the client's new private state, pending confirmation; "" for none."""
     spent: Spent | None = None
     """What the client says of its privacy budget; None where it says nothing."""
+    sent: Any = None
+    """The server's record that it answers, in asynchronous rounds; None for that of the round."""
+    damping: float = 1.0
+    """By how much its move counts: less than 1 for a stale one, if so chosen."""
 
 
 class Spent(NamedTuple):

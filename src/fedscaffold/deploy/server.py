@@ -3,7 +3,8 @@
     open     -> requests        sample a cohort among the sites present, draw one nonce per request,
                                 start the deadline
     receive  -> verdict         validate a reply (`gate.py`); a refused reply does not end the round
-    due      -> bool            all sites have replied or failed, or the deadline has passed
+    due      -> bool            all sites have replied or failed, or the deadline has passed; in
+                                asynchronous rounds (`asynchronous.py`) as many as make a step
     advance  -> requests        of the next exchange, where a round has several (`secure_round.py`)
     close    -> outcome         quorum met: aggregate and commit; otherwise the state is unchanged,
                                 to be retried
@@ -37,6 +38,7 @@ from fedscaffold import robust
 from fedscaffold.algorithms import make
 from fedscaffold.algorithms.round import exchange, fitted, work_of
 from fedscaffold.checks import InputError
+from fedscaffold.damping import damping_of
 from fedscaffold.deploy import aggregation, gate
 from fedscaffold.deploy.aggregation import Member, State, blank_memory
 from fedscaffold.deploy.audit import Audit
@@ -90,6 +92,8 @@ class Outcome(NamedTuple):
     """By metric: clients where it was not finite, which its mean leaves out."""
     absent: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """Sites that could not be asked, and why."""
+    stale: dict[str, int] = {}  # noqa: RUF012 (never changed)
+    """By site whose reply is to an older model: the steps of the server since."""
 
 
 class Open(NamedTuple):
@@ -127,6 +131,7 @@ class Server:
         resync: Whether the next round recomputes c from the clients' c_i.
         attempt: Rounds that missed their quorum since the last one that was committed, resyncs
             apart.
+        at_work: Between asynchronous rounds, what is expected of the sites that are at work.
         seen: When each site was last heard of, by `clock`.
         declined: Why sites that have greeted were not admitted.
     """
@@ -155,7 +160,9 @@ class Server:
         self.clients_keep = not self.server_keeps and self.algorithm.has_memory
         # nonces differ between restarts
         self.token = secrets.token_hex(8) if token is None else token
+        self.buffer, self.damping = settings.deploy.buffer, damping_of(settings.deploy.staleness)
         self.open_round: Open | None = None
+        self.at_work: dict[str, Asked] = {}
         self.attempt = self.lives = 0
         self.seen: dict[str, float] = {}
         self.untrained = dict(buffers or {})
@@ -282,6 +289,7 @@ class Server:
                 f"{site!r} is not in the roster; members: "
                 f"{', '.join(sorted(self.roster)) or 'none'}"
             )
+        self.at_work.pop(site, None)
         state = aggregation.remove_member(self.algorithm, self.state, site)
         self.audit.write("left", site=site, members=len(state.roster))
         self._commit(state, self.resync or (self.clients_keep and member.digest != ""))
@@ -361,8 +369,8 @@ class Server:
             evaluate: Measure the model at every member instead of training.
 
         Returns:
-            Requests by site, each made when it is asked for; empty if too few members are present
-            for the quorum.
+            Requests by site that has no task yet, each made when it is asked for. No round is open
+            afterwards if too few members are present for the quorum.
         """
         self._require_idle()
         deploy, roster, share = self.settings.deploy, self.roster, self.settings.cohort
@@ -375,6 +383,7 @@ class Server:
             if site not in here
         }
         kind = "evaluate" if evaluate else "resync" if self.resync else "train"
+        working, steps_on = self._continue_tasks(kind), kind == "train" and self.buffer is not None
         size = sum(site in roster for site in deploy.sites)
         if kind == "train":
             size = min(size, share) if isinstance(share, int) else max(1, round(share * size))
@@ -386,19 +395,26 @@ class Server:
             need = max(1, math.ceil(deploy.quorum * size - 1e-9))
         if deploy.secure:
             need = max(need, threshold_of(self.settings, min(size, len(here))))
-        if len(here) < need:
+        if steps_on:
+            need = min(need, self.buffer or need)
+        if len({*here, *working}) < need:
             self.attempt += 1
             self.audit.write(
                 "waiting", round=self.state.round + 1, present=here, quorum=need, absent=absent
             )
             return {}
         awake = [site for site in here if kind != "train" or roster[site].rests <= self.state.round]
-        among = awake if len(awake) >= need else here
+        among = [site for site in (awake if len(awake) >= need else here) if site not in working]
+        size = max(0, size - len(working))
         cohort = sample_sites(among, size, self.settings.seed, self.state.round, self.attempt)
         self.lives += 1
         secure = self._open_secure(kind, len(cohort), need) if deploy.secure else None
         asked = {site: self._ask(site, kind, secure) for site in cohort}
         expected = {site: reply for site, (_, reply) in asked.items()}
+        if steps_on:
+            now, sent = self.clock(), self.state.server
+            begun = {site: reply._replace(began=now, sent=sent) for site, reply in expected.items()}
+            expected = working | begun
         self.open_round = Open(
             kind=kind,
             asked=expected,
@@ -413,6 +429,21 @@ class Server:
             "opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt
         )
         return self._requests(kind, {site: facts for site, (facts, _) in asked.items()}, secure)
+
+    def _continue_tasks(self, kind: str) -> dict[str, Asked]:
+        """Return what is expected of sites at work; tasks that are too old are given up.
+
+        So are all tasks before a round of another kind.
+        """
+        working, since = self.at_work, self.clock() - self.settings.deploy.deadline
+        self.at_work = {
+            site: asked
+            for site, asked in working.items()
+            if kind == "train" and asked.began is not None and asked.began > since
+        }
+        for site in working.keys() - self.at_work.keys():
+            self._set_told(site, f"too late: its task of round {working[site].round} was given up")
+        return self.at_work
 
     def receive(self, site: str, packet: Packet) -> Verdict:
         """Validate a reply and add it to the open round.
@@ -466,11 +497,26 @@ class Server:
         current = self.open_round
         return "" if current is None or current.secure is None else current.secure.exchange
 
-    def due(self) -> bool:
-        """Return whether to close the open round: nobody is awaited, or the deadline has passed."""
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Sites of the open round that may still reply before their deadline."""
         current = self.open_round
-        late = current is not None and self.clock() - current.began >= self.settings.deploy.deadline
-        return late or not self.waiting
+        if current is None:
+            return ()
+        since = self.clock() - self.settings.deploy.deadline
+        begun = {site: current.asked[site].began for site in self.waiting}
+        return tuple(s for s, at in begun.items() if (current.began if at is None else at) > since)
+
+    def due(self) -> bool:
+        """Return whether to close the open round: nobody is awaited, or a step can be made."""
+        current = self.open_round
+        full = (
+            current is not None
+            and current.kind == "train"
+            and self.buffer is not None
+            and len(current.updates) >= self.buffer
+        )
+        return full or not self.awaited
 
     def advance(self) -> Mapping[str, Packet]:
         """Go on to the next exchange of the open round.
@@ -502,6 +548,9 @@ class Server:
         if current.secure is not None:
             current = self.open_round = self._finish_secure(current, current.secure)
         kind, missing = current.kind, self.waiting
+        if kind == "train" and self.buffer is not None:
+            self.at_work = {site: current.asked[site] for site in self.awaited}
+            missing = tuple(site for site in missing if site not in self.at_work)
         state, residual = self._next_state(current)
         committed = state is not None
         number = self.state.round + 1 if state is None else state.round
@@ -524,6 +573,11 @@ class Server:
             metrics=metrics,
             unmeasured=unmeasured,
             absent=current.absent,
+            stale={
+                site: number - current.asked[site].round
+                for site in sorted(current.updates)
+                if committed and kind == "train" and current.asked[site].round < number
+            },
         )
         # Logged before the commit, which stores the log's head: a crash in between leaves a log
         # longer than its head, which is valid.
@@ -543,6 +597,8 @@ class Server:
         }
         if outcome.unmeasured:
             facts["unmeasured"] = outcome.unmeasured
+        if outcome.stale:
+            facts["stale"] = outcome.stale
         if outcome.committed:
             facts["residual"] = residual
         if spent := self.spent:
@@ -754,17 +810,23 @@ class Server:
         if current.kind == "evaluate":
             return update
         self._check_digests(site, update, current.kind)
-        clip, most = self.settings.deploy.clip, update.travel
+        clip, most, asked = self.settings.deploy.clip, update.travel, current.asked[site]
         if exchange(self.algorithm).travel:  # scaled per step, by others' steps
-            most = self.settings.local.at(self.state.round + 1).lr * max(
-                asked.most_steps for asked in current.asked.values()
-            )
-        measured = aggregation.measure(update, self.algorithm, self.state.server, most, clip)
+            most = max(other.lr * other.most_steps for other in current.asked.values())
+        if asked.sent is not None:
+            update = update._replace(sent=asked.sent, damping=self._damping(asked))
+        sent = self.state.server if update.sent is None else update.sent
+        measured = aggregation.measure(update, self.algorithm, sent, most, clip)
         if measured.clipped:
             self.audit.write(
                 "clipped", site=site, round=self.state.round + 1, norm=measured.clipped, cap=clip
             )
         return measured
+
+    def _damping(self, asked: Asked) -> float:
+        """Return by how much the move of a reply counts in this round."""
+        late = np.array(self.state.round + 1 - asked.round)
+        return 1.0 if self.damping is None else float(self.damping(late))
 
     def _check_digests(self, site: str, update: Update, kind: str) -> None:
         """Raise `Refused` if a reply does not name what the site keeps, or names what it lacks."""

@@ -48,7 +48,7 @@ class Transport(Protocol):
         """Return the sites that can be reached now."""
 
     def send(self, requests: Mapping[str, Packet]) -> None:
-        """Send requests without waiting for replies."""
+        """Send requests without waiting for replies; a site's earlier request is void."""
 
     def collect(self) -> list[tuple[str, Packet | str]]:
         """Return what arrived since the last call: by site a reply, or why there is none."""
@@ -252,7 +252,7 @@ def _run_round(
 ) -> Outcome | None:
     """Run one round; return its outcome, None if too few sites are present."""
     requests = server.open(transport.present(), evaluate)
-    if not requests:
+    if server.open_round is None:
         return None
     while requests:
         _write_status(server, "waiting")
@@ -277,6 +277,7 @@ def _append_metrics(server: Server, outcome: Outcome, round: int) -> None:
     row: dict[str, Any] = {**outcome.metrics, "round": round}
     row |= {"heard": list(outcome.heard)} if outcome.kind == "train" else {}
     row |= {"unmeasured": outcome.unmeasured} if outcome.unmeasured else {}
+    row |= {"stale": outcome.stale} if outcome.stale else {}
     row["residual"] = server.residual
     if spent := server.spent:
         row |= {"epsilon": max(spent.values()), "epsilon_by_site": spent}

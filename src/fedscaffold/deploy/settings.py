@@ -36,6 +36,7 @@ from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm, make
 from fedscaffold.algorithms.round import exchange, work_of
 from fedscaffold.checks import InputError
+from fedscaffold.deploy.asynchronous import refuse_settings
 from fedscaffold.deploy.schema import digest_of
 from fedscaffold.parsing import format_of, text_of, toml
 from fedscaffold.privacy import Records
@@ -183,6 +184,13 @@ class Deploy(NamedTuple):
     """Command that the server runs with an event as JSON on its input (`alerts.py`)."""
     alert_after: int = 3
     """Rounds in a row that a site may miss before `alert` is told."""
+    mode: str = "sync"
+    """"sync": a round ends when the cohort has replied; "async": when `buffer` sites have, while
+    the others work on."""
+    buffer: int | None = None
+    """Replies that make a step of the server, with `mode = "async"`."""
+    staleness: str = "none"
+    """How the moves of replies to older models are damped: "none", or "polynomial:0.5"."""
 
 
 class Settings(NamedTuple):
@@ -328,6 +336,7 @@ def _build_settings(table: dict[str, Any]) -> Settings:
             'robust needs deploy.state = "server": it compares what changes the c_i, and a site '
             "that is refused must go on from the c_i that counted"
         )
+    refuse_settings(settings, method)
     if settings.privacy is not None:
         refuse_algorithm(method)
         _check_privacy(settings, settings.privacy, local)
@@ -520,6 +529,9 @@ def _deploy(table: dict[str, Any]) -> Deploy:
         limit=checks.number("deploy.limit", given["limit"], above=0),
         alert=_command("deploy.alert", given["alert"]),
         alert_after=checks.whole("deploy.alert_after", given["alert_after"]),
+        mode=checks.choice("deploy.mode", given["mode"], ("sync", "async")),
+        buffer=KEYS["cohort.buffer"].read("deploy.buffer", given["buffer"]),
+        staleness=KEYS["cohort.staleness"].read("deploy.staleness", given["staleness"]),
     )
 
 

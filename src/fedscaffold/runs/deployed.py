@@ -33,7 +33,7 @@ __all__ = ["Deployed", "find_server_folder"]
 
 AUDIT, METRICS, STATUS = "audit.jsonl", "metrics.jsonl", "status.json"
 # keys of a metrics line that are not metrics
-NOT_COLUMNS = {"epsilon_by_site", "heard", "round", "unmeasured"}
+NOT_COLUMNS = {"epsilon_by_site", "heard", "round", "stale", "unmeasured"}
 HOST = ("opened_at", "disk_free", "certificate_days")
 MOST_REFUSALS = 5  # kinds of refusals to list
 

@@ -1,4 +1,4 @@
-"""How long clients take for a task, in virtual seconds, and how replies to old models count.
+"""How long clients take for a task, in virtual seconds.
 
     constant(seconds)          every task takes as long
     lognormal(median, sigma)   log-normal: log of the seconds has standard deviation sigma
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 from fedscaffold.checks import InputError, memoised
 
-__all__ = ["Law", "Tasks", "constant", "damping_of", "lognormal", "of", "pareto", "slow"]
+__all__ = ["Law", "Tasks", "constant", "draw_seconds", "lognormal", "of", "pareto", "slow"]
 
 LONGEST = 1e12  # seconds of a task: the clock is a sum of these in double precision
 
@@ -161,26 +161,3 @@ def _parse(text: str) -> Law:
 def draw_seconds(law: Law, tasks: Tasks, rng: np.random.Generator) -> NDArray[np.float64]:
     """Draw the seconds that tasks take; none is longer than the clock can count."""
     return np.minimum(law.draw(tasks, rng), LONGEST)
-
-
-def damping_of(text: str) -> Callable[[NDArray[np.int64]], NDArray[np.float64]] | None:
-    """Return by how much the move of a reply counts that is so many server steps late.
-
-    Args:
-        text: "none", or "polynomial:A" for (1 + staleness)^-A, as in FedBuff.
-
-    Returns:
-        A function of the staleness, or None for "none".
-
-    >>> damping_of("polynomial:0.5")(np.array([0, 3])).tolist()
-    [1.0, 0.5]
-    """
-    name, _, value = text.partition(":")
-    checks.choice("staleness", name, ("none", "polynomial"))
-    if name == "none":
-        return None
-    number: Any = checks.written(value)
-    if isinstance(number, str):
-        raise InputError("polynomial needs a number, such as polynomial:0.5")
-    power = checks.number("the power of staleness", number, at_least=0)
-    return lambda staleness: np.power(1.0 + staleness, -power, dtype=np.float64)

@@ -15,6 +15,7 @@ from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.algorithms.round import exchange, fitted, reads_gradient_at_x, work_of
 from fedscaffold.checks import InputError, is_word
+from fedscaffold.damping import damping_of
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
 from fedscaffold.privacy.accounting import capacity
 from fedscaffold.privacy.budget import Budget
@@ -166,7 +167,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
         rates=rates,
         delays=None if config.delays is None else delays.of(config.delays, problem.num_clients),
         at_work=None if config.buffer is None else cohort,
-        damping=delays.damping_of(config.staleness),
+        damping=damping_of(config.staleness),
     )
 
 
