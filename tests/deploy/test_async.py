@@ -182,6 +182,23 @@ def test_a_server_that_restarts_asks_all_sites_anew(tmp_path):
     assert again.roster["ant"].applied == 1
 
 
+def test_sites_at_work_go_on_while_too_few_are_present(tmp_path):
+    config = settings(deploy="mode = 'async'\nbuffer = 2\nquorum = 2")
+    server = server_of(config, tmp_path)
+    everybody(server, config, ["ant", "bee"])
+    requests = server.open(["ant", "bee"])
+    for site in ("ant", "bee"):
+        reply = answer(requests[site], learner(), config, site, tmp_path / "sites")
+        if site == "ant":
+            server.receive(site, reply)
+    server.close()  # one of two: not enough, and bee works on
+    assert server.state.round == 0
+    assert server.open([]) == {}
+    assert server.open_round is None
+    assert set(server.open(["ant"])) == {"ant"}
+    assert server.receive("bee", reply).counted
+
+
 def test_a_site_that_leaves_takes_its_task_along(tmp_path):
     config = settings(deploy="mode = 'async'\nbuffer = 1")
     server = server_of(config, tmp_path)
@@ -212,6 +229,11 @@ def test_a_site_that_leaves_takes_its_task_along(tmp_path):
             "mode = 'async'\nbuffer = 2\nstaleness = 'polynomial:1'\nstate = 'client'",
             {},
             "needs deploy.state",
+        ),
+        (
+            "mode = 'async'\nbuffer = 2\nstate = 'client'\nsecure = true",
+            {},
+            'deploy.secure needs deploy.mode = "sync"',
         ),
         (
             "mode = 'async'\nbuffer = 2",
