@@ -237,6 +237,11 @@ def test_a_site_that_leaves_takes_its_task_along(tmp_path):
         ),
         (
             "mode = 'async'\nbuffer = 2",
+            {"top": "robust = 'krum:0.2'"},
+            'robust needs deploy.mode = "sync"',
+        ),
+        (
+            "mode = 'async'\nbuffer = 2",
             {"algorithm": "name = 'amplified-scaffold'"},
             "amplified-scaffold counts rounds in windows",
         ),
