@@ -44,9 +44,10 @@ class Delayed(InProcess):
             self.ends[site] = self.now + takes
 
     def collect(self):
-        site = min(self.queue, key=lambda site: (self.ends[site], self.queue[site].facts["round"]))
+        requests = {site: asked[site] for site, asked in self.queue.items()}
+        site = min(requests, key=lambda site: (self.ends[site], requests[site].facts["round"]))
         self.now = max(self.now, self.ends[site])
-        request = self.queue.pop(site)
+        request = self.queue.pop(site)[site]
         return [(site, answer(request, self.learner, self.settings, site, self.folder / "sites"))]
 
 
