@@ -573,11 +573,7 @@ class Server:
             metrics=metrics,
             unmeasured=unmeasured,
             absent=current.absent,
-            stale={
-                site: number - current.asked[site].round
-                for site in sorted(current.updates)
-                if committed and kind == "train" and current.asked[site].round < number
-            },
+            stale=self._staleness(current) if committed else {},
         )
         # Logged before the commit, which stores the log's head: a crash in between leaves a log
         # longer than its head, which is valid.
@@ -827,6 +823,13 @@ class Server:
         """Return by how much the move of a reply counts in this round."""
         late = np.array(self.state.round + 1 - asked.round)
         return 1.0 if self.damping is None else float(self.damping(late))
+
+    def _staleness(self, current: Open) -> dict[str, int]:
+        """Return how many steps late the replies of an asynchronous round are, where they are."""
+        if current.kind != "train" or self.buffer is None:
+            return {}
+        late = {site: self.state.round + 1 - current.asked[site].round for site in current.updates}
+        return {site: steps for site, steps in sorted(late.items()) if steps}
 
     def _check_digests(self, site: str, update: Update, kind: str) -> None:
         """Raise `Refused` if a reply does not name what the site keeps, or names what it lacks."""
