@@ -289,9 +289,25 @@ class AsyncMachine(Machine):
 
     more = "mode = 'async'\nbuffer = 2"
 
+    @rule(seed=strategies.integers(0, 2**32), steps=strategies.integers(2, 6))
+    def go_on(self, seed, steps):
+        """By some steps of the server, whoever replies first: by single events few get there."""
+        chance = np.random.default_rng(seed)
+        for _ in range(steps):
+            if self.server.open_round is None:
+                self.requests |= dict(self.server.open(SITES))
+            while self.server.open_round is not None:
+                there = sorted(self.requests.keys() & set(self.server.awaited))
+                if self.server.due() or not there:
+                    self.server.close()
+                else:
+                    site = str(chance.choice(there))
+                    self.server.receive(site, self.answered(site))
+
 
 class AsyncClientMachine(AsyncMachine):
     mode = "client"
+    more = "mode = 'async'\nbuffer = 1"
 
 
 LIMITS = limits(
