@@ -72,6 +72,7 @@ SHARED = {
     "attacks",
     "brief",
     "checks",
+    "damping",
     "layers",
     "metrics",
     "model_functions",

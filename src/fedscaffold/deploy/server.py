@@ -387,16 +387,7 @@ class Server:
         size = sum(site in roster for site in deploy.sites)
         if kind == "train":
             size = min(size, share) if isinstance(share, int) else max(1, round(share * size))
-        if evaluate:
-            need = 1
-        elif isinstance(deploy.quorum, int):
-            need = deploy.quorum
-        else:
-            need = max(1, math.ceil(deploy.quorum * size - 1e-9))
-        if deploy.secure:
-            need = max(need, threshold_of(self.settings, min(size, len(here))))
-        if steps_on:
-            need = min(need, self.buffer or need)
+        need = self._quorum(kind, size, len(here))
         if len({*here, *working}) < need:
             self.attempt += 1
             self.audit.write(
@@ -429,6 +420,21 @@ class Server:
             "opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt
         )
         return self._requests(kind, {site: facts for site, (facts, _) in asked.items()}, secure)
+
+    def _quorum(self, kind: str, size: int, present: int) -> int:
+        """Return how many sites must reply for a round of so many to count."""
+        deploy = self.settings.deploy
+        if kind == "evaluate":
+            need = 1
+        elif isinstance(deploy.quorum, int):
+            need = deploy.quorum
+        else:
+            need = max(1, math.ceil(deploy.quorum * size - 1e-9))
+        if deploy.secure:
+            need = max(need, threshold_of(self.settings, min(size, present)))
+        if kind == "train" and self.buffer is not None:
+            need = min(need, self.buffer)
+        return need
 
     def _continue_tasks(self, kind: str) -> dict[str, Asked]:
         """Return what is expected of sites at work; tasks that are too old are given up.
