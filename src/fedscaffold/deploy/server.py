@@ -160,7 +160,6 @@ class Server:
         self.clients_keep = not self.server_keeps and self.algorithm.has_memory
         # nonces differ between restarts
         self.token = secrets.token_hex(8) if token is None else token
-        self.buffer, self.damping = settings.deploy.buffer, damping_of(settings.deploy.staleness)
         self.open_round: Open | None = None
         self.at_work: dict[str, Asked] = {}
         self.attempt = self.lives = 0
@@ -293,6 +292,11 @@ class Server:
         state = aggregation.remove_member(self.algorithm, self.state, site)
         self.audit.write("left", site=site, members=len(state.roster))
         self._commit(state, self.resync or (self.clients_keep and member.digest != ""))
+
+    @property
+    def buffer(self) -> int | None:
+        """Replies that make a step in asynchronous rounds; None in synchronous ones."""
+        return self.settings.deploy.buffer
 
     @property
     def roster(self) -> dict[str, Member]:
@@ -827,8 +831,9 @@ class Server:
 
     def _damping(self, asked: Asked) -> float:
         """Return by how much the move of a reply counts in this round."""
+        damping = damping_of(self.settings.deploy.staleness)
         late = np.array(self.state.round + 1 - asked.round)
-        return 1.0 if self.damping is None else float(self.damping(late))
+        return 1.0 if damping is None else float(damping(late))
 
     def _staleness(self, current: Open) -> dict[str, int]:
         """Return how many steps late the replies of an asynchronous round are, where they are."""
