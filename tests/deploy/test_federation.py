@@ -384,15 +384,22 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
     app = write_app(tmp_path / "app", slow=0.4, toml=two)
     quiet = in_process(write_app(tmp_path / "quick", toml=two), tmp_path / "quiet")
     np.testing.assert_allclose(quiet.x, simulated(tmp_path / "quick"), rtol=0, atol=1e-12)
-    home = tmp_path / "home"
+    home, killed = tmp_path / "home", []
 
-    def status():
-        path = home / "server" / "status.json"
-        return (
-            json.loads(path.read_text())
-            if path.exists()
-            else {"phase": "", "round": -1, "waiting_for": []}
-        )
+    def disturb(now):
+        """In the first round a client, its worker and the link; in the second the server. Nobody starts them again."""
+        if now["phase"] != "waiting" or now["round"] in killed or now["round"] > 1:
+            return
+        killed.append(now["round"])
+        if now["round"] == 1:
+            os.kill(now["pid"], signal.SIGKILL)
+            return
+        site = federation.processes["site-north"].pid
+        until(lambda: running(site, "flwr-clientapp"))
+        victims = running(site, "flwr-clientapp")
+        victims += [federation.processes[name].pid for name in ("worker-north", "link")]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
 
     with Federation(app, home) as federation:
         begun = []
@@ -402,33 +409,22 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
         shutil.copy(tmp_path / "stranger.key", home / "secrets" / "stranger.key")
         federation.start_site("stranger")  # a key that nobody registered
         federation.submit()
-        until(lambda: status()["phase"] == "waiting")
-        site = federation.processes["site-north"].pid
-        until(lambda: running(site, "flwr-clientapp"))
-        for pid in running(site, "flwr-clientapp"):
-            os.kill(pid, signal.SIGKILL)  # a client, in the middle of its round
-        federation.kill(
-            "link"
-        )  # the link, while the other client is at work; the round is asked for again
-        time.sleep(1)
-        federation.start_link()
-        until(lambda: status()["round"] >= 1)
-        federation.kill("executor")  # and the server itself
-        at = status()["round"]
-        federation.start_executor()
-        federation.submit()
-        outcome = federation.outcome(timeout=600)
-        assert federation.backoffs["site-stranger"].deaths >= 1
+        outcome = federation.outcome(600, disturb)
+        deaths = {name: backoff.deaths for name, backoff in federation.backoffs.items()}
+        assert {"worker-north", "link", "site-stranger"} <= set(deaths)
+        assert federation.run.backoff.deaths >= 1
         kin = [one for process in federation.processes.values() for one in descendants(process.pid)]
         assert len(kin) > 3
-    assert at == 1
+    assert killed == [0, 1]
     assert outcome["rounds"] == 2
     assert outcome["residual"] < 1e-15
     arrays = latest(home / "server" / "state").arrays
     assert arrays["x"].tobytes() == quiet.x.tobytes()
     assert arrays["c"].tobytes() == quiet.server.c.tobytes()
     events = read_verified(home / "server" / "audit.jsonl")
-    assert sum(event["event"] == "started" for event in events) == 2
+    assert sum(event["event"] == "started" for event in events) >= 2
+    assert (home / "logs" / "keeper.log").read_text().count(" died") >= 3
+    assert "round committed, round 2" in (home / "server" / "server.log").read_text()
     assert {event["site"] for event in events if event["event"] == "joined"} == {"north", "south"}
     assert not any(is_alive(one.pid) for one in kin)  # nothing is left behind
     assert (home / "link.db").is_file()
