@@ -138,6 +138,47 @@ def test_a_kit_is_installed_again_without_ending_a_run(tmp_path):
     assert f"systemctl enable --now {units}\n" in server.read_text()
 
 
+@pytest.mark.process
+def test_rules_that_a_site_has_changed_outlive_another_installation(tmp_path):
+    new_kit(tmp_path)
+    kit, home, stubs = tmp_path / "kits" / "north", tmp_path / "opt", tmp_path / "bin"
+    script = kit / "install.sh"
+    units = tmp_path / "units"
+    units.mkdir()
+    script.write_text(
+        script.read_text()
+        .replace("/opt/fedscaffold", str(home))
+        .replace("/etc/systemd/system", str(units))
+    )
+    stubs.mkdir()
+    for name in ("id", "useradd", "chown", "systemctl"):  # what needs root, or another machine
+        (stubs / name).write_text("#!/bin/sh\n")
+        (stubs / name).chmod(0o755)
+    given, mine = kit / "state" / "secure" / "north", home / "north" / "state" / "secure" / "north"
+    given.mkdir(parents=True)
+
+    def install(rules):
+        (given / "secure.toml").write_text(rules)
+        (given / "identities.toml").write_text(rules)
+        path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["sh", script], env={"PATH": path}, capture_output=True, text=True, check=True
+        )
+        return done.stderr
+
+    assert install("minimum = 3\n") == ""
+    (mine / "secure.toml").write_text("minimum = 5\n")
+    assert "the rules of this site stay as they are" in install("minimum = 2\n")
+    held = {path.name: path.read_text() for path in mine.iterdir()}
+    assert held == {
+        "secure.toml": "minimum = 5\n",
+        "secure.toml.new": "minimum = 2\n",
+        "identities.toml": "minimum = 2\n",
+    }
+    (mine / "secure.toml").write_text("minimum = 2\n")
+    assert install("minimum = 2\n") == ""
+
+
 def test_the_command_line_changes_a_kit(tmp_path, monkeypatch, capsys):
     from fedscaffold.cli import main
 

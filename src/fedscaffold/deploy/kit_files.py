@@ -78,7 +78,18 @@ install -d -m 0755 {home}
 install -d -m 0700 {folder}
 if [ "$here" != {folder} ]; then
   rm -rf {folder}/app
+  # rules are the site's own: those that it has stay, and others are put beside them
+  rules=$(cd {folder} && find . -name privacy.toml -o -name secure.toml)
+  for name in $rules; do cp -p "{folder}/$name" "{folder}/$name.kept"; done
   cp -R "$here/." {folder}/
+  for name in $rules; do
+    if ! cmp -s "{folder}/$name" "{folder}/$name.kept"; then
+      mv "{folder}/$name" "{folder}/$name.new"
+      cp -p "{folder}/$name.kept" "{folder}/$name"
+      echo "the rules of this site stay as they are; the kit's are in {folder}/$name.new" >&2
+    fi
+    rm "{folder}/$name.kept"
+  done
 fi
 chown -R fedscaffold:fedscaffold {folder}
 install -m 0644 {folder}/*.service /etc/systemd/system/
