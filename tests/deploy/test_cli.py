@@ -226,6 +226,7 @@ def test_help_shows_examples(fedscaffold):
         "kit",
         "check",
         "bundle",
+        "export",
         "metrics",
         "status",
     ):

@@ -243,6 +243,44 @@ def bundle(
     )
 
 
+@deploy_app.command(epilog="Example: fedscaffold deploy export runs/hospitals --out model.onnx")
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            help="The file to write: .safetensors, .onnx or .pt2 (torch.export), or a new folder "
+            "for an MLflow model.",
+        ),
+    ] = Path("model.safetensors"),
+    app_folder: Annotated[
+        Path | None,
+        typer.Option("--app", metavar="DIR", help="The app's folder, if it has moved."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Export the trained model for use; torch modules also as ONNX, torch.export or MLflow."""
+    from fedscaffold.deploy.apps import open_app
+    from fedscaffold.deploy.export_model import export_model
+
+    if app_folder is None:
+        if not (folder / "deployment.json").is_file():
+            raise InputError(f"{folder} does not say which app was trained; give --app DIR")
+        app_folder = Path(record(folder / "deployment.json", app=str)["app"])
+    home = folder / "server" if (folder / "server" / "state").is_dir() else folder
+    settings, learner = open_app(app_folder)
+    made = export_model(home, settings, learner, out)
+    said = [f"{made.path}: the model of round {made.round}, as {made.format}"]
+    if made.difference is not None:
+        said.append(f"loaded again, its outputs differ by {made.difference:.2g} at most")
+    elif made.format != "safetensors":
+        said.append("not loaded again: that needs onnxruntime")
+    if not made.any_batch:
+        said.append("it takes batches of one size only, as the module asks for it")
+    print_answer({**made._asdict(), "path": str(made.path)}, said, as_json)
+
+
 @deploy_app.command(epilog="Example: fedscaffold deploy metrics runs/hospitals --port 9464")
 def metrics(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a deployment.")],

@@ -3,11 +3,14 @@
     settings.py       settings, read from TOML
     schema.py         serialisation
     gate.py           validation of replies
+    blocks.py         vectors, block by block, and in files if they are large
     aggregation.py    state transitions
+    requests.py       the requests of a round, each made when it is asked for
     server.py         rounds, each committed before the next
     client.py         replies of a site
     site_privacy.py   a private site's own rules, charges and noise
     server_loop.py    the main loop, for any transport
+    export_model.py   the trained model for use
     audit.py          the log, and who missed rounds
     worker.py         a site's process, which holds app, model and data
     messenger.py      passes Flower's messages on to it

@@ -75,6 +75,7 @@ class TorchLearner:
         accumulate: int = 1,
         coupled: bool | None = None,
         evaluation_batch: int = CHUNK,
+        example: Callable[[], Batch] | None = None,
         precision: str = "float32",
         device: str = "auto",
         seed: int = 0,
@@ -99,6 +100,8 @@ class TorchLearner:
             coupled: whether the loss or a metric is no mean over records; then all records are
                 measured at once. By default it is compared on some records.
             evaluation_batch: number of records that are measured at once otherwise.
+            example: creates a batch as `loss` takes it, for `deploy export` where no site's records
+                can be read.
             precision: float32 or float64.
             device: cpu, cuda, cuda:1 ... or auto.
             seed: seed of the initial model.
@@ -109,7 +112,7 @@ class TorchLearner:
         self.optimizer, self.scaler, self.device = optimizer, scaler, torch.device(device)
         self.accumulate = checks.whole("accumulate", accumulate)
         self.evaluation_batch = checks.whole("evaluation_batch", evaluation_batch)
-        self.coupled = coupled
+        self.coupled, self.example = coupled, example
         self.dtype = torch.float64 if precision == "float64" else torch.float32
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
