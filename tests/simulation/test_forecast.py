@@ -108,7 +108,7 @@ def test_data_counts_what_is_in_memory(monkeypatch):
     away = fs.Simulator(fs.scaffold(), made, **ASK, **more, client_state="sparse").size
     assert whole.data == 40 * 1000 * 3 * 4
     assert away.data == 2 * 1000 * 3 * 4
-    monkeypatch.setattr(checks, "memory", lambda: whole.data // 2)
+    monkeypatch.setattr(checks, "memory", lambda: whole.total - whole.data // 2)
     with pytest.raises(fs.InputError, match="fewer records"):
         fs.simulate(fs.scaffold(), made, **ASK, **more)
     fs.simulate(fs.scaffold(), made, **ASK, **more, client_state="sparse")

@@ -261,7 +261,7 @@ class Problem:
                 return narrowed("the records", array, dtype) if is_float(array) else array
 
             held = jax.tree.map(cast, (self.records, self.test))
-            self._device[dtype] = jax.device_put(held)
+            self._device[dtype] = jax.device_put(held, may_alias=False)
         device: tuple[Tree, Tree] = self._device[dtype]
         return device
 

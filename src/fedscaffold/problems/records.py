@@ -127,7 +127,9 @@ def reals(name: str, given: ArrayLike) -> NDArray[Any]:
 
 
 def narrowed(name: str, array: Any, dtype: str) -> NDArray[Any]:
-    """Return an array in a run's precision; raise an InputError if finite numbers overflow there.
+    """Return an array in a run's precision, the same one if it has it already.
+
+    Raise an InputError if finite numbers overflow there.
 
     >>> narrowed("the records", np.array([1e39]), "float32")
     Traceback (most recent call last):
@@ -141,7 +143,7 @@ def narrowed(name: str, array: Any, dtype: str) -> NDArray[Any]:
             raise InputError(
                 f"{name} hold {extreme:g}, which is too large for {dtype}: take precision='float64'"
             )
-    cast: NDArray[Any] = array.astype(dtype)
+    cast: NDArray[Any] = array.astype(dtype, copy=False)
     return cast
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Forecast", "forecast"]
 
+PROGRAM = 1 << 25  # bytes that compiling leaves behind: 7 to 62 MB for the models of the benchmarks
 SUMS = 12  # vectors of the model's size in double precision: sums over clients, server's record
 
 
@@ -34,15 +35,19 @@ class Forecast(NamedTuple):
     work: int
     """What a round needs besides: its cohort's state, blocks of clients at work, sums, draws."""
 
+    program: int = PROGRAM
+    """The compiled program."""
+
     @property
     def total(self) -> int:
         """All memory together."""
-        return self.state + self.data + self.work
+        return self.state + self.data + self.work + self.program
 
     def __str__(self) -> str:
         return (
             f"{self.parameters:,} parameters; memory {_size(self.total)}: {_size(self.state)} for "
-            f"the clients' state, {_size(self.data)} of data, {_size(self.work)} to work in"
+            f"the clients' state, {_size(self.data)} of data, {_size(self.work)} to work in, "
+            f"{_size(self.program)} for the program"
         )
 
 
