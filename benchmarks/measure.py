@@ -41,6 +41,7 @@ THREADS = {
     "batched": (1, 2),
 }  # 0: torch's own choice, the tutorial's too
 CORES = (1, 2)
+LARGE = 1e7  # operations of a client step, from which its products are timed by themselves
 GROWTH: dict[str, list[dict[str, Any]]] = {
     "W1 clients N": [{"workload": "W1", "clients": n} for n in (50, 500, 5000)],
     "W1 cohort S": [{"workload": "W1", "replace": {"cohort": s}} for s in (5, 10, 20, 40)],
@@ -93,11 +94,15 @@ def _side_by_side(name: str, sgemm: float, copy: float, tell: Tell) -> dict[str,
     again = _best(
         name, "ours", 1, tell
     )  # before and after the rivals: the machine may have changed under them
+    floor, products = floor_of(workload, sgemm, copy), {}
+    if floor.flops > LARGE:
+        products = {"products": _worked(workload=name, contestant="products")}
     return {
         **_summary([ours, again], workload, sgemm),
         **_ratios(rivals, min(ours, again, key=_cpu)),
         "ratio_tutorial_one_thread": alone["cpu"] / min(ours["cpu"], again["cpu"]),
-        "floor": floor_of(workload, sgemm, copy)._asdict(),
+        "floor": floor._asdict(),
+        **products,
     }
 
 
@@ -248,6 +253,18 @@ def _floor(floor: Floor, row: dict[str, Any]) -> str:
     )
 
 
+def _products(seconds: dict[str, float]) -> str:
+    """A line for the time of a work load's products alone.
+
+    >>> _products({"xla": 5.4, "torch": 5.0})
+    '    its products alone, client by client: 5.400 s in XLA, 5.000 s in torch'
+    """
+    return (
+        f"    its products alone, client by client: {seconds['xla']:.3f} s in XLA, "
+        f"{seconds['torch']:.3f} s in torch"
+    )
+
+
 def lines(answer: dict[str, Any]) -> list[str]:
     """The answer as lines of text.
 
@@ -276,6 +293,7 @@ def lines(answer: dict[str, Any]) -> list[str]:
             )
             out += [_contestant(title, one) for title, one in row.get("contestants", {}).items()]
             out += [_floor(Floor(**row["floor"]), row)] if "floor" in row else []
+            out += [_products(row["products"])] if "products" in row else []
     for title, rows in answer.get("growth", {}).items():
         out.append(title)
         out += [
