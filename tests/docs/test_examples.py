@@ -235,3 +235,85 @@ def test_an_example_is_a_docstring_and_some_25_lines(path):
     ]
     lines = {inner.lineno for node in own for inner in ast.walk(node) if hasattr(inner, "lineno")}
     assert len(lines) <= 40
+
+
+@pytest.fixture(scope="module")
+def lora():
+    """The example's modules, as the command imports them."""
+    pytest.importorskip("torch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES / "lora"))
+        yield runpy.run_path(str(EXAMPLES / "lora" / "app.py"))
+        sys.modules.pop("adapters", None)
+
+
+@pytest.mark.slow
+def test_only_trained_adapters_travel(lora, tmp_path):
+    """Two vectors of the adapters' size go up with Adam, and two go down; the backbone stays where it is."""
+    from fedscaffold.deploy import Server, load
+    from fedscaffold.deploy.client import answer, greeting
+    from fedscaffold.deploy.gate import Refused
+
+    config = load(EXAMPLES / "lora" / "federation.toml")
+    config = config._replace(local=config.local._replace(epochs=None, steps=2))
+    one = lora["learner"](config)
+    whole = sum(p.numel() for p in one.module.parameters())
+    assert one.schema.size == 2 * 2 * 4 * 64 + 3 * 64 + 3  # B of queries and values, the last layer
+    assert whole > 50 * one.schema.size
+    server = Server(config, one.schema, one.start, tmp_path, buffers=one.buffers)
+    server.welcome({site: greeting(one, config, site) for site in lora["SITES"]})
+    before = {name: values.copy() for name, values in one.buffers.items()}
+    for site, request in server.open(lora["SITES"]).items():
+        reply = answer(request, one, config, site, tmp_path / "sites")
+        for packet in (request, reply):
+            assert sum(len(b.data) for b in packet.blobs.values()) == 2 * 4 * one.schema.size
+        assert server.receive(site, reply).counted
+    assert server.close().committed
+    assert server.residual < 1e-12
+    assert all(np.array_equal(before[name], one.buffers[name]) for name in before)
+    # a site with another backbone is refused by name, by its digest
+    other = lora["learner"](config)
+    other.module.words.weight.data += 1.0
+    frozen = other._frozen_parameters()
+    other.schema = type(one.schema).of(
+        {name: p.detach().numpy() for name, p in other.trained.items()}, "float32", {}, frozen
+    )
+    with pytest.raises(Refused, match=r"frozen parameters of amber .*words\.weight"):
+        server.hello("amber", greeting(other, config, "amber"))
+
+
+@pytest.mark.parametrize("train_a", [False, True])
+def test_the_average_of_adapters_is_that_of_models_if_a_is_frozen(lora, train_a):
+    """mean(W + B_i A) = W + mean(B_i) A; with A_i trained as well, it is not mean(B_i) mean(A_i)."""
+    import torch
+
+    adapters = sys.modules["adapters"]
+    source, linear = torch.Generator().manual_seed(0), torch.nn.Linear(5, 6)
+    made = [adapters.Adapted(linear, 2, train_a).double() for _ in range(3)]
+    with torch.no_grad():
+        for one in made:
+            one.a.copy_(made[0].a)
+            for p in (p for p in (one.a, one.b) if p.requires_grad):
+                p.add_(torch.randn(p.shape, generator=source, dtype=p.dtype))
+        mean = adapters.Adapted(linear, 2, train_a).double()
+        mean.a.copy_(sum(one.a for one in made) / 3)
+        mean.b.copy_(sum(one.b for one in made) / 3)
+        x = torch.randn(7, 5, generator=source, dtype=torch.float64)
+        gap = (mean(x) - sum(one(x) for one in made) / 3).abs().max().item()
+    assert gap > 0.1 if train_a else gap < 1e-14
+
+
+@pytest.mark.slow
+def test_the_simulator_trains_the_same_adapters(lora):
+    """With SGD, from the module alone: the frozen backbone is what it was, and the loss falls."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    network = lora["model"]()
+    clients = [lora["records"](site) for site in lora["SITES"]]
+    problem = fs.problems.torch(network, lora["loss"], clients)
+    done = fs.simulate(fs.scaffold(), problem, rounds=4, local_steps=2, batch_size=20, lr=0.1)
+    before = network.state_dict()
+    changed = {name for name, value in done.x.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name, p in network.named_parameters() if p.requires_grad}
+    assert done.history["loss"][-1] < done.history["loss"][0]
+    assert done.residual < 1e-6
