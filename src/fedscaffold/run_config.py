@@ -166,7 +166,7 @@ def _privacy(name: str, value: Any) -> Any:
 
 
 def _filter(name: str, value: Any) -> Filter | None:
-    return robust.of(value)
+    return None if value is None else robust.of(value)
 
 
 def _filter_name(name: str, value: Any) -> str | None:

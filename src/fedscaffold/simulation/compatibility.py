@@ -28,7 +28,13 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
     absent |= callable(config.sampling)
     compressed = not (config.compression is None or str(config.compression) == "none")
     altered = config.local_optimizer is not None or config.clip_norm is not None
-    _refuse_asynchronous(config)
+    if config.buffer is not None:
+        _refuse_asynchronous(config)
+    elif config.staleness != "none":
+        raise InputError(
+            "staleness damps replies to old models, which synchronous rounds do not have: give "
+            "buffer, or leave it out"
+        )
     unmet = {
         "everyone": absent,
         "sgd": altered,
@@ -74,14 +80,7 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
 
 
 def _refuse_asynchronous(config: RunConfig) -> None:
-    """Raise an InputError for what rounds with a buffer do not do, or for damping without one."""
-    if config.buffer is None:
-        if config.staleness != "none":
-            raise InputError(
-                "staleness damps replies to old models, which synchronous rounds do not have: give "
-                "buffer, or leave it out"
-            )
-        return
+    """Raise an InputError for what rounds with a buffer do not do."""
     refuse_asynchronous(config.algorithm, damped=config.staleness != "none")
     reasons = {
         "cohorts names the clients of each round": config.cohorts is not None,

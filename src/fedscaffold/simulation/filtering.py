@@ -25,10 +25,8 @@ from fedscaffold.simulation.spec import (
 __all__ = ["filter_cohort", "initial_guard"]
 
 
-def initial_guard(spec: Spec, rows: int, dtype: Any) -> Guard | None:
-    """Return what the server knows of clients before the first round; None without a filter."""
-    if spec.filter is None:
-        return None
+def initial_guard(spec: Spec, rows: int, dtype: Any) -> Guard:
+    """Return what a filter knows of clients before the first round."""
     norms = np.full((rows, len(spec.exchange.vectors)), np.nan, dtype)
     return Guard(norms, np.zeros(rows, np.int32))
 

@@ -167,7 +167,7 @@ def _make_drawer(config: RunConfig, seeds: Sequence[int]) -> Drawer:
         rates=rates,
         delays=None if config.delays is None else delays.of(config.delays, problem.num_clients),
         at_work=None if config.buffer is None else cohort,
-        damping=damping_of(config.staleness),
+        damping=None if config.buffer is None else damping_of(config.staleness),
     )
 
 
@@ -366,6 +366,6 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int, at_work: int | None
         own=table(algorithm.own(vector), dtype),
         buffers=None if spec.local_buffers else buffers,
         own_buffers=table(buffers, None) if spec.local_buffers else None,
-        guard=initial_guard(spec, rows, dtype),
+        guard=None if spec.filter is None else initial_guard(spec, rows, dtype),
         sent=None if at_work is None else table(server, dtype, rows=at_work),
     )

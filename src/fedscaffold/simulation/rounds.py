@@ -538,15 +538,13 @@ def count_block(
             renewed=_weighted_sum(p, renewed),
             rounded=_weighted_sum(p, rounded),
             buffers=buffers,
-            late=_weighted_sum(p, _lateness(state, work)),
+            late=None if work.sent is None else _weighted_sum(p, _lateness(state, work)),
         )
         return added if sums is None else jax.tree.map(jnp.add, sums, added), held
 
 
 def _lateness(state: State, work: Work) -> Any:
-    """Return how the records that clients were sent differ from the present one, if they do."""
-    if work.sent is None:
-        return None
+    """Return how the records that clients were sent differ from the present one."""
     return jax.tree.map(lambda sent, now: sent - now, work.sent, state.told)
 
 
