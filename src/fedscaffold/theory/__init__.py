@@ -11,6 +11,7 @@ Exact on quadratics, by closed forms whose cost does not depend on the number of
     best_local_steps                the number of local steps that gains a digit at the least cost
     stationary                      mean and covariance in the long run
     mean_squared_error              of every round, without simulating, with any cohort and weights
+    delayed_step_limit              largest step size of asynchronous rounds
 
 And beyond, for smooth problems:
 
@@ -21,6 +22,7 @@ And beyond, for smooth problems:
 """
 
 from fedscaffold.theory.advice import Advice, advise
+from fedscaffold.theory.delayed_steps import delayed_step_limit
 from fedscaffold.theory.error_dynamics import mean_squared_error
 from fedscaffold.theory.heterogeneity import Heterogeneity, heterogeneity
 from fedscaffold.theory.local_steps import BestLocalSteps, best_local_steps
@@ -64,6 +66,7 @@ __all__ = [
     "client_quadratics",
     "contraction_curve",
     "contraction_rate",
+    "delayed_step_limit",
     "fixed_point",
     "heterogeneity",
     "is_quadratic",
