@@ -329,6 +329,7 @@ CONFIG = {
         "cohort.delays",
         "cohort.staleness",
         "output.dir",
+        "robust",
     ),
     "word": (
         "weights",

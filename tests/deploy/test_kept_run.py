@@ -10,7 +10,7 @@ import pytest
 from deploy_case import InProcess, learner, server_of, settings
 
 from fedscaffold.checks import InputError
-from fedscaffold.deploy import alerts, drive, kept_run, parse
+from fedscaffold.deploy import alerts, drive, host, kept_run, parse
 from fedscaffold.deploy.alerts import Alerts
 from fedscaffold.deploy.event_log import EventLog, file_log, format_event
 from fedscaffold.deploy.kept_run import STOPPED, Gone, KeptRun
@@ -165,8 +165,8 @@ def test_the_operator_is_told_once_of_what_lasts(tmp_path, hook, monkeypatch):
     transport.lost = ()
     drive(server, transport, 6, see)
     transport.lost = ("elk",)
-    usage = alerts.shutil.disk_usage(tmp_path)._replace(free=5 << 20)
-    monkeypatch.setattr(alerts.shutil, "disk_usage", lambda home: usage)
+    usage = host.shutil.disk_usage(tmp_path)._replace(free=5 << 20)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda home: usage)
     drive(server, transport, 9, see)
     watch.wait()
     events = sorted(one["event"] for one in told_of(tmp_path))

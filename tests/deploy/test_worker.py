@@ -129,7 +129,7 @@ class Messengers(InProcess):
         return new
 
     def collect(self):
-        came = [(name, self.site.ask(request)) for name, request in self.queue.items()]
+        came = [(name, self.site.ask(sent[name])) for name, sent in self.queue.items()]
         self.queue = {}
         self.replies += [reply for _, reply in came]
         return came
@@ -239,22 +239,24 @@ def test_a_process_of_another_user_is_told_nothing():
     address = f"\0fedscaffold-{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
-    child = os.fork()
-    if child == 0:
-        os.setuid(65534)
-        listener.listen(1)  # the peer of who connects is who listens
-        other = socket.socket(socket.AF_UNIX)
-        other.connect(address)
-        time.sleep(60)
-        os._exit(0)
+    script = f"""
+import os, socket, time
+os.setuid(65534)
+listener = socket.socket(fileno={listener.fileno()})
+listener.listen(1)  # the peer of who connects is who listens
+other = socket.socket(socket.AF_UNIX)
+other.connect({address!r})
+time.sleep(60)
+"""
+    child = subprocess.Popen([sys.executable, "-c", script], pass_fds=[listener.fileno()])
     try:
         link = socket.socket(socket.AF_UNIX)
         until(lambda: link.connect_ex(address) == 0)
         with pytest.raises(InputError, match="is of user 65534: nothing was said"):
             Connection(link)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.wait()
         listener.close()
 
 

@@ -418,7 +418,8 @@ def test_another_penalty_or_weight_does_not_compile(model):
             compiled.clear()
             ask = {"model": model, "l2": l2, "rounds": 3, "lr": 0.01, "local_steps": 7}
             weights = 1 + l2 * WEIGHTS
-            classifier(**ask).fit(X, WORDS == "bad", clients=OWNERS, sample_weight=weights)
+            twice = np.hstack([X, X])  # a shape that no other test has compiled
+            classifier(**ask).fit(twice, WORDS == "bad", clients=OWNERS, sample_weight=weights)
             assert bool(compiled) == (l2 == 0.0), l2
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)

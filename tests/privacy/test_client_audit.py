@@ -125,9 +125,9 @@ def test_a_model_that_tells_of_the_sums_themselves_violates_one(monkeypatch, fre
         seen["sums"] = sums
         return noised(spec, federation, state, draw, sums)
 
-    def leak(spec, old, state, lr, sums):
-        new, drift = step(spec, old, state, lr, sums)
-        plain, _ = step(spec, old, state, lr, seen["sums"])
+    def leak(spec, old, state, steps, lr, sums):
+        new, drift = step(spec, old, state, steps, lr, sums)
+        plain, _ = step(spec, old, state, steps, lr, seen["sums"])
         return new._replace(server=new.server._replace(x=plain.x)), drift
 
     monkeypatch.setattr(rounds, "_noised", keep)

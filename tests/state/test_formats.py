@@ -67,7 +67,9 @@ def test_a_configuration_of_0_1_0_is_read_and_resolves_to_one_with_a_format(tmp_
     assert (config.seed, config.rounds, config.local.steps) == (3, 7, 5)
     new = toml(to_toml(config), "config.toml")
     assert new.pop("format") == 1
-    assert new["local"].pop("drop_last") is False  # a later key, as it was before there was one
+    # later keys, as it was before there were any
+    assert new["local"].pop("drop_last") is False
+    assert new["cohort"].pop("staleness") == "none"
     assert new == toml(CONFIG, "config.toml")
 
 
