@@ -12,7 +12,8 @@ from fedscaffold.algorithms import fedavg, scaffold
 from fedscaffold.checks import InputError
 from fedscaffold.problems import quadratic
 from fedscaffold.simulation import simulate
-from papers import cache, emnist, plotting, speedup_fig1
+from fedscaffold.theory import stationary
+from papers import cache, emnist, plotting, quadratics_fig5, speedup_fig1
 from papers.__main__ import main
 from papers.by_hand import play, quadratic_gradients
 from papers.claim import Check, Claim, Table, verdict
@@ -503,6 +504,19 @@ def test_a_long_claim_says_how_far_it_is_and_how_to_go_on(tmp_path, monkeypatch,
     monkeypatch.setattr("papers.claims.find", lambda name: small(calls))
     assert command(monkeypatch, capsys, "small", "--out", str(tmp_path))[0] == 0
     assert calls == [0, 1, 2]
+
+
+def test_the_covariance_of_independent_clients_is_that_of_their_mean_hessian():
+    """Figure 5's cell that falls by a quarter: off by the square of gamma H beyond what one step leaves."""
+    problem = quadratic(8, 6, mu=0.01, smoothness=1.0, seed=100)
+    exact = [
+        8 * np.trace(stationary(problem, lr=lr, local_steps=h, noise=1.0).x_covariance)
+        for lr, h in ((0.01, 100), (0.01, 50), (0.01, 1))
+    ]
+    predicted = quadratics_fig5.of_mean_hessian(problem, 0.01)
+    assert exact[0] / predicted == pytest.approx(1, abs=0.1)
+    assert exact[2] / predicted == pytest.approx(1, abs=0.01 / 2)  # 1 / (1 - lr a / 2), a <= 1
+    assert (exact[0] - exact[2]) / (exact[1] - exact[2]) == pytest.approx(4, rel=0.15)
 
 
 @pytest.mark.process
