@@ -35,6 +35,7 @@ CLAIMS = {
     "theorem2-lower-bound": "theorem2_lower_bound",
     "participation": "participation",
     "conjectures": "conjectures",
+    "flamby-heart": "flamby_heart",
 }
 ALIASES = {"table3": "scaffold-table3", "table4": "scaffold-table4", "table5": "scaffold-table5"}
 

@@ -64,7 +64,7 @@ def reproduce(
     began = time.perf_counter()
     again = "without --fresh " if fresh else ""
     with exit_with_line(f"stopped; what was measured is kept: the same command {again}goes on"):
-        outcomes = _run(claims, size, out, fresh, as_json)
+        outcomes = _run(claims, size, out, fresh, as_json, everything)
         facts = _facts(time.perf_counter() - began)
         page = _keep(outcomes, out, facts)
     from papers.page import terminal
@@ -97,9 +97,12 @@ def _settle() -> None:
 
 
 def _run(
-    claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bool
+    claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bool, everything: bool
 ) -> list[Outcome]:
-    """One claim after the other, each kept as soon as it is done."""
+    """One claim after the other, each kept as soon as it is done.
+
+    With `everything`, claims whose data are not there are left out.
+    """
     from papers import plotting
     from papers.cache import home
     from papers.claims import reproduce as run
@@ -112,7 +115,13 @@ def _run(
     outcomes: list[Outcome] = []
     for i, claim in enumerate(claims, 1):
         line.keep(f"{i}/{len(claims)} {claim.name}: {claim.title}")
-        outcome, drawings = run(claim, size, home(), fresh=fresh, tell=tell)
+        try:
+            outcome, drawings = run(claim, size, home(), fresh=fresh, tell=tell)
+        except FileNotFoundError as missing:
+            if not everything:
+                raise
+            line.keep(f"  left out: {missing}")
+            continue
         with plotting.style():
             for one in drawings:
                 plotting.save(one.figure, out, one.name)

@@ -37,10 +37,12 @@ NAMES = (
     "conjectures",
 )
 
+CONTESTED = ("flamby-heart",)  # they read data that do not come with the package: test_contested.py
+
 
 def test_every_name_of_the_list_is_a_claim():
-    assert set(CLAIMS) == set(NAMES)
-    assert all(find(name).name == name for name in NAMES)
+    assert set(CLAIMS) == {*NAMES, *CONTESTED}
+    assert all(find(name).name == name for name in CLAIMS)
     assert {find(short).name for short in ALIASES} == {
         "scaffold-table3",
         "scaffold-table4",
@@ -517,6 +519,21 @@ def test_the_covariance_of_independent_clients_is_that_of_their_mean_hessian():
     assert exact[0] / predicted == pytest.approx(1, abs=0.1)
     assert exact[2] / predicted == pytest.approx(1, abs=0.01 / 2)  # 1 / (1 - lr a / 2), a <= 1
     assert (exact[0] - exact[2]) / (exact[1] - exact[2]) == pytest.approx(4, rel=0.15)
+
+
+def test_all_leaves_out_a_claim_whose_data_are_not_there(tmp_path, monkeypatch, capsys):
+    def absent(settings):
+        raise FileNotFoundError("heart not found")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("papers.command._settle", lambda: None)  # JAX is set up for the other tests
+    monkeypatch.setattr("papers.claims.CLAIMS", {"small": "", "heart": ""})
+    claims = {"small": small([]), "heart": small([])._replace(name="heart", depends=absent)}
+    monkeypatch.setattr("papers.claims.find", claims.get)
+    code, out, _ = command(monkeypatch, capsys, "--all", "--json", "--out", str(tmp_path))
+    assert code == 0
+    assert [one["name"] for one in json.loads(out)["claims"]] == ["small"]
+    assert command(monkeypatch, capsys, "heart", "--out", str(tmp_path))[0] == 2
 
 
 @pytest.mark.process
