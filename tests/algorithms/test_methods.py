@@ -33,6 +33,7 @@ def simulate(algorithm, **given):
         "lr": LR,
         "weights": P,
         "precision": "float64",
+        "metrics": (),
     }
     return fs.simulate(algorithm, PROBLEM, **(asked | given))
 

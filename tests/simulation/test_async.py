@@ -1,7 +1,10 @@
 """Asynchronous rounds: replies count when they come, on a virtual clock."""
 
+from itertools import product
+
 import numpy as np
 import pytest
+from cases import sharp
 from family_case import LINEAR, OPTIMUM, PROBLEM, X0, N, close, grad
 
 import fedscaffold as fs
@@ -11,7 +14,8 @@ from fedscaffold.checks import InputError
 WEIGHTS = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) / 21
 TRACE = np.random.default_rng(3).pareto(1.2, size=(5, N)) + 0.5
 LR, STEPS = 0.1, 3
-ASK = {"local_steps": STEPS, "lr": LR, "precision": "float64"}
+ASK = {"local_steps": STEPS, "lr": LR, "precision": "float64", "metrics": ()}
+MAKE = {"scaffold": fs.scaffold, "fedbuff": fs.fedavg, "ca2fl": fs.ca2fl}
 
 
 def event_loop(method, rounds, buffer, power=0.0, weights=WEIGHTS, trace=TRACE, server_lr=1.0):
@@ -67,13 +71,15 @@ def asynchronous(algorithm, rounds, buffer, **more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffer", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("method", "make"), [("scaffold", fs.scaffold), ("fedbuff", fs.fedavg), ("ca2fl", fs.ca2fl)]
+    ("method", "buffer"),
+    sharp(
+        product(MAKE, (1, 2, 4)), [("scaffold", 1), ("scaffold", 4), ("fedbuff", 2), ("ca2fl", 4)]
+    ),
 )
-def test_runs_are_those_of_a_plain_event_loop(method, make, buffer):
+def test_runs_are_those_of_a_plain_event_loop(method, buffer):
     expected, c_i, times = event_loop(method, 40, buffer, server_lr=0.5)
-    state, path, found_times, residuals = asynchronous(make(server_lr=0.5), 40, buffer)
+    state, path, found_times, residuals = asynchronous(MAKE[method](server_lr=0.5), 40, buffer)
     np.testing.assert_array_equal(found_times, times)
     close(path, expected)
     if method != "fedbuff":
@@ -95,8 +101,10 @@ def test_staleness_damps_moves_and_leaves_control_variates_alone(method, make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("cohort", [N, 4])
+@pytest.mark.parametrize(
+    ("cohort", "precision"),
+    sharp(product((N, 4), ("float32", "float64")), [(N, "float32"), (4, "float64")]),
+)
 def test_without_delays_and_with_the_cohort_as_buffer_it_is_the_synchronous_run(cohort, precision):
     ask = {**ASK, "rounds": 12, "cohort": cohort, "seed": 5, "precision": precision}
     ask |= {"metrics": ["loss"], "delays": "constant:0"}
@@ -193,7 +201,6 @@ def test_every_mean_that_an_algorithm_declares_is_kept_under_any_delay(name):
         buffer=2,
         delays="pareto:1:0.7",
         weights=WEIGHTS,
-        metrics=["loss"],
         **ASK,
     )
     rows = getattr(run.clients.memory, algorithm.means[0][1])

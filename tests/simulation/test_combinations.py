@@ -11,7 +11,7 @@ import pytest
 import fedscaffold as fs
 from fedscaffold.checks import InputError
 
-EXACT = {"precision": "float64", "local_steps": 3, "lr": 0.1}
+EXACT = {"precision": "float64", "local_steps": 3, "lr": 0.1, "metrics": ()}
 
 
 def quadratic(**more):
@@ -67,7 +67,7 @@ def test_scaffnews_batches_depend_neither_on_the_length_nor_on_the_company(draw)
     ids=["weights", "sampling"],
 )
 def test_a_round_without_weight_changes_nothing(algorithm, who):
-    simulator = fs.Simulator(algorithm, quadratic(), rounds=3, **who, **EXACT, metrics=())
+    simulator = fs.Simulator(algorithm, quadratic(), rounds=3, **who, **EXACT)
     one, _ = simulator.step(simulator.init())
     two, _ = simulator.step(one)
     for field, before, after in zip(one.server._fields, one.server, two.server, strict=True):
@@ -133,7 +133,7 @@ def test_runs_of_a_sweep_that_diverge_end_as_they_do_alone():
     ("algorithm", "policy"),
     [
         (fs.mime(), {}),
-        (fs.scaffold(), {"stale": "decay:0.5"}),
+        pytest.param(fs.scaffold(), {"stale": "decay:0.5"}, marks=pytest.mark.soak),
         (fs.scaffold(), {"stale": "drop:1"}),
     ],
     ids=["mime", "decay", "drop"],
@@ -255,7 +255,8 @@ def test_another_helper_of_a_loss_is_another_run(name, tmp_path, monkeypatch):
 
 
 def test_the_round_of_a_reached_target_is_the_one_that_is_named(tmp_path):
-    ask = {**EXACT, "stop_at": ("distance", 1e-3), "checkpoint": tmp_path}
+    ask = {**EXACT, "stop_at": ("distance", 1e-3), "metrics": ("distance",)}
+    ask["checkpoint"] = tmp_path
     run = fs.simulate(fs.scaffold(), quadratic(), rounds=5000, **ask)
     assert run.outcome == "target"
     assert (
@@ -359,9 +360,7 @@ def test_memory_may_begin_anywhere_in_memory():
     assert run.fault is None
     assert run.residual <= run.explained
     with pytest.raises(InputError, match="does not begin at 0"):
-        fs.simulate(
-            ones, quadratic(), rounds=4, cohort=2, metrics=(), client_state="sparse", **EXACT
-        )
+        fs.simulate(ones, quadratic(), rounds=4, cohort=2, client_state="sparse", **EXACT)
 
 
 @pytest.mark.slow
