@@ -16,8 +16,10 @@ Here the client adds what calibrates its move, shift = h - h_i, and sends v_i = 
 server, which knows the h it sent, takes v_i - h for move_i - h_i. The paper's server keeps the h_i
 and adds them itself: the same numbers, with one vector fewer down.
 
-The lines are the paper's from memory; its text was not at hand to compare. There clients weigh the
-same. Symbols: h_t = h, h_t^i = h_i, Delta_i = -move_i, eta = server_lr, M = replies of a step.
+The paper's text was not at hand. The lines were compared with three public implementations of its
+Algorithm 2, FLGo's among them, which agree: v_t = h_t + (1/M) sum over S of (Delta_i - h_t^i) with
+the h_t before the step, x += eta v_t, then h_t^i = Delta_i and h_t = (1/n) sum h_t^i. There clients
+weigh the same. Symbols: h_t = h, h_t^i = h_i, Delta_i = -move_i, eta = server_lr, M = |S|.
 """
 
 from __future__ import annotations
