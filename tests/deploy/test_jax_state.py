@@ -8,7 +8,7 @@ from deploy_case import SITES, START, data, settings
 import fedscaffold as fs
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import InProcess, Server, drive
-from fedscaffold.deploy.client import Work
+from fedscaffold.deploy.client import Work, answer
 from fedscaffold.deploy.jax_client import JaxLearner
 from fedscaffold.deploy.settings import Local
 from fedscaffold.state import latest
@@ -77,6 +77,32 @@ def test_a_deployment_is_the_simulation(algorithm, table, buffers, tmp_path):
             deployed["state['seen']['steps']"] == simulated["seen"]["steps"] == 2 + ROUNDS * STEPS
         )
         assert deployed["state['seen']['begun']"] == simulated["seen"]["begun"] == 1
+
+
+@pytest.mark.parametrize("state", ["server", "client"])
+def test_a_request_that_comes_again_trains_the_state_once(state, tmp_path):
+    """To the same reply; a try of the round that was abandoned counts as little."""
+    local = f"steps = {STEPS}\nlr = {LR}\nbuffers = 'local'"
+    config, one = settings(deploy=f"state = '{state}'", local=local), learner()
+    server = Server(config, one.schema, one.start, tmp_path / "server", buffers=one.buffers)
+    sites = InProcess(one, config, tmp_path)
+    server.welcome(sites.greetings())
+
+    def replies(request):
+        return [answer(request, one, config, SITES[0], tmp_path / "sites") for _ in range(2)]
+
+    for tries in (2, 1):
+        for left in range(tries)[::-1]:
+            requests = server.open(SITES)
+            first, second = replies(requests[SITES[0]])
+            assert first == second
+            for site in SITES if not left else ():
+                server.receive(site, answer(requests[site], one, config, site, tmp_path / "sites"))
+            for site in server.waiting:
+                server.failed(site, "lost")
+            assert server.close().committed == (not left)
+    folder = tmp_path / "sites" / server.run / SITES[0] / "buffers"
+    assert latest(folder).arrays["state['seen']['steps']"] == 2 + 2 * STEPS
 
 
 def row_of(state, i):

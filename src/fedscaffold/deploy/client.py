@@ -25,7 +25,14 @@ from fedscaffold.algorithms.round import (
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import gate
 from fedscaffold.deploy.aggregation import blank_memory, message_of, update_memory
-from fedscaffold.deploy.client_state import Lost, LostOwn, load_record, save_record
+from fedscaffold.deploy.client_state import (
+    Lost,
+    LostOwn,
+    load_buffers,
+    load_record,
+    save_buffers,
+    save_record,
+)
 from fedscaffold.deploy.errors import Failed, guarded
 from fedscaffold.deploy.gate import MOST_METRICS, Refused
 from fedscaffold.deploy.packets import ECHOED, Fact, Packet, decline
@@ -45,7 +52,6 @@ from fedscaffold.deploy.secure_vector import fit_to_sum, sent_fields
 from fedscaffold.deploy.settings import NAME, Local, Settings
 from fedscaffold.deploy.site_privacy import PrivateSite, open_private
 from fedscaffold.privacy.site_steps import PrivateSteps
-from fedscaffold.state import commit, latest
 
 __all__ = ["Learner", "Site", "Trained", "Work", "answer", "greeting", "make_walk"]
 
@@ -436,7 +442,7 @@ def _store_and_pack(
     if settings.local.buffers == "average":
         arrays |= {f"buffer.{name}": value for name, value in done.buffers.items()}
     elif done.buffers:
-        commit(kept / "buffers", done.buffers, {"kind": "buffers"}, private=True)
+        save_buffers(kept / "buffers", work.round, work.buffers, done.buffers)
     return Packet(facts, {name: blob(array) for name, array in arrays.items()})
 
 
@@ -450,8 +456,8 @@ def _load_buffers(
             name: gate.read_array(request, f"buffer.{name}", shape, dtype).copy()
             for name, shape, dtype in rows
         }
-    stored = latest(kept / "buffers")
-    return {name: learner.buffers[name] for name, _, _ in rows} if stored is None else stored.arrays
+    round = None if request.facts["kind"] == "evaluate" else gate.read_int(request.facts, "round")
+    return load_buffers(kept / "buffers", {name: learner.buffers[name] for name, *_ in rows}, round)
 
 
 def _metric_facts(metrics: dict[str, float]) -> dict[str, float]:

@@ -16,6 +16,9 @@ nothing changed. With secure sums it is of the vector and a salt that stays at t
 
 An algorithm's private client state (`Algorithm.own`) is stored in the same way, in a file of its
 own. Every run has a folder of its own, so state of another run is never found.
+
+Buffers that stay at the client (`local.buffers = "local"`) are stored with the round that trained
+them and the buffers before it: a request that comes again trains from these, to the same reply.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.schema import Array, Record, fingerprint, flatten
 from fedscaffold.state import StateError, commit, latest
 
-__all__ = ["Lost", "LostOwn", "load_record", "save_record"]
+__all__ = ["Lost", "LostOwn", "load_buffers", "load_record", "save_buffers", "save_record"]
 
 NAMES = ("waiting", "counted", "before")
 SALT = "salt"
+BEFORE = "before/"
 
 
 class Lost(InputError):
@@ -118,6 +122,37 @@ def save_record(folder: Path, counted: Record, waiting: Record, salted: bool = F
             arrays["before"] = before
     commit(folder, arrays, {"kind": "c_i"}, private=True)
     return _digest(arrays, "waiting")
+
+
+def load_buffers(
+    folder: Path, initial: dict[str, Array], round: int | None = None
+) -> dict[str, Array]:
+    """Load the buffers that a round trains from.
+
+    Args:
+        folder: Folder of the buffers.
+        initial: The buffers before the first round.
+        round: The round; None for the buffers after the last one.
+
+    >>> import tempfile
+    >>> folder, initial = Path(tempfile.mkdtemp()), {"mean": np.zeros(2)}
+    >>> save_buffers(folder, 3, initial, {"mean": np.ones(2)})
+    >>> load_buffers(folder, initial, 3), load_buffers(folder, initial, 4)
+    ({'mean': array([0., 0.])}, {'mean': array([1., 1.])})
+    """
+    stored = latest(folder)
+    if stored is None:
+        return initial
+    begin = BEFORE if round is not None and stored.facts.get("round") == round else ""
+    return {name: stored.arrays[begin + name] for name in initial}
+
+
+def save_buffers(
+    folder: Path, round: int, before: dict[str, Array], after: dict[str, Array]
+) -> None:
+    """Store the buffers that a round has trained, and those before it, durably."""
+    arrays = {BEFORE + name: before[name] for name in after} | after
+    commit(folder, arrays, {"kind": "buffers", "round": round}, private=True)
 
 
 def _digest(arrays: dict[str, Array], name: str) -> str:
