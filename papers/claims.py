@@ -36,6 +36,7 @@ CLAIMS = {
     "participation": "participation",
     "conjectures": "conjectures",
     "flamby-heart": "flamby_heart",
+    "flamby-tcga": "flamby_tcga",
 }
 ALIASES = {"table3": "scaffold-table3", "table4": "scaffold-table4", "table5": "scaffold-table5"}
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import optax
+from numpy.typing import NDArray
 
 from fedscaffold import algorithms
 from fedscaffold.problems import Problem
@@ -31,7 +32,9 @@ __all__ = [
     "bars",
     "mean_error",
     "measure",
+    "quarters",
     "rows",
+    "run_seeds",
     "trials",
 ]
 
@@ -107,26 +110,56 @@ def _server(kind: str, lr: float) -> optax.GradientTransformation:
 
 
 def measure(
-    names: Sequence[str], task: Task, lrs: Sequence[float], seeds: Sequence[int], memo: Memo
+    names: Sequence[str],
+    task: Task,
+    lrs: Sequence[float],
+    seeds: Sequence[int],
+    memo: Memo,
+    label: str = "tuned",
 ) -> dict[str, Data]:
-    """Tune every method and run it from all seeds; a method is kept as soon as it is done."""
+    """Tune every method and run it from all seeds; a method is kept as soon as it is done.
+
+    `label` tells apart what is kept of several tasks.
+    """
     if len(lrs) != TRIALS:
         raise ValueError(f"the grid must have {TRIALS} step sizes, got {len(lrs)}")
     parts = [
-        Part(f"tuned-{name}", partial(_method, name, task, lrs, seeds, memo)) for name in names
+        Part(f"{label}-{name}", partial(_method, name, task, lrs, seeds, memo, label))
+        for name in names
     ]
     return dict(zip(names, memo.all(parts), strict=True))
 
 
-def _method(name: str, task: Task, lrs: Sequence[float], seeds: Sequence[int], memo: Memo) -> Data:
-    tuned = memo(f"trials-{name}", lambda: _tune(name, task, lrs))
+def _method(
+    name: str, task: Task, lrs: Sequence[float], seeds: Sequence[int], memo: Memo, label: str
+) -> Data:
+    tuned = memo(f"{label}-{name}-trials", lambda: _tune(name, task, lrs))
+    return tuned | run_seeds(name, tuned["trial"], task, seeds)
+
+
+def run_seeds(name: str, trial: Mapping[str, float], task: Task, seeds: Sequence[int]) -> Data:
+    """Run a trial on all training records from every seed, and score it on the test set."""
     whole = task.whole()
-    runs = [_run(name, tuned["trial"], task, whole, seed, 1) for seed in seeds]
-    return tuned | {
+    runs = [_run(name, trial, task, whole, seed, 1) for seed in seeds]
+    return {
         "scores": [_last(run) for run in runs],
         "curve": np.mean([run.history["accuracy"] for run in runs], axis=0),
         "models": np.stack([run.vector for run in runs]),
     }
+
+
+def quarters(strata: NDArray[Any]) -> list[NDArray[np.intp]]:
+    """Return four disjoint sets of a quarter of the records each, rounded down.
+
+    Each has an equal share of every stratum, but for rounding; up to three records are in none.
+
+    >>> [len(part) for part in quarters(np.array([0, 0, 0, 0, 0, 1, 1, 1, 1]))]
+    [2, 2, 2, 2]
+    """
+    mixed = np.random.default_rng(0).permutation(len(strata))
+    # records of a stratum are neighbours, and neighbours go to different parts
+    order = mixed[np.argsort(strata[mixed], kind="stable")]
+    return [np.sort(order[k::4][: len(strata) // 4]) for k in range(4)]
 
 
 def _tune(name: str, task: Task, lrs: Sequence[float]) -> Data:

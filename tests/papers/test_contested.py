@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from papers import cache, flamby_heart, plotting, tuned
+from papers import cache, flamby_heart, flamby_tcga, plotting, tuned
 from papers.claims import find, judged
 
 REAL = os.environ.get("FEDSCAFFOLD_DATA", "")
@@ -104,14 +104,10 @@ def test_heart_folds_hold_training_rows_out_and_never_the_test(heart):
     for i, site in enumerate(heart):
         train = {tuple(row) for row in site.x}
         out = [tuple(row) for part in parts for row in part[i].x_test]
-        assert len(set(out)) == len(out) == in_folds(len(site.y))
+        assert len(set(out)) == len(out) == 4 * (len(site.y) // 4)
         assert set(out) <= train
         for part in parts:
             assert {tuple(row) for row in part[i].x} == train - {tuple(r) for r in part[i].x_test}
-
-
-def in_folds(rows):
-    return flamby_heart.FOLDS * (rows // flamby_heart.FOLDS)
 
 
 @pytest.mark.slow
@@ -152,3 +148,101 @@ def test_heart_gives_flambys_number_of_a_seed():
         **tuned.arguments("scaffold", {"lr": settings["lr"]}),
     )
     assert abs(run.history["accuracy"][-1] - flamby_heart.PUBLISHED[3]) <= 1 / 254
+
+
+def brca_files(folder):
+    """Six regions of few patients whose risk is a function of age and of one input."""
+    rng = np.random.default_rng(1)
+    (folder / "tcga_brca").mkdir(parents=True)
+    head = ["pid", *(f"input {k}" for k in range(flamby_tcga.INPUTS)), "E", "T"]
+    rows, split = [",".join(head)], ["pid,fold,fold2"]
+    for k in range(flamby_tcga.REGIONS):
+        for i in range(34):
+            x = rng.integers(0, 2, flamby_tcga.INPUTS).astype(float)
+            x[0] = rng.integers(30, 90)
+            time = 1000 * rng.exponential(np.exp(-0.05 * (x[0] - 60) - x[1]))
+            name, part = f"P{k}-{i}", "test" if i < 10 else "train"
+            rows.append(",".join([name, *(f"{v:g}" for v in x), f"{i % 4 != 0:d}", f"{time:.0f}"]))
+            split.append(f"{name},{part},{part}_{k}")
+    (folder / "tcga_brca" / "brca.csv").write_text("\n".join([*rows, rows[-1].replace("P5", "X")]))
+    (folder / "tcga_brca" / "train_test_split.csv").write_text("\n".join(split))
+
+
+@pytest.fixture
+def brca(tmp_path, monkeypatch):
+    brca_files(tmp_path / "data")
+    monkeypatch.setenv("FEDSCAFFOLD_DATA", str(tmp_path / "data"))
+    flamby_tcga.regions.cache_clear()
+    yield flamby_tcga.regions()
+    flamby_tcga.regions.cache_clear()
+
+
+def test_the_cox_loss_and_the_concordance_are_their_definitions(brca):
+    """Pair by pair, with times and scores that are equal."""
+    x, time, event = (array[:14] for array in brca[0].train)
+    time, x = np.round(time, -3), x.copy()
+    x[5] = x[4]
+    w = np.linspace(-0.02, 0.02, flamby_tcga.INPUTS).astype(np.float32)
+    score = (x @ w).astype(np.float64)
+    order = sorted(range(14), key=lambda i: -time[i])
+    lost = [
+        event[i] * (np.log(np.exp(score[order[: k + 1]]).sum()) - score[i])
+        for k, i in enumerate(order)
+    ]
+    assert float(flamby_tcga.cox(w, (x, time, event))) == pytest.approx(np.mean(lost), rel=1e-5)
+    points = pairs = 0
+    for i in range(14):
+        for j in range(14):
+            ends_first = time[i] < time[j] or (time[i] == time[j] and i != j and not event[j])
+            if event[i] and ends_first:
+                pairs += 1
+                same = (x[i] == x[j]).all()
+                points += 0.5 if same else float(score[i] > score[j])
+    found = flamby_tcga.concordance(w, (x, time, event))
+    assert float(found) == pytest.approx(points / pairs, rel=1e-6)
+
+
+def test_regions_are_read_and_folds_never_hold_the_test(brca):
+    assert [len(site.train[0]) for site in brca] == [24] * 6
+    assert {len(site.test[0]) for site in brca} == {10}  # a patient of no region is left out
+    years, scaled = (flamby_tcga.federation(brca, age) for age in ("years", "standardised"))
+    np.testing.assert_allclose(scaled.records[0][:, 0].mean(), 0, atol=1e-5)
+    np.testing.assert_array_equal(scaled.records[0][:, 1:], years.records[0][:, 1:])
+    order = np.argsort(years.test[0][:, 0], kind="stable")
+    np.testing.assert_array_equal(order, np.argsort(scaled.test[0][:, 0], kind="stable"))
+    for part in flamby_tcga.folds(brca):
+        for whole, site in zip(brca, part, strict=True):
+            rows = {tuple(row) for row in np.column_stack(whole.train)}
+            kept, out = ({tuple(r) for r in np.column_stack(some)} for some in site)
+            assert not kept & out
+            assert kept | out == rows
+
+
+@pytest.mark.slow
+def test_brca_runs_and_can_fail(brca, tmp_path, monkeypatch):
+    claim = find("flamby-tcga")
+    few = {
+        "methods": ["scaffold"],
+        "ages": ["standardised"],
+        "rounds": 1,
+        "updates": 4,
+        "tuned_seeds": [42, 43],
+    }
+    settings = dict(claim.sizes["quick"]) | few
+    data = claim.measure(settings, cache.Store(tmp_path))
+    published = {name: one["scores"] for name, one in data["published"].items()}
+    monkeypatch.setattr(flamby_tcga, "PUBLISHED", published)
+
+    def spoil(data):
+        data["published"]["scaffold"] = {"scores": [0.1] * 5}
+
+    outcome = sound(claim, settings, data, spoil)
+    assert outcome.verdict == "reproduced"
+    assert outcome.tables[1].rows[0][1] > 0.55  # tuned, it learns: a coin has 0.5
+
+
+@needs("tcga_brca/brca.csv", "tcga_brca/train_test_split.csv")
+def test_the_regions_have_flambys_sizes():
+    flamby_tcga.regions.cache_clear()
+    found = [(len(site.train[0]), len(site.test[0])) for site in flamby_tcga.regions()]
+    assert found == [(248, 63), (156, 40), (164, 42), (129, 33), (129, 33), (40, 11)]

@@ -37,7 +37,8 @@ NAMES = (
     "conjectures",
 )
 
-CONTESTED = ("flamby-heart",)  # they read data that do not come with the package: test_contested.py
+# they read data that do not come with the package: test_contested.py
+CONTESTED = ("flamby-heart", "flamby-tcga")
 
 
 def test_every_name_of_the_list_is_a_claim():
