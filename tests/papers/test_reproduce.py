@@ -39,10 +39,11 @@ NAMES = (
 
 # they read data that do not come with the package: test_contested.py
 CONTESTED = ("flamby-heart", "flamby-tcga")
+SEARCHED = ("where-it-loses",)  # in test_where_it_loses.py
 
 
 def test_every_name_of_the_list_is_a_claim():
-    assert set(CLAIMS) == {*NAMES, *CONTESTED}
+    assert set(CLAIMS) == {*NAMES, *CONTESTED, *SEARCHED}
     assert all(find(name).name == name for name in CLAIMS)
     assert {find(short).name for short in ALIASES} == {
         "scaffold-table3",
@@ -423,16 +424,24 @@ def test_a_row_of_sgd_like_that_of_a_small_step_is_said_to_be():
 
 
 @pytest.mark.parametrize(
-    ("seeds", "last", "passed"), [(48, 0.031, True), (48, 0.02, False), (24, 0.031, None)]
+    ("error", "last", "passed"), [(0.03, 0.031, True), (0.03, 0.02, False), (0.06, 0.031, None)]
 )
-def test_a_variance_is_judged_only_where_there_are_seeds_enough(seeds, last, passed):
-    """N Var for three N, each beside a bias that is larger: what counts is the variance alone."""
+def test_a_variance_is_judged_only_where_it_is_known_well_enough(error, last, passed):
     scaled = {10: 0.032, 100: 0.033, 1000: last}
-    cells = {
-        n: {"curve": np.array([9.0, 1e-4 + v / n]), "bias": 1e-4, "seeds": seeds}
-        for n, v in scaled.items()
-    }
+    cells = {n: {"variance": v / n, "variance_error": error * v / n} for n, v in scaled.items()}
     assert speedup_fig1._constant("N Var", cells).passed is passed
+
+
+def test_a_variance_over_runs_and_its_standard_error():
+    """Of rounds alike within a run, so that they count once: 2 / (n - 1) of the square, d = 4 times over."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(400):
+        models = np.repeat(1.0 + rng.normal(size=(24, 4, 1)), 3, axis=2)
+        found.append(speedup_fig1._variance(models))
+    values, errors = np.array(found).T
+    assert values.mean() == pytest.approx(4, abs=4 * values.std() / 20)
+    assert errors.mean() == pytest.approx(np.sqrt(2 * 4 / 23), rel=0.1)
 
 
 def test_tuning_never_sees_the_test_set(monkeypatch):
