@@ -100,6 +100,29 @@ def test_a_healthy_run_has_no_finding_above_ok_and_its_numbers_are_right(healthy
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            ["problem.noise=0.001"],
+            set(),
+        (["problem.noise=2000"], {"regime"}),
+        (["problem.noise=2000", "cohort.size=1.0"], set()),  # corrections sum to zero
+        (["cohort.size=1", "rounds=4"], {"visits"}),
+    ],
+)
+def test_a_run_in_which_control_variates_do_not_pay_is_told(tmp_path, changes, said):
+    folder = ran(tmp_path, "rounds=6", "local.lr=0.001", *changes)
+    found = found_in(folder)
+    assert {"regime", "visits"} & set(found) == said
+    assert all(found[one].severity == "watch" and "fedavg" in found[one].do for one in said)
+    if "regime" in said:  # tr C / K over the mean of |g_i - g|^2, in plain NumPy
+        a, b = client_quadratics(build(load(folder / "config.toml").problem).problem)
+        g = np.einsum("nij,j->ni", a, latest(folder / "checkpoint").arrays["state.server.x"]) - b
+        apart = np.mean(np.sum((g - g.mean(0)) ** 2, axis=1))
+        assert found["regime"].number == pytest.approx(4 * 2000 / STEPS / apart, rel=1e-6)
+
+
 def test_a_schedule_over_rounds_is_judged_by_the_present_rounds_step_size(tmp_path):
     problem = fs.problems.quadratic(num_clients=N, dim=4, mu=0.2, seed=1)
     rounds, done = 40, 12

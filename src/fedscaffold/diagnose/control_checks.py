@@ -39,6 +39,8 @@ NUMBERS = {
     "ages": "rounds since the client that is away for longest was heard",
     "norms": "largest norm of a control variate, |c_i|",
     "alignment": "share of the clients' difference that the control variates leave",
+    "visits": "rounds in which a client is heard, on average over the planned ones",
+    "regime": "noise of control variates over the clients' difference, sigma^2 / (K G^2)",
     "drift": "distance from the model that the furthest client goes in a local round",
     "step size": "step size as a share of the largest stable one",
     "progress": "last value that it is about: metric, gradient norm, or round of divergence",

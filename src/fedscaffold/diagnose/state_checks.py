@@ -26,6 +26,7 @@ from fedscaffold.diagnose.control_checks import (
 )
 from fedscaffold.diagnose.progress_checks import Slope
 from fedscaffold.diagnose.read_checkpoint import CheckpointedRun, local_moves
+from fedscaffold.diagnose.regime import check_noise_of_controls, check_visits
 from fedscaffold.privacy.records import Records
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
@@ -216,6 +217,8 @@ def _examine_memory(
         check_ages(memory, tended, ends, slope.now),
         check_norms(memory, known if gradients else None),
     ]
+    if gradients and (visits := check_visits(request.rounds, memory.share)) is not None:
+        found.append(visits)
     heard = memory.heard_at[view.clients] > 0
     if not gradients or not (view.q[heard] > 0).any():
         return found
@@ -231,6 +234,8 @@ def _examine_memory(
     one = one._replace(cosines=one.cosines[heard], errors=one.errors[heard])
     members, age = view.clients[heard], (memory.round - memory.heard_at)[view.clients[heard]]
     of = f"{len(members)} of {len(memory.p)} clients"
+    noisy = check_noise_of_controls(one.noise, memory.share, request.local_optimizer is None)
+    found += [] if noisy is None else [noisy]
     return [
         *found,
         progress_checks.check_alignment(
