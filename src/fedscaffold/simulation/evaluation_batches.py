@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedscaffold.problems.batches import Kind
 from fedscaffold.problems.problem import Problem
 from fedscaffold.simulation.spec import Array, Spec
+from fedscaffold.simulation.table_rows import take_rows
 
 __all__ = [
     "EVALUATION_BYTES",
@@ -153,7 +154,7 @@ def sum_over(
 
     def one(first: Array, count: Array, place: Array) -> Any:
         rows = first + jnp.minimum(place, count - 1) if kind == "weighted" else first + place
-        batch = jax.tree.map(lambda a: a.at[rows].get(mode="promise_in_bounds"), records)
+        batch = jax.tree.map(lambda a: take_rows(a, rows), records)
         dtype = next(iter(batches)).share.dtype
         weights = (
             jnp.where(place < count, 1 / count.astype(dtype), 0) if kind == "weighted" else None

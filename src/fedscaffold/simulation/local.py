@@ -25,6 +25,7 @@ from fedscaffold.problems.batches import gradient as slope_on_batch
 from fedscaffold.problems.batches import record_gradients
 from fedscaffold.simulation.normals import normals
 from fedscaffold.simulation.spec import Array, ClientState, Federation, Spec, State, Work
+from fedscaffold.simulation.table_rows import take_row, take_rows
 
 __all__ = ["UNROLL", "flat", "gradient", "gradient_at_x", "train"]
 
@@ -137,8 +138,8 @@ def _run_local_steps(
     def step(k: Array, carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
         y, total, memory, buffers = carry
         batch = whole or (
-            _rows(federation, work.rows[k]),
-            None if work.row_weights is None else work.row_weights[k],
+            _rows(federation, take_row(work.rows, k)),
+            None if work.row_weights is None else take_row(work.row_weights, k),
             spec.batch_sizes,
         )
         new = buffers
@@ -151,12 +152,12 @@ def _run_local_steps(
             else:
                 g, seen = gradient(spec, z.parts, *batch, key=key, buffers=buffers)
                 new = new if z is at_x else seen  # a gradient at x leaves no trace
-            return Leaves(g) if noise is None else Leaves(g) + cut(noise[k])
+            return Leaves(g) if noise is None else Leaves(g) + cut(take_row(noise, k))
 
         d = spec.algorithm.direction(slope, y, at_x, along)
         taken = d if spec.clip_norm is None else each(partial(_clip, spec.clip_norm), d)
         if spec.optimizer is None:
-            size = lr[k] if spec.scheduled else lr
+            size = take_row(lr, k) if spec.scheduled else lr
             y = jax.tree.map(lambda leaf, along: leaf - size * along, y, taken)
         else:
             y, memory = _optimizer_step(spec, y, taken, memory)
@@ -324,7 +325,7 @@ def _full_batch(spec: Spec, federation: Federation, client: Array) -> Batch:
 
 
 def _rows(federation: Federation, rows: Array) -> Any:
-    return jax.tree.map(lambda a: a.at[rows].get(mode="promise_in_bounds"), federation.records)
+    return jax.tree.map(lambda a: take_rows(a, rows), federation.records)
 
 
 def _noise(spec: Spec, federation: Federation, work: Work, dtype: Any) -> Array:

@@ -28,6 +28,7 @@ from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES
 from fedscaffold.simulation.sharding import sum_over_devices as over_devices
 from fedscaffold.simulation.spec import Array, Federation, Measure, Spec, State
+from fedscaffold.simulation.table_rows import take_rows
 
 __all__ = ["Data", "Group", "OnHost", "OwnMetrics", "evaluate_compiled", "own_metrics"]
 
@@ -416,7 +417,7 @@ def _evaluate_clients(
             x = spec.algorithm.personal(x, jax.tree.map(lambda a: a[row], state.own))
         own = records
         if place is not None:
-            own = jax.tree.map(lambda a: a.at[first + place].get(mode="promise_in_bounds"), records)
+            own = jax.tree.map(lambda a: take_rows(a, first + place), records)
         function = as_products(_bind_buffers(measure.function, used))
         return jnp.asarray(function(spec.layout.unflatten(x), own), x.dtype)
 

@@ -40,6 +40,7 @@ from fedscaffold.simulation.spec import (
     Work,
 )
 from fedscaffold.simulation.staleness import apply_policy, decay_memory, needs_refresh
+from fedscaffold.simulation.table_rows import take_row, take_rows
 
 __all__ = [
     "Sums",
@@ -115,9 +116,15 @@ def rounds(
 
     def one(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
         r, state, table = carry
-        draw, due = jax.tree.map(lambda a: a[r], draws), (start + r + 1) % every == 0
+        draw, due = jax.tree.map(lambda a: take_row(a, r), draws), (start + r + 1) % every == 0
         state, row = _round(spec, federation, state, draw, due, number < 0)
-        return r + 1, state, table.at[r].set(row)
+        return (
+            r + 1,
+            state,
+            jax.lax.dynamic_update_index_in_dim(
+                table, row, r, axis=0, allow_negative_indices=False
+            ),
+        )
 
     table = jnp.full((draws.cohort.shape[0], len(spec.metrics)), jnp.nan, state.x.dtype)
     _, state, table = jax.lax.while_loop(more, one, (jnp.int32(0), state, table))
@@ -452,7 +459,7 @@ def read_clients(
     """Return the rows of some clients as they are stored, and at the start of this round."""
     stored = tables
     if not spec.everyone:
-        stored = jax.tree.map(lambda table: table.at[client].get(mode="promise_in_bounds"), tables)
+        stored = jax.tree.map(lambda table: take_rows(table, client), tables)
     if spec.policy.rate is None:
         return stored, stored
     memory = decay_memory(spec, state, stored.memory, client, ahead=1)
@@ -615,7 +622,9 @@ def write_rows(spec: Spec, cohort: Array, table: Array, new: Array) -> Array:
         return table.at[cohort].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     def put(s: Array, table: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(table, new[s], cohort[s], axis=0)
+        return jax.lax.dynamic_update_index_in_dim(
+            table, take_row(new, s), take_row(cohort, s), axis=0, allow_negative_indices=False
+        )
 
     return jax.lax.fori_loop(0, jnp.sum(cohort < len(table)), put, table)
 
