@@ -103,9 +103,6 @@ def test_a_healthy_run_has_no_finding_above_ok_and_its_numbers_are_right(healthy
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            ["problem.noise=0.001"],
-            set(),
         (["problem.noise=2000"], {"regime"}),
         (["problem.noise=2000", "cohort.size=1.0"], set()),  # corrections sum to zero
         (["cohort.size=1", "rounds=4"], {"visits"}),
