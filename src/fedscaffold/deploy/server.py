@@ -586,11 +586,10 @@ class Server:
             stale=self._staleness(current) if committed else {},
         )
         # Logged before the commit, which stores the log's head: a crash in between leaves a log
-        # longer than its head, which is valid.
+        # longer than its head, which is valid. So an evaluation commits too.
         self._log_closed(outcome, residual)
-        if kind != "evaluate":  # which leaves the state as it is
-            resync = self.resync and not (committed and kind == "resync")
-            self._commit(state or self.state, resync, residual)
+        resync = self.resync and not (committed and kind == "resync")
+        self._commit(state or self.state, resync, residual)
         return outcome
 
     def _log_closed(self, outcome: Outcome, residual: float | None) -> None:
