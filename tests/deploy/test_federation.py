@@ -24,7 +24,7 @@ from fedscaffold.deploy.audit import read_verified
 pytest.importorskip("flwr")
 from fedscaffold.deploy import flower_app, keys
 from fedscaffold.deploy.flower_records import from_record, to_record
-from fedscaffold.deploy.local_cluster import Federation
+from fedscaffold.deploy.local_cluster import THREADS, Federation
 from fedscaffold.deploy.processes import descendants, is_alive
 from fedscaffold.deploy.schema import Packet, blob
 from fedscaffold.state import latest
@@ -376,6 +376,14 @@ def running(session, word):
     return found
 
 
+def threads_of(pid):
+    """How many threads a process may use, by its environment."""
+    found = dict(
+        word.partition("=")[::2] for word in Path(f"/proc/{pid}/environ").read_text().split("\0")
+    )
+    return [int(found[name]) for name in THREADS]
+
+
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -397,7 +405,9 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
         site = federation.processes["site-north"].pid
         until(lambda: running(site, "flwr-clientapp"))
         victims = running(site, "flwr-clientapp")
-        victims += [federation.processes[name].pid for name in ("worker-north", "link")]
+        worker = federation.processes["worker-north"].pid
+        assert threads_of(victims[0]) == threads_of(worker)  # whoever trains, the same bits
+        victims += [worker, federation.processes["link"].pid]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
 

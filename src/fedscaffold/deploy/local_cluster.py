@@ -86,6 +86,10 @@ class Federation:
             )
         self.secrets, self.logs = self.home / "secrets", self.home / "logs"
         self.environment = engine_environment(self.home / "engine")
+        share = str(max(1, cores() // len(self.settings.deploy.sites)))
+        self.at_sites = dict.fromkeys(THREADS, share) | self.environment
+        """Environment of the sites' processes. All that may train have as many threads, as the
+        order of sums and so the last bits depend on their number."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.port = free_port()
         self.log = file_log("keeper", self.logs / "keeper.log")
@@ -187,15 +191,11 @@ class Federation:
         self._start("executor", ["flower-superexec", *place, *secret])
 
     def start_worker(self, site: str) -> None:
-        """Start a site's worker, with its share of the cores."""
+        """Start a site's worker."""
         folder = self.home / "sites" / site
         make_folder(folder, private=True)
-        share = str(max(1, cores() // len(self.settings.deploy.sites)))
-        self._start(
-            f"worker-{site}",
-            [sys.executable, *WORKER, folder, "--kept", "--until", os.getpid()],
-            dict.fromkeys(THREADS, share) | self.environment,
-        )
+        words = [sys.executable, *WORKER, folder, "--kept", "--until", os.getpid()]
+        self._start(f"worker-{site}", words, self.at_sites)
 
     def start_site(self, site: str) -> None:
         """Start a site's SuperNode."""
@@ -212,7 +212,8 @@ class Federation:
         trust = ["--root-certificates", self.secrets / "ca.crt"]
         trust += ["--auth-supernode-private-key", self.secrets / f"{site}.key"]
         config = f'site="{site}" folder="{folder}" files="{self.app}" worker="{self.worker}"'
-        self._start(f"site-{site}", ["flower-supernode", *place, *trust, "--node-config", config])
+        words = ["flower-supernode", *place, *trust, "--node-config", config]
+        self._start(f"site-{site}", words, self.at_sites)
 
     def submit(self) -> None:
         """Start or resume the run."""
