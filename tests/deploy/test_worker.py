@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -31,6 +32,7 @@ from fedscaffold.deploy.worker_wire import (
     listen,
     open_place,
 )
+from fedscaffold.privacy.site_ledger import SiteLedger
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="no peers of sockets here")
 HELLO = Packet({"kind": "hello"}, {})
@@ -135,12 +137,11 @@ class Messengers(InProcess):
         return came
 
 
-def run(site, transport=None, name="run"):
-    """The state after all rounds, and the replies; without a transport, each in a new learner."""
+def run(site, transport=None, name="run", token=None):
+    """The state after all rounds; without a transport, through the site's worker."""
     settings, learner = open_app(site.root / "app")
-    server = Server(
-        settings, learner.schema, learner.start, site.root / name, buffers=learner.buffers
-    )
+    given = {"buffers": learner.buffers, "token": token}
+    server = Server(settings, learner.schema, learner.start, site.root / name, **given)
     drive(server, transport or Messengers(site), settings.rounds)
     return server.state
 
@@ -452,4 +453,65 @@ def data(site):
 
 def learner(settings):
     return TorchLearner(Net, loss, data, test=data, precision=settings.precision)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_private_jax_site_whose_worker_dies_is_charged_once_and_has_the_bits_of_a_cold_one(site):
+    """The worker dies after its first training; the next one draws the noise of the same charge."""
+    pytest.importorskip("jax")
+    toml = TOML.replace("batch_size = 1", "batch_size = 4").replace("rounds = 3", "rounds = 2")
+    site.write(PRIVATE, toml + PRIVACY)
+    (site.root / "kill").touch()
+    warm = run(site, token="one")
+    assert site.status["starts"] == 2
+    place = site.folder / "privacy" / "north"
+    assert len(SiteLedger(place / "privacy.ledger", "north").charges) == 2
+    cold = site.root / "cold" / "privacy" / "north"
+    cold.mkdir(parents=True, mode=0o700)
+    shutil.copy(place / "secret", cold)
+    assert same(warm, run(site, Cold(site), "quiet", token="one"))
+
+
+PRIVATE = """
+import os
+from pathlib import Path
+import jax.numpy as jnp
+import numpy as np
+from fedscaffold.deploy import JaxLearner
+
+kill = Path(os.environ["WORKER_TEST"]) / "kill"
+
+class Mortal(JaxLearner):
+    def site(self, name):
+        opened = super().site(name)
+
+        def train(work):
+            done = opened.train(work)
+            if kill.exists():
+                kill.unlink()
+                os.kill(os.getpid(), 9)
+            return done
+
+        return opened._replace(train=train)
+
+def loss(params, batch):
+    x, y = batch
+    return jnp.mean((x @ params["w"] - y) ** 2) / 2
+
+def data(site):
+    source = np.random.default_rng(3)
+    return source.normal(size=(12, 2)), source.normal(size=12)
+
+def learner(settings):
+    return Mortal(loss, {"w": np.array([0.3, -0.7])}, data, precision="float64")
+"""
+PRIVACY = """
+[deploy.records]
+north = 12
+[privacy]
+clip = 0.7
+noise = 0.15
+delta = 1e-3
 """
