@@ -407,6 +407,7 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
         victims = running(site, "flwr-clientapp")
         worker = federation.processes["worker-north"].pid
         assert threads_of(victims[0]) == threads_of(worker)  # whoever trains, the same bits
+        assert str(home / "engine/bin") in Path(f"/proc/{victims[0]}/cmdline").read_text()
         victims += [worker, federation.processes["link"].pid]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)

@@ -177,13 +177,19 @@ def same(mine, theirs):
 @pytest.mark.process
 def test_a_messenger_imports_neither_torch_nor_jax_nor_what_they_work_for():
     pytest.importorskip("flwr")
-    heavy = ("torch", "jax", "scipy", "fedscaffold.state", "fedscaffold.deploy.client")
+    ours = ("torch", "jax", "scipy", "fedscaffold.state", "fedscaffold.deploy.client")
+    heavy = (*ours, "sqlalchemy", "alembic")  # which a SuperNode has for itself
     script = (
-        "import sys, fedscaffold.deploy.flower_client\n"
+        "import sys\n"
+        "from fedscaffold.deploy.flower_process import main\n"
+        "sys.argv = ['flwr-clientapp', '--help']\n"
+        "try: main()\n"
+        "except SystemExit: import fedscaffold.deploy.flower_client\n"
         f"sys.exit(' '.join(name for name in {heavy} if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "--runtime-api-address" in done.stdout  # flwr's own
 
 
 def test_frames_carry_packets_and_refuse_anything_else():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from fedscaffold.deploy.flower_process import write_command
 from fedscaffold.deploy.kept_run import STOPPED
 from fedscaffold.deploy.local_cluster import SWITCHES
 from fedscaffold.deploy.worker_wire import WORKER
@@ -152,7 +153,7 @@ def write_site_files(
     """
     given = f"export FEDSCAFFOLD_DATA={shlex.quote(data)}\n" if data else ""
     start = (
-        f"{HEAD}{given}mkdir -p state\n"
+        f'{HEAD}{given}mkdir -p state\nexport PATH="$here/bin:$PATH"\n'
         f'exec flower-supernode --superlink "{server}:{port}" --root-certificates ca.crt \\\n'
         f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port "
         f"${{FEDSCAFFOLD_PORT:-9094}} \\\n"
@@ -160,6 +161,7 @@ def write_site_files(
         f'worker=\\"${{FEDSCAFFOLD_WORKER:-own}}\\""\n'
     )
     work = f'{HEAD}{given}mkdir -p state\nexec python3 {" ".join(WORKER)} "$here/state" --kept\n'
+    write_command(folder / "bin")
     _write_script(folder / "start.sh", start)
     _write_script(folder / "start-worker.sh", work)
     worker = f"{site}.worker"  # no site has such a name

@@ -26,6 +26,7 @@ from fedscaffold.deploy import keys
 from fedscaffold.deploy.alerts import Alerts
 from fedscaffold.deploy.app_files import TOML, pack_app
 from fedscaffold.deploy.event_log import file_log
+from fedscaffold.deploy.flower_process import write_command
 from fedscaffold.deploy.kept_run import Backoff, Gone, KeptRun
 from fedscaffold.deploy.processes import (
     descendants,
@@ -87,7 +88,9 @@ class Federation:
         self.secrets, self.logs = self.home / "secrets", self.home / "logs"
         self.environment = engine_environment(self.home / "engine")
         share = str(max(1, cores() // len(self.settings.deploy.sites)))
-        self.at_sites = dict.fromkeys(THREADS, share) | self.environment
+        self.commands = self.home / "engine" / "bin"
+        path = {"PATH": f"{self.commands}{os.pathsep}{self.environment['PATH']}"}
+        self.at_sites = dict.fromkeys(THREADS, share) | self.environment | path
         """Environment of the sites' processes. All that may train have as many threads, as the
         order of sums and so the last bits depend on their number."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -114,6 +117,7 @@ class Federation:
         for stale in self.home.glob("link.db*"):
             stale.unlink()
         self._make_keys()
+        write_command(self.commands)
         pack_app(self.app, self.home / "app")
         connection = (
             f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.secrets / "ca.crt"}"\n'
