@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import sharp
+from jax.experimental.compilation_cache import compilation_cache
 
 import fedscaffold as fs
 from fedscaffold.simulation import blocks, engine, program
@@ -77,12 +78,10 @@ def arrays(run):
 
 @pytest.fixture(autouse=True)
 def uncached():
-    """No program goes to the cache of this run: one that comes from there cannot be loaded on other lanes."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
+    """JAX's cache of programs is off: lanes get the machine code of the first one."""
+    jax.config.update("jax_enable_compilation_cache", False)
     yield
-    jax.config.update(name, before)
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.fixture
@@ -205,3 +204,28 @@ def test_a_run_ends_at_the_round_that_diverges(heavy):
     )
     assert run.diverged_at is not None
     assert len(run.history["loss"]) == run.diverged_at < 20
+
+
+def test_programs_of_lanes_come_from_the_cache_of_programs(heavy, tmp_path):
+    """As on the command line, where the second run of a configuration finds all programs compiled."""
+    settings = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    runs = []
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for _ in range(2):
+            runs.append(fs.simulate(fs.fedavg(), EQUAL, local_steps=2, cohort=5, **COMMON))
+            engine._compile.cache_clear()
+            jax.clear_caches()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert any(tmp_path.iterdir())
+    np.testing.assert_array_equal(runs[0].vector, runs[1].vector)

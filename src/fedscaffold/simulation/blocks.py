@@ -179,10 +179,15 @@ def compile_blocks(
 
     def on_lanes(function: Callable[..., Any], *given: Any) -> tuple[list[Any], Any]:
         """Return a part of the round on each lane, compiled once, and its shapes."""
-        lowered = _jit(spec, function, state.x.dtype)(*_on(lane(0), given))
-        program = lowered.compile()
-        devices = [lane(i) for i in range(1, min(threads(), blocks))]
-        return [program, *_loaded(program, devices)], _on(None, lowered.out_info)
+        lower = _jit(spec, function, state.x.dtype)
+        first, *others = [lane(i) for i in range(min(threads(), blocks))]
+        lowered = lower(*_on(first, given))
+        programs = [lowered.compile()]
+        if others and _caches_programs():  # what comes out of the cache cannot be serialised again
+            programs += [lower(*_on(device, given)).compile() for device in others]
+        elif others:
+            programs += _load(programs[0], others)
+        return programs, _on(None, lowered.out_info)
 
     begin, (state, work) = compiled(begin_round, federation, state, draw, donate=1)
     blocks = len(jax.tree.leaves(work)[0]) // spec.block
@@ -236,10 +241,13 @@ def _jit(
     return lower
 
 
-def _loaded(program: Any, devices: Sequence[Any]) -> list[Any]:
+def _caches_programs() -> bool:
+    """Return whether JAX keeps compiled programs in a folder."""
+    return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+
+
+def _load(program: Any, devices: Sequence[Any]) -> list[Any]:
     """Return a compiled program on other devices, by its machine code: none compiles it again."""
-    if not devices:
-        return []
     code, given, results = serialize(program)
     return [
         deserialize_and_load(
