@@ -25,12 +25,30 @@ from fedscaffold.problems.torch_export import first_line
 if TYPE_CHECKING:
     from fedscaffold.problems.problem import Problem
 
-__all__ = ["inspect_torch", "moved_module", "tensors_of", "value_and_slopes"]
+__all__ = ["inspect_torch", "moved_module", "one_thread", "tensors_of", "value_and_slopes"]
 
 Module: TypeAlias = Any
 Tree: TypeAlias = Any
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread.
+
+    Batches of a few records leave nothing for others to do, and threads that wait for work take
+    CPU time: ten times as much as the work where the machine is busy.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def inspect_torch(
     problem: Problem,
     module: Module,
@@ -189,24 +207,6 @@ def moved_module(module: Module, precision: str, spread: float) -> Module:
     return copied
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute with one thread.
-
-    Batches of a few records leave nothing for others to do, and threads that wait for work take
-    CPU time: ten times as much as the work where the machine is busy.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@_one_thread()
 def value_and_slopes(
     function: Callable[[Module, Any], Any], module: Module, batch: Any, slopes: bool = True
 ) -> tuple[Any, dict[str, Any]]:

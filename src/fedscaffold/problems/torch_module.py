@@ -22,11 +22,13 @@ import numpy as np
 from fedscaffold.checks import InputError
 from fedscaffold.metrics import Metric, metric
 from fedscaffold.problems.batches import Kinds
+from fedscaffold.problems.compilation import quick_options
 from fedscaffold.problems.problem import Problem
 from fedscaffold.problems.torch_export import WAY_OUT, Graph, TracedFunction, copied_module
 from fedscaffold.problems.torch_kinds import (
     inspect_torch,
     moved_module,
+    one_thread,
     tensors_of,
     value_and_slopes,
 )
@@ -187,35 +189,22 @@ def torch_problem(
     """
     made = _make(module)
     held = [_arrays(client) for client in clients]
-    kept_apart = None if test is None else _arrays(test)
     if not held:
         raise InputError("clients must hold at least one client, got an empty list")
-    trained = {
-        name: p.detach().cpu().numpy().copy()
-        for name, p in made.named_parameters()
-        if p.requires_grad
-    }
-    if not trained:
-        raise InputError(
-            "the module has no parameter that is trained; requires_grad_(True) trains one"
-        )
-    data = held if kept_apart is None else [*held, kept_apart]
-    recorded = TracedFunction(made, loss, data)
-    sample = jax.tree.map(
-        lambda a: a[:RECORDS], held[int(np.argmax([_rows(client) for client in held]))]
-    )
-    in_jax, changed, draws = _loss(recorded, made, sample)
-    measured = (
-        []
-        if metrics is None
-        else _names(made, metrics, sample if kept_apart is None else kept_apart)
-    )
-    accuracy = None
-    if metrics is not None and "accuracy" in measured:
-        accuracy = _accuracy(metrics, made, data, bool(changed))
+    kept_apart = None if test is None else _arrays(test)
+    with one_thread():
+        data = held if kept_apart is None else [*held, kept_apart]
+        sample = jax.tree.map(lambda a: a[:RECORDS], max(held, key=_rows))
+        start = _start(made)
+        in_jax, changed, draws = _loss(TracedFunction(made, loss, data), made, sample)
+        accuracy, measured = None, []
+        if metrics is not None:
+            measured = _names(made, metrics, sample if kept_apart is None else kept_apart)
+        if metrics is not None and "accuracy" in measured:
+            accuracy = _accuracy(metrics, made, data, bool(changed))
     problem = TorchProblem(
         in_jax,
-        StateDict(trained, _Entries(made)),
+        start,
         held,
         test=kept_apart,
         accuracy=accuracy,
@@ -265,6 +254,20 @@ def _make(module: Module | Callable[[], Module]) -> Module:
             )
     half = {torch.float16, torch.bfloat16} & {p.dtype for p in made.parameters()}
     return made.to(device="cpu", dtype=torch.float32) if half else made.cpu()
+
+
+def _start(module: Module) -> StateDict:
+    """Return the module's own parameters, to start from."""
+    trained = {
+        name: p.detach().cpu().numpy().copy()
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
+    if not trained:
+        raise InputError(
+            "the module has no parameter that is trained; requires_grad_(True) trains one"
+        )
+    return StateDict(trained, _Entries(module))
 
 
 def _arrays(records: Any) -> Tree:
@@ -421,7 +424,8 @@ def _compare_slopes(
             {name: t.detach().numpy() for name, t in tensors.items()}
             for tensors in (trained, along)
         )
-        return abs(float(jax.jit(slope)(arrays, way, cast)) - expected), size
+        compiled = jax.jit(slope, compiler_options=quick_options(once=True))
+        return abs(float(compiled(arrays, way, cast)) - expected), size
 
 
 def _entry(
@@ -485,7 +489,8 @@ def _accuracy(
     with torch.no_grad():
         expected = float(metrics(held, tensors_of(some, torch.float32))["accuracy"])
     arrays = {name: p.detach().numpy() for name, p in held.named_parameters() if p.requires_grad}
-    found = float(jax.jit(partial(traced, train=False))(arrays, some))
+    evaluate = jax.jit(partial(traced, train=False), compiler_options=quick_options(once=True))
+    found = float(evaluate(arrays, some))
     if not abs(found - expected) <= 1e-4 * max(1.0, abs(expected)):
         raise InputError(
             f"metrics(module, batch)['accuracy'] is {found:.6g} in JAX, {expected:.6g} in torch; "
