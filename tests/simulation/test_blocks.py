@@ -8,7 +8,7 @@ from cases import sharp
 from jax.experimental.compilation_cache import compilation_cache
 
 import fedscaffold as fs
-from fedscaffold.simulation import blocks, engine, program
+from fedscaffold.simulation import blocks, engine, program, threads
 
 RNG = np.random.default_rng(0)
 
@@ -204,6 +204,14 @@ def test_a_run_ends_at_the_round_that_diverges(heavy):
     )
     assert run.diverged_at is not None
     assert len(run.history["loss"]) == run.diverged_at < 20
+
+
+def test_a_jaxlib_without_further_clients_is_said_in_the_log(monkeypatch, caplog):
+    first = jax.devices()[0]
+    monkeypatch.delattr("jaxlib.xla_client.make_cpu_client")
+    assert threads.lane.__wrapped__(0) == first
+    (record,) = caplog.records
+    assert "depend on the number of cores" in record.getMessage()
 
 
 def test_programs_of_lanes_come_from_the_cache_of_programs(heavy, tmp_path):

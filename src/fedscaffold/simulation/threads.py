@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from fedscaffold.state.platforms import cores
 
 __all__ = ["HEAVY", "choose_threads", "client_operations", "lane", "threads"]
 
+LOG = logging.getLogger("fedscaffold")
 VARIABLE = "PJRT_NPROC"
 # Operations of a client in a round from which blocks of clients run on several cores. There the
 # rounds take little more than half the wall time on two cores, for up to a tenth more CPU time.
@@ -59,7 +61,8 @@ def lane(number: int) -> Any:
 
     JAX has one pool of threads, which all programs share, and the bits of a product depend on its
     size. A device of a further client has its own pool, whatever JAX was started with; arrays are
-    shared, not copied. Where jaxlib has no such client the first device of JAX is returned.
+    shared, not copied. Where jaxlib has no such client the first device of JAX is returned, and the
+    log says what follows.
     """
     try:
         from jaxlib import xla_client
@@ -68,6 +71,11 @@ def lane(number: int) -> Any:
             client: Any = xla_client.make_cpu_client(asynchronous=False, num_devices=1)
         return client.devices()[0]
     except (ImportError, AttributeError, TypeError):
+        LOG.warning(
+            "this jaxlib gives blocks of clients no threads of their own: the last bits of results "
+            "depend on the number of cores; set %s=1 for the same bits everywhere",
+            VARIABLE,
+        )
         return jax.devices()[0]
 
 
