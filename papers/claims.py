@@ -37,6 +37,7 @@ CLAIMS = {
     "conjectures": "conjectures",
     "flamby-heart": "flamby_heart",
     "flamby-tcga": "flamby_tcga",
+    "cyclic": "cyclic",
     "where-it-loses": "where_it_loses",
 }
 ALIASES = {"table3": "scaffold-table3", "table4": "scaffold-table4", "table5": "scaffold-table5"}

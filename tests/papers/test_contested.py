@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from papers import cache, flamby_heart, flamby_tcga, plotting, tuned
+from papers import cache, cyclic, flamby_heart, flamby_tcga, plotting, tuned
 from papers.claims import find, judged
 
 REAL = os.environ.get("FEDSCAFFOLD_DATA", "")
@@ -246,3 +246,69 @@ def test_the_regions_have_flambys_sizes():
     flamby_tcga.regions.cache_clear()
     found = [(len(site.train[0]), len(site.test[0])) for site in flamby_tcga.regions()]
     assert found == [(248, 63), (156, 40), (164, 42), (129, 33), (129, 33), (40, 11)]
+
+
+def fashion_files(folder, pictures=1300):
+    """Noise with a bright row for each label."""
+    rng = np.random.default_rng(2)
+    (folder / "fashion-mnist").mkdir(parents=True)
+    for part, number in (("train", pictures), ("t10k", 60)):
+        y = (np.arange(number) % 10).astype(np.uint8)
+        x = rng.integers(0, 120, (number, 28, 28), dtype=np.uint8)
+        x[np.arange(number), 2 + 2 * y] = 255
+        for kind, array in (("images-idx3", x), ("labels-idx1", y)):
+            head = bytes([0, 0, 8, array.ndim]) + b"".join(
+                n.to_bytes(4, "big") for n in array.shape
+            )
+            (folder / "fashion-mnist" / f"{part}-{kind}-ubyte").write_bytes(head + array.tobytes())
+
+
+@pytest.fixture
+def fashion(tmp_path, monkeypatch):
+    fashion_files(tmp_path / "data")
+    monkeypatch.setenv("FEDSCAFFOLD_DATA", str(tmp_path / "data"))
+    cyclic._pictures.cache_clear()
+    yield
+    cyclic._pictures.cache_clear()
+
+
+def test_groups_come_in_turns_and_clients_have_mostly_one_label():
+    made = cyclic.cohorts(250, 400, np.random.default_rng(3))
+    group = [{i // 50 for i in cohort} for cohort in made]
+    assert all(len(cohort) == 10 and len(one) == 1 for cohort, one in zip(made, group, strict=True))
+    turns = [next(iter(one)) for one in group]
+    first = next(r for r in range(1, 5) if turns[r] != turns[r - 1])
+    expected = [(turns[first] + (r - first) // 4) % 5 for r in range(len(turns))]
+    assert turns == expected
+    window = {i for cohort in made[:20] for i in cohort}
+    assert len(window) > 150  # 200 places, from one permutation: few come twice
+    labels = np.random.default_rng(4).integers(0, 10, 20_000)
+    owner = cyclic.owners(labels, 250, np.random.default_rng(5))
+    own = np.mean(owner * 10 // 250 == labels)
+    assert abs(own - (0.95 + 0.05 / 10)) < 5 * np.sqrt(0.05 / len(labels))
+    assert np.ptp(np.bincount(owner, minlength=250)) < 30
+
+
+@pytest.mark.slow
+def test_cyclic_runs_and_can_fail(fashion, tmp_path):
+    claim = find("cyclic")
+    few = {
+        "methods": ["fedavg", "amplified-scaffold"],
+        "clients": 50,
+        "pictures": 1300,
+        "validation": 60,  # as many as the test has: the runs share compiled programs
+        "rounds": 20,
+        "seeds": [1],
+        "lrs": [0.0001, 0.01],
+    }
+    settings = dict(claim.sizes["quick"]) | few
+    data = claim.measure(settings, cache.Store(tmp_path))
+
+    def spoil(data):
+        for cell in data["cells"]["amplified-scaffold"].values():
+            cell["loss"] = cell["loss"] + 9
+
+    sound(claim, settings, data, spoil)
+    assert all(cell["tuned"]["lr"] in few["lrs"] for cell in data["cells"].values())
+    amplified = data["cells"]["amplified-scaffold"]["published"]
+    assert amplified["accuracy"][:, -1].min() > 0.5  # chance has a tenth
