@@ -38,6 +38,8 @@ CLAIMS = {
     "flamby-heart": "flamby_heart",
     "flamby-tcga": "flamby_tcga",
     "cyclic": "cyclic",
+    "niid-bench": "niid_bench",
+    "femnist-writers": "femnist_writers",
     "where-it-loses": "where_it_loses",
 }
 ALIASES = {"table3": "scaffold-table3", "table4": "scaffold-table4", "table5": "scaffold-table5"}

@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from papers import cache, cyclic, flamby_heart, flamby_tcga, plotting, tuned
+from papers import (
+    cache,
+    cyclic,
+    femnist_writers,
+    flamby_heart,
+    flamby_tcga,
+    niid_bench,
+    plotting,
+    tuned,
+)
 from papers.claims import find, judged
 
 REAL = os.environ.get("FEDSCAFFOLD_DATA", "")
@@ -267,9 +276,11 @@ def fashion_files(folder, pictures=1300):
 def fashion(tmp_path, monkeypatch):
     fashion_files(tmp_path / "data")
     monkeypatch.setenv("FEDSCAFFOLD_DATA", str(tmp_path / "data"))
-    cyclic._pictures.cache_clear()
+    for claim in (cyclic, niid_bench):
+        claim._pictures.cache_clear()
     yield
-    cyclic._pictures.cache_clear()
+    for claim in (cyclic, niid_bench):
+        claim._pictures.cache_clear()
 
 
 def test_groups_come_in_turns_and_clients_have_mostly_one_label():
@@ -312,3 +323,141 @@ def test_cyclic_runs_and_can_fail(fashion, tmp_path):
     assert all(cell["tuned"]["lr"] in few["lrs"] for cell in data["cells"].values())
     amplified = data["cells"]["amplified-scaffold"]["published"]
     assert amplified["accuracy"][:, -1].min() > 0.5  # chance has a tenth
+
+
+@pytest.mark.parametrize(
+    ("split", "most"), [("labels:1", 1), ("labels:2", 2), ("dirichlet:0.5", 10)]
+)
+def test_niid_bench_gives_every_record_to_one_client(split, most):
+    labels = np.random.default_rng(0).integers(0, 10, 700)
+    own = niid_bench.divide(labels, split, 42)
+    np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(700))
+    assert max(len(set(labels[rows])) for rows in own) <= most
+
+
+@pytest.mark.slow
+def test_the_small_network_is_torchs():
+    torch = pytest.importorskip("torch")
+    layout, x = niid_bench.start(3)
+    params = layout.unflatten(x)
+    tensors = {
+        name: [torch.tensor(np.asarray(layer[key])) for key in ("w", "b")]
+        for name, layer in params.items()
+    }
+    pictures = np.random.default_rng(1).random((3, 784)).astype(np.float32)
+    relu, pool = torch.relu, torch.nn.functional.max_pool2d
+    z = torch.tensor(pictures).reshape(3, 1, 28, 28)
+    for name in ("conv1", "conv2"):
+        z = pool(relu(torch.nn.functional.conv2d(z, *tensors[name])), 2)
+    z = z.flatten(1)
+    for name in ("fc1", "fc2"):
+        z = relu(torch.nn.functional.linear(z, *tensors[name]))
+    expected = torch.nn.functional.linear(z, *tensors["fc3"]).numpy()
+    np.testing.assert_allclose(niid_bench.scores(params, pictures), expected, atol=1e-5)
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """A linear model instead of the network: the rounds are the same, and compile at once."""
+
+    def start(seed):
+        rng = np.random.default_rng(seed)
+        params = {"w": rng.normal(0, 0.1, (10, 784)), "b": rng.normal(0, 0.1, 10)}
+        layout = niid_bench.Layout.of(params)
+        return layout, layout.flatten(params, "float32")
+
+    monkeypatch.setattr(niid_bench, "start", start)
+    monkeypatch.setattr(niid_bench, "scores", lambda p, x: x @ p["w"].T + p["b"])
+
+
+@pytest.mark.slow
+def test_the_baselines_scaffold_is_ours_without_momentum_and_not_with_it(fashion, linear):
+    pictures = niid_bench._pictures(400, 60)
+    ran = {
+        (as_flower, momentum): niid_bench.play(
+            niid_bench.Variant("", "scaffold", momentum, as_flower), pictures, "labels:2", 42, 3
+        )
+        for as_flower in (True, False)
+        for momentum in (0.0, 0.9)
+    }
+    same, other = (
+        np.abs(ran[True, momentum]["model"] - ran[False, momentum]["model"]).max()
+        for momentum in (0.0, 0.9)
+    )
+    assert same < 1e-4  # c_i is of size 1: rounding over some 150 local steps of 0.01
+    assert other > 100 * same
+    assert other > 1e-2
+
+
+@pytest.mark.slow
+def test_niid_bench_runs_and_can_fail(fashion, linear, tmp_path, monkeypatch):
+    claim = find("niid-bench")
+    few = {
+        "variants": ["fedavg-momentum", "flower-momentum"],
+        "splits": ["1 label"],
+        "pictures": 400,
+        "test": 60,
+        "rounds": 2,
+    }
+    settings = dict(claim.sizes["quick"]) | few
+    data = claim.measure(settings, cache.Store(tmp_path))
+    best = 100 * data["cells"]["1 label"]["fedavg-momentum"].max()
+    published = {"fedavg-momentum": {"1 label": (best, 0.1)}}
+    monkeypatch.setattr(niid_bench, "PUBLISHED", published)
+    monkeypatch.setattr(niid_bench, "SIZES", {"full": settings})
+
+    def spoil(data):
+        data["cells"]["1 label"]["fedavg-momentum"] += 0.2
+
+    sound(claim, settings, data, spoil)
+
+
+@pytest.fixture
+def writers(tmp_path, monkeypatch):
+    """Twelve writers, the first with three pictures, and a bright row for each of four labels."""
+    rng = np.random.default_rng(6)
+    writer = np.repeat(np.arange(12), [3, *[20] * 11]).astype(np.int16)
+    y = rng.integers(0, 4, len(writer)).astype(np.int8)
+    x = rng.integers(0, 90, (len(writer), 28, 28), dtype=np.uint8)
+    x[np.arange(len(y)), 4 * y.astype(int)] = 255
+    np.savez(tmp_path / "femnist_writers.npz", x=x, y=y, writer=writer)
+    monkeypatch.setenv("FEDSCAFFOLD_DATA", str(tmp_path))
+    femnist_writers.pictures.cache_clear()
+    yield
+    femnist_writers.pictures.cache_clear()
+
+
+def test_writers_keep_their_pictures_and_tuning_never_sees_the_test(writers):
+    clients, (x_test, y_test) = femnist_writers.pictures(12)
+    assert [len(y) for _, y in clients] == [3, *[16] * 11]
+    assert len(y_test) == 11 * 4
+    whole, held = (femnist_writers.federation(12, tuning=tuning) for tuning in (False, True))
+    rows = {row.tobytes() for row in whole.records[0]}
+    assert len(rows) == whole.counts.sum()
+    np.testing.assert_array_equal(whole.test[0], x_test)
+    out = {row.tobytes() for row in held.test[0]}
+    kept = {row.tobytes() for row in held.records[0]}
+    assert kept | out == rows
+    assert not kept & out
+    assert not rows & {row.tobytes() for row in x_test}
+    assert held.counts.tolist() == [3, *[12] * 11]
+
+
+@pytest.mark.slow
+def test_writers_run_and_the_claim_can_fail(writers, tmp_path):
+    claim = find("femnist-writers")
+    few = {"methods": ["scaffold"], "writers": 12, "rounds": 3, "seeds": [0, 1], "cohort": 0.5}
+    settings = dict(claim.sizes["quick"]) | few
+    data = claim.measure(settings, cache.Store(tmp_path))
+    found = data["tuned"]["scaffold"]
+    assert found["curves"].shape == (2, 3)
+    assert len(found["bytes"]) == 3
+    assert np.mean(found["scores"]) > 0.5  # chance has a quarter
+    assert femnist_writers.megabytes(found, -1.0) == found["bytes"][0] / 1e6
+    slow = found | {"curves": 0 * found["curves"]}
+    data["tuned"] = {"scaffold": found, "fedavg": slow}
+
+    def spoil(data):
+        data["tuned"] = {"scaffold": slow, "fedavg": found}
+
+    sound(claim, settings, data | {"target": min(found["scores"])}, spoil)

@@ -38,7 +38,7 @@ NAMES = (
 )
 
 # they read data that do not come with the package: test_contested.py
-CONTESTED = ("flamby-heart", "flamby-tcga", "cyclic")
+CONTESTED = ("flamby-heart", "flamby-tcga", "cyclic", "niid-bench", "femnist-writers")
 SEARCHED = ("where-it-loses",)  # in test_where_it_loses.py
 
 
