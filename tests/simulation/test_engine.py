@@ -247,6 +247,16 @@ def test_an_epoch_goes_through_every_record_once():
         np.testing.assert_allclose(weights[: [3, 5, 2][slot]], 1, rtol=1e-6)
 
 
+def test_the_draws_of_a_sweep_have_the_room_of_a_single_run():
+    """All are copied before each call of the program: with room of a run's own each, that would take longer than the rounds."""
+    one = drawer(shuffle=False)
+    many = replace(one, runs=100)
+    assert 100 * many.bytes <= one.bytes
+    rows = one.draw(3, 5, 2, 4).rows
+    np.testing.assert_array_equal(many.draw(3, 5, 2, 4).rows, rows[:, :, : many.steps_room])
+    assert many.steps_room >= one.shape[0]
+
+
 def test_draws_with_replacement_are_uniform():
     count = np.array([5, 9, 4])
     draws = drawer(shuffle=False, steps=np.full(3, 2000), batch=np.full(3, 10)).draw(1, 0, 1, 1)

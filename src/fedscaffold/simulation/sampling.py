@@ -77,6 +77,8 @@ class Drawer:
     for synchronous rounds."""
     damping: Callable[[Ints], NDArray[np.float64]] | None = None
     """(staleness) -> by how much the moves of these replies count; None for all alike."""
+    runs: int = 1
+    """Runs of a sweep, whose draws are stacked: together they have room for those of one run."""
 
     @cached_property
     def shape(self) -> tuple[int, int, bool]:
@@ -95,7 +97,7 @@ class Drawer:
         with other numbers share a compiled program.
         """
         steps, batch, _ = self.shape
-        small = ROOM_BYTES // max(1, 4 * self.slots * batch)
+        small = ROOM_BYTES // max(1, 4 * self.slots * batch * self.runs)
         return max(1 << (steps - 1).bit_length(), 1 << max(0, small.bit_length() - 1))
 
     @property
