@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 from fedscaffold.state.files import write_whole
-from papers.peers.catalogue import PEERS, Peer
+from papers.peers.catalogue import PEERS, Finding, Peer
 
 __all__ = ["BEGIN", "END", "PAGE", "count", "failing", "generate", "write_page"]
 
 PAGE = Path("docs/judged.md")
+MISTAKE = re.compile(r"""the mistake (['"])(.+?)\1, in""")
 BEGIN, END = "<!-- begin judged -->", "<!-- end judged -->"
 
 
@@ -39,17 +41,41 @@ def generate(verdicts: dict[str, dict[str, Any]]) -> str:
     judged.sort(key=lambda both: (len(failing(both[1])), both[0].project.lower()))
     lines = ["| project | version | rows | verdict |", "|---|---|---|---|"]
     for peer, one in judged:
-        anchor = _heading(peer).lower().replace(" ", "-")
-        anchor = "".join(letter for letter in anchor if letter.isalnum() or letter in "-_")
-        cells = [f"[{peer.project}](#{anchor})", peer.version[:10], count(one), _verdict(one)]
+        cells = [_link(peer), peer.version[:10], count(one), _verdict(one)]
         lines.append(f"| {' | '.join(cells)} |")
     for peer, one in judged:
         lines += ["", *_section(peer, one)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_by_mistake(judged)])
+
+
+def _by_mistake(judged: list[tuple[Peer, dict[str, Any]]]) -> list[str]:
+    """Return the table of the museum's mistakes and where their numbers were recognised."""
+    found: dict[str, list[str]] = {}
+    for peer, one in judged:
+        for sentence in one["diagnosis"]:
+            for _, name in MISTAKE.findall(sentence):
+                found.setdefault(name, []).append(_link(peer))
+    lines = [
+        "## By mistake",
+        "",
+        "Where the numbers of a federation that goes wrong are exactly those of a mistake of the "
+        "[museum](museum.md). A federation in which several mistakes act at once matches none.",
+        "",
+        "| mistake | recognised in |",
+        "|---|---|",
+    ]
+    return lines + [f"| {name} | {', '.join(found[name])} |" for name in sorted(found)]
 
 
 def _heading(peer: Peer) -> str:
     return f"{peer.project} {peer.version[:10]}"
+
+
+def _link(peer: Peer) -> str:
+    """Return a link to the section on a peer."""
+    anchor = _heading(peer).lower().replace(" ", "-")
+    anchor = "".join(letter for letter in anchor if letter.isalnum() or letter in "-_")
+    return f"[{peer.project}](#{anchor})"
 
 
 def _verdict(verdicts: dict[str, Any]) -> str:
@@ -93,10 +119,17 @@ def _section(peer: Peer, verdicts: dict[str, Any]) -> list[str]:
             "Where we find it in the code, and the smallest change that would mend it:",
             "",
         ]
-    lines += [f"- `{one.where}`: {one.what} **Patch:** {one.patch}." for one in peer.findings]
+    lines += [_finding(one) for one in peer.findings]
     if peer.caveats:
         lines += ["", "Caveats: " + " ".join(peer.caveats)]
     return lines
+
+
+def _finding(one: Finding) -> str:
+    place, _, names = one.where.partition(", `")
+    where = f"`{place}`, `{names}" if names else f"`{place}`"
+    tried = f" **Tried:** {one.tried}." if one.tried else ""
+    return f"- {where}: {one.what} **Patch:** {one.patch}.{tried}"
 
 
 def write_page(verdicts: dict[str, dict[str, Any]], page: Path = PAGE) -> None:

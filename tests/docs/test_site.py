@@ -225,8 +225,12 @@ def test_the_museum_is_complete_and_every_label_is_true(site):
         assert re.search(
             r"<pre><code>(?:mutant|broken|update|lambda)\b.*</code></pre>", exhibit, re.S
         )
+        count = museum.recognised().get(name)
+        assert bool(count) == ('href="judged.html#by-mistake"' in exhibit), name
         named.add(name)
     assert named == set(adapters)
+    assert set(museum.recognised()) <= set(MISTAKES)
+    assert len(museum.recognised()) > 5
 
 
 @pytest.mark.process

@@ -172,10 +172,25 @@ def exhibit(name, sentence, adapter, caught, more=""):
         f"<figcaption><strong>{escape(name)}</strong><br>{escape(sentence)}</figcaption>\n"
         f"{drawn}\n<p>{escape(ends)}</p>\n"
         f'<p class="caught">Caught by <strong>{escape(row)}</strong>{more}: '
-        f"{escape(BY_NAME[row].statement)}</p>\n"
+        f"{escape(BY_NAME[row].statement)}</p>\n{judged(name)}"
         "<details data-search-exclude>\n<summary>In code</summary>\n"
         f"<pre><code>{escape(in_code()[name])}</code></pre>\n</details>\n</figure>"
     )
+
+
+@cache
+def recognised():
+    """By mistake, how many of the projects judged have its numbers: docs/judged.md."""
+    page = (ROOT / "docs" / "judged.md").read_text(encoding="utf-8").partition("## By mistake")[2]
+    rows = re.findall(r"^\| (.+?) \| (\[.+\)) \|$", page, re.M)
+    return {name: cell.count("](#") for name, cell in rows}
+
+
+def judged(name):
+    """A link to the judgement, where a project that was judged has the numbers of a mistake."""
+    count = recognised().get(name, 0)
+    some = f"{count} of the projects judged {'has' if count == 1 else 'have'} these numbers"
+    return f'<p><a href="judged.html#by-mistake">{some}</a>.</p>\n' if count else ""
 
 
 def gallery(exhibits):

@@ -64,9 +64,9 @@ class Site:
 class Controller(Scaffold):
     """FLARE's controller; only what needs a network is replaced."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, site: Any = Site) -> None:
         super().__init__(num_clients=case.num_clients, num_rounds=case.rounds)
-        self.case, self.sites = case, [Site(case, i) for i in range(case.num_clients)]
+        self.case, self.sites = case, [site(case, i) for i in range(case.num_clients)]
         self.fl_ctx = FLContext()
         start = Quadratic(case).state_dict()
         self.model = FLModel(
