@@ -37,9 +37,9 @@ from fedscaffold.deploy import InProcess, Server, Stopped, drive, parse
 from fedscaffold.deploy.aggregation import residual, shares
 from fedscaffold.deploy.audit import Audit, read_verified
 from fedscaffold.deploy.client import greeting
+from fedscaffold.deploy.cohort import sample_sites
 from fedscaffold.deploy.gate import Asked, Refused, admit
 from fedscaffold.deploy.schema import Blob, Packet, blob
-from fedscaffold.deploy.server import sample_sites
 from fedscaffold.state import StateError
 
 

@@ -6,6 +6,7 @@
     blocks.py         vectors, block by block, and in files if they are large
     aggregation.py    state transitions
     requests.py       the requests of a round, each made when it is asked for
+    closing.py        which replies of a round count
     server.py         rounds, each committed before the next
     client.py         replies of a site
     site_privacy.py   a private site's own rules, charges and noise

@@ -19,6 +19,7 @@ nothing else.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ __all__ = [
     "Update",
     "abbreviate",
     "admit",
+    "check_digests",
     "check_finite",
     "check_fresh",
     "check_greeting",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 MOST_FACTS = 64
+DIGEST = re.compile(r"[0-9a-f]{32}")
 MOST_METRICS = 32
 MOST_TEXT = 500
 
@@ -205,6 +208,25 @@ def check_fresh(packet: Packet, asked: Asked) -> None:
         raise Refused("stale", f"a reply to round {round_} in round {asked.round}")
     if nonce != asked.nonce:
         raise Refused("stale", f"a reply to another request of round {round_}")
+
+
+def check_digests(update: Update, memory: bool, own: bool) -> None:
+    """Raise `Refused` if a reply to training does not name what its site keeps, or names more.
+
+    Args:
+        update: The reply.
+        memory: Whether sites keep their c_i.
+        own: Whether they keep a private state.
+    """
+    if memory and not DIGEST.fullmatch(update.memory):
+        raise Refused("schema", "it does not say which c_i it holds now")
+    if update.memory and not memory:  # a later "lost" would trigger a needless resync
+        raise Refused("schema", "it names a c_i of its own where sites keep none")
+    if bool(DIGEST.fullmatch(update.own)) != own:
+        raise Refused(
+            "schema",
+            "it does not say what it keeps for itself now, or says so where nothing is kept",
+        )
 
 
 def check_greeting(

@@ -1,4 +1,4 @@
-"""The requests of an open round, each made when it is asked for.
+"""The requests of an open round, each made when it is asked for, and the replies expected to them.
 
 A request carries vectors of the model's size. The transport takes them one by one, so that a server
 never holds more than one site's; what all sites are sent is serialised once.
@@ -8,17 +8,114 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fedscaffold.algorithms import Algorithm
-from fedscaffold.algorithms.round import exchange
+from fedscaffold.algorithms.round import exchange, work_of
 from fedscaffold.deploy.aggregation import State, blank_memory
 from fedscaffold.deploy.blocks import assemble, take
-from fedscaffold.deploy.schema import Blob, Fact, Packet, blob, cast, pack
+from fedscaffold.deploy.gate import Asked
+from fedscaffold.deploy.schema import Blob, Fact, Packet, Schema, blob, cast, digest_of, pack
+from fedscaffold.deploy.settings import Settings
 
-__all__ = ["Requests"]
+if TYPE_CHECKING:
+    from fedscaffold.deploy.secure_round import SecureRound
+
+__all__ = ["Asker", "Requests"]
+
+
+class Asker(NamedTuple):
+    """Makes the requests of a run's rounds."""
+
+    settings: Settings
+    schema: Schema
+    algorithm: Algorithm
+    run: str
+
+    def common_facts(self, kind: str, round: int) -> dict[str, Fact]:
+        """Return the facts that all requests of a round have in common."""
+        measures = self.settings.privacy is None  # private sites send no metrics
+        measures &= (round - 1) % self.settings.evaluate_every == 0
+        return {
+            "kind": kind,
+            "run": self.run,
+            "round": round,
+            "schema": self.schema.digest,
+            "settings": self.settings.digest,
+            "app": digest_of(self.settings.app),
+            "evaluate": kind == "train" and measures,
+        }
+
+    def ask(
+        self, kind: str, state: State, nonces: Mapping[str, str], secure: SecureRound | None
+    ) -> tuple[Requests, dict[str, Asked]]:
+        """Return the requests of a round, and by site the reply expected.
+
+        Args:
+            kind: Kind of the round.
+            state: The state that it begins with.
+            nonces: By site that is asked, what its reply must repeat.
+            secure: The sum whose present exchange is asked for; None in other rounds.
+        """
+        number = state.round + 1
+        common = self.common_facts(kind, number) | ({} if secure is None else secure.facts)
+        arrays = self._arrays_up(kind, state) if secure is None else secure.arrays
+        facts, asked = {}, {}
+        for site, nonce in nonces.items():
+            member = state.roster[site]
+            facts[site] = common | {
+                "site": site,
+                "nonce": nonce,
+                "expect": member.digest,
+                "own": member.own,
+                "told": member.told,
+                "charged": member.charged,
+            }
+            asked[site] = Asked(
+                site=site,
+                round=number,
+                nonce=nonce,
+                arrays=arrays,
+                schema=self.schema,
+                records=member.records,
+                most_steps=1 if secure is not None else self._most_steps(member.records),
+                lr=0.0 if secure is not None else self.settings.local.at(number).lr,
+                private=self.algorithm.private if secure is None else (),
+            )
+        sends, more = kind, None
+        if secure is not None:
+            sends = kind if secure.exchange == "masked" else ""
+            more = {site: secure.blobs(site) for site in nonces}
+        server_keeps = self.settings.deploy.state == "server"
+        return Requests(sends, facts, state, self.algorithm, server_keeps, more), asked
+
+    def _arrays_up(self, kind: str, state: State) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the arrays that a reply must have."""
+        fields: dict[str, bool] = {}  # and whether they are vectors
+        if kind == "resync":
+            memory = blank_memory(self.algorithm, state.x[:1])
+            fields = {name: value.ndim > 0 for name, value in memory._asdict().items()}
+        elif kind == "train":
+            fields = dict.fromkeys(exchange(self.algorithm).sent(self.settings.local.plain), True)
+        size = self.schema.size - sum(end - begin for begin, end in self.algorithm.private)
+        arrays: dict[str, tuple[tuple[int, ...], str]] = {
+            name: ((size,) if is_vector else (), self.schema.dtype)
+            for name, is_vector in fields.items()
+        }
+        if kind == "train" and self.settings.local.buffers == "average":
+            arrays |= {f"buffer.{name}": (shape, of) for name, shape, of in self.schema.buffers}
+        return arrays
+
+    def _most_steps(self, records: int) -> int:
+        """Return the number of local steps that a client with so many records may report."""
+        local = self.settings.local
+        steps = local.steps
+        if steps is None:
+            # without a batch size the app makes its own batches, of at least one record each
+            steps = (local.epochs or 1) * -(-records // (local.rows(records) or 1))
+        return int(work_of(self.algorithm, steps).steps)
 
 
 class Requests(Mapping[str, Packet]):

@@ -25,10 +25,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,38 +35,37 @@ import numpy as np
 
 from fedscaffold import robust
 from fedscaffold.algorithms import make
-from fedscaffold.algorithms.round import exchange, fitted, work_of
+from fedscaffold.algorithms.round import exchange, fitted
 from fedscaffold.checks import InputError
 from fedscaffold.damping import damping_of
 from fedscaffold.deploy import aggregation, gate
-from fedscaffold.deploy.aggregation import Member, State, blank_memory
+from fedscaffold.deploy.aggregation import Member, State
 from fedscaffold.deploy.audit import Audit
 from fedscaffold.deploy.blocks import is_large, norm, spill
+from fedscaffold.deploy.closing import close_round, recompute_means
+from fedscaffold.deploy.cohort import quorum_of, sample_sites
 from fedscaffold.deploy.gate import Asked, Refused, Update
-from fedscaffold.deploy.outliers import find_outliers
-from fedscaffold.deploy.requests import Requests
-from fedscaffold.deploy.schema import Array, Fact, Packet, Schema, digest_of, fingerprint
+from fedscaffold.deploy.requests import Asker, Requests
+from fedscaffold.deploy.schema import Array, Packet, Schema, fingerprint
 from fedscaffold.deploy.secure_vector import threshold_of
 from fedscaffold.deploy.server_state import SavedState, load_state, save_state
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.metrics import complaint
-from fedscaffold.random_streams import start_stream
 from fedscaffold.state.files import make_folder
 from fedscaffold.state.vectors import remove_vectors
 
 if TYPE_CHECKING:
     from fedscaffold.deploy.secure_round import SecureRound
 
-__all__ = ["Outcome", "Server", "Verdict", "sample_sites"]
+__all__ = ["Outcome", "Server", "Verdict"]
 
 FREE = 3  # losses of c_i that a member may report before it is excluded: disks do fail
 REST = 8  # rounds of the first exclusion; each later one is twice as long
 MOST_DOUBLINGS = 32
-DIGEST = re.compile(r"[0-9a-f]{32}")
 # share of the total weight above which an unconfirmed number of records is warned about
 HEAVY = 0.5
+OTHER_MEMORY = "the c_i it reports is not the one that counted last"
 REPLIES = "replies"  # folder of the large replies of an open round
-AGAIN = 1 << 32  # stream of repeated draws of a round, which the simulator does not have
 
 
 class Verdict(NamedTuple):
@@ -188,16 +186,13 @@ class Server:
         for change in kept.changes:
             self.audit.write("settings", round=kept.state.round, note=change)
         self.state, self.run, self.generation = kept.state, kept.run, kept.generation
+        self.asker = Asker(settings, schema, self.algorithm, self.run)
         self.residual = (
             aggregation.residual(self.algorithm, self.state) if self.server_keeps else None
         )
         self.resync = kept.resync and self.clients_keep
-        self.behind = ""
-        if self.audit.round > self.state.round + 1:  # a crash explains a difference of one
-            lost = "is gone: training began anew"
-            if self.state.round:
-                lost = f"is that of round {self.state.round}: an older one was put back"
-            self.behind = f"the log knows of {self.audit.round} rounds, and the state {lost}"
+        self.behind = self._rounds_lost()
+        if self.behind:
             self.audit.write("behind", round=self.state.round, note=self.behind)
         self.audit.write(
             "started", run=self.run, round=self.state.round, algorithm=self.algorithm.name
@@ -206,6 +201,16 @@ class Server:
             self.audit.write("unsound", round=self.state.round, note=self.fault)
         if self.audit.broken:
             self._commit(self.state, self.resync)  # the state now refers to the new log
+
+    def _rounds_lost(self) -> str:
+        """Return what the log knows of that the state does not; "" if there is nothing."""
+        known, round = self.audit.round, self.state.round
+        if known <= round + 1:  # a crash explains a difference of one
+            return ""
+        lost = "is gone: training began anew"
+        if round:
+            lost = f"is that of round {round}: an older one was put back"
+        return f"the log knows of {known} rounds, and the state {lost}"
 
     # Membership
 
@@ -391,7 +396,7 @@ class Server:
         size = sum(site in roster for site in deploy.sites)
         if kind == "train":
             size = min(size, share) if isinstance(share, int) else max(1, round(share * size))
-        need = self._quorum(kind, size, len(here))
+        need = quorum_of(self.settings, kind, size, len(here))
         if len({*here, *working}) < need:
             self.attempt += 1
             self.audit.write(
@@ -404,8 +409,7 @@ class Server:
         cohort = sample_sites(among, size, self.settings.seed, self.state.round, self.attempt)
         self.lives += 1
         secure = self._open_secure(kind, len(cohort), need) if deploy.secure else None
-        asked = {site: self._ask(site, kind, secure) for site in cohort}
-        expected = {site: reply for site, (_, reply) in asked.items()}
+        requests, expected = self._ask(kind, cohort, secure)
         if steps_on:
             now, sent = self.clock(), self.state.server
             begun = {site: reply._replace(began=now, sent=sent) for site, reply in expected.items()}
@@ -423,22 +427,7 @@ class Server:
         self.audit.write(
             "opened", round=self.state.round + 1, kind=kind, cohort=cohort, attempt=self.attempt
         )
-        return self._requests(kind, {site: facts for site, (facts, _) in asked.items()}, secure)
-
-    def _quorum(self, kind: str, size: int, present: int) -> int:
-        """Return how many sites must reply for a round of so many to count."""
-        deploy = self.settings.deploy
-        if kind == "evaluate":
-            need = 1
-        elif isinstance(deploy.quorum, int):
-            need = deploy.quorum
-        else:
-            need = max(1, math.ceil(deploy.quorum * size - 1e-9))
-        if deploy.secure:
-            need = max(need, threshold_of(self.settings, min(size, present)))
-        if kind == "train" and self.buffer is not None:
-            need = min(need, self.buffer)
-        return need
+        return requests
 
     def _continue_tasks(self, kind: str) -> dict[str, Asked]:
         """Return what is expected of sites at work; tasks that are too old are given up.
@@ -544,11 +533,9 @@ class Server:
             return {}
         for site in late:
             self.failed(site, f"no reply before the deadline (exchange {before!r})")
-        asked = {site: self._ask(site, current.kind, current.secure) for site in sites}
-        expected = {site: reply for site, (_, reply) in asked.items()}
+        requests, expected = self._ask(current.kind, sites, current.secure)
         self.open_round = current._replace(asked=expected, updates={}, began=self.clock())
-        facts = {site: request for site, (request, _) in asked.items()}
-        return self._requests(current.kind, facts, current.secure)
+        return requests
 
     def close(self) -> Outcome:
         """Close the round: commit it if the quorum is met, otherwise leave the state unchanged."""
@@ -630,7 +617,7 @@ class Server:
             self.schema,
             self.algorithm,
             read_identities(self.folder / IDENTITIES),
-            self._round_facts(kind),
+            self.asker.common_facts(kind, self.state.round + 1),
             threshold_of(self.settings, cohort),
             need,
         )
@@ -656,116 +643,29 @@ class Server:
         if self.open_round is not None:
             raise RuntimeError("a round is open; close it first")
 
-    def _round_facts(self, kind: str) -> dict[str, Fact]:
-        """Return the facts that all requests of a round have in common."""
-        return {
-            "kind": kind,
-            "run": self.run,
-            "round": self.state.round + 1,
-            "schema": self.schema.digest,
-            "settings": self.settings.digest,
-            "app": digest_of(self.settings.app),
-            "evaluate": kind == "train" and self._measures(self.state.round),
-        }
-
-    def _requests(
-        self, kind: str, facts: Mapping[str, dict[str, Fact]], secure: SecureRound | None
-    ) -> Requests:
-        """Return the requests of a round, or of the present exchange of a `secure` one."""
-        if secure is None:
-            return Requests(kind, facts, self.state, self.algorithm, self.server_keeps)
-        more = {site: secure.blobs(site) for site in facts}
-        asks = kind if secure.exchange == "masked" else ""
-        return Requests(asks, facts, self.state, self.algorithm, self.server_keeps, more)
-
     def _ask(
-        self, site: str, kind: str, secure: SecureRound | None = None
-    ) -> tuple[dict[str, Fact], Asked]:
-        """Return the scalars of a request and the reply expected to it.
+        self, kind: str, sites: Iterable[str], secure: SecureRound | None
+    ) -> tuple[Requests, dict[str, Asked]]:
+        """Return requests, and by site the reply expected.
 
-        The nonce is unique to this attempt and server process, and to the exchange of a `secure`
-        sum.
+        Their nonces are unique to this attempt and server process, and to the exchange of a
+        `secure` sum.
         """
-        state, private, member = self.state, self.algorithm.private, self.roster[site]
-        number, step = state.round + 1, "" if secure is None else secure.exchange
-        words = f"{self.run} {self.token} {self.attempt} {self.lives} {number} {kind} {site} {step}"
-        nonce = hashlib.sha256(words.encode()).hexdigest()[:16]
-        facts: dict[str, Fact] = {
-            **self._round_facts(kind),
-            "site": site,
-            "nonce": nonce,
-            "expect": member.digest,
-            "own": member.own,
-            "told": member.told,
-            "charged": member.charged,
+        step = "" if secure is None else secure.exchange
+        words = f"{self.run} {self.token} {self.attempt} {self.lives} {self.state.round + 1} {kind}"
+        nonces = {
+            site: hashlib.sha256(f"{words} {site} {step}".encode()).hexdigest()[:16]
+            for site in sites
         }
-        if secure is not None:
-            return self._ask_secure(facts, member, secure)
-        hidden = sum(end - begin for begin, end in private)
-        arrays: dict[str, tuple[tuple[int, ...], str]] = {
-            name: ((self.schema.size - hidden,) if is_vector else (), self.schema.dtype)
-            for name, is_vector in self._fields_up(kind).items()
-        }
-        if kind == "train" and self.settings.local.buffers == "average":
-            arrays |= {f"buffer.{name}": (shape, of) for name, shape, of in self.schema.buffers}
-        asked = Asked(
-            site=site,
-            round=number,
-            nonce=nonce,
-            arrays=arrays,
-            schema=self.schema,
-            records=member.records,
-            most_steps=self._most_steps(member.records),
-            lr=self.settings.local.at(number).lr,
-            private=private,
-        )
-        return facts, asked
+        return self.asker.ask(kind, self.state, nonces, secure)
 
-    def _ask_secure(
-        self, facts: dict[str, Fact], member: Member, secure: SecureRound
-    ) -> tuple[dict[str, Fact], Asked]:
-        """Return what `_ask` does, for the present exchange of a sum."""
-        asked = Asked(
-            site=str(facts["site"]),
-            round=self.state.round + 1,
-            nonce=str(facts["nonce"]),
-            arrays=secure.arrays,
-            schema=self.schema,
-            records=member.records,
-            most_steps=1,
-            lr=0.0,
-        )
-        return facts | secure.facts, asked
-
-    def _measures(self, round: int) -> bool:
-        """Return whether sites measure the model after a round; private ones send no metrics."""
-        return self.settings.privacy is None and round % self.settings.evaluate_every == 0
-
-    def _fields_up(self, kind: str) -> dict[str, bool]:
-        """Return the fields that the reply must have, and whether they are vectors."""
-        if kind == "resync":
-            memory = blank_memory(self.algorithm, self.state.x[:1])
-            return {name: value.ndim > 0 for name, value in memory._asdict().items()}
-        if kind == "evaluate":
-            return {}
-        return dict.fromkeys(exchange(self.algorithm).sent(self.settings.local.plain), True)
-
-    def _most_steps(self, records: int) -> int:
-        """Return the number of local steps that a client with so many records may report."""
-        local = self.settings.local
-        steps = local.steps
-        if steps is None:
-            # without a batch size the app makes its own batches, of at least one record each
-            steps = (local.epochs or 1) * -(-records // (local.rows(records) or 1))
-        return int(work_of(self.algorithm, steps).steps)
-
-    def _refuse(self, site: str, refusal: Refused) -> None:
+    def _refuse(self, site: str, refusal: Refused, state: State | None = None) -> None:
         """Record a refused reply in the round, the log and the sender's next request."""
         current = self.open_round
         if current is not None and site in current.asked and refusal.code not in ("stale", "late"):
             current.failed.setdefault(site, str(refusal))
             current.updates.pop(site, None)
-        self._set_told(site, f"refused, {refusal}")
+        self._set_told(site, f"refused, {refusal}", state)
         self.audit.write("refused", site=site, code=refusal.code, reason=str(refusal))
 
     def _set_told(self, site: str, told: str, state: State | None = None) -> None:
@@ -804,18 +704,23 @@ class Server:
 
     def _check_update(self, site: str, update: Update, current: Open) -> Update:
         """Check the digests of an admitted reply; measure and clip its update."""
-        if current.secure is not None:
-            if current.secure.exchange == "masked":
-                self._check_digests(site, update, current.kind)
-            return current.secure.add(site, update)
-        if current.kind == "resync":
-            memory, digest = tuple(update.vectors.values()), self.roster[site].digest
+        kind, secure, digest = current.kind, current.secure, self.roster[site].digest
+        if kind == "train" and (secure is None or secure.exchange == "masked"):
+            gate.check_digests(update, self.clients_keep, self.algorithm.has_own)
+        if secure is not None:
+            lies = update.memory not in ("", digest)  # "" if it is lost
+            if kind == "resync" and secure.exchange == "masked" and lies:
+                raise Refused("implausible", OTHER_MEMORY)
+            return secure.add(site, update)
+        if kind == "resync":
+            memory = tuple(update.vectors.values())
             if (fingerprint(memory) != digest) if digest else any(map(np.any, memory)):
-                raise Refused("implausible", "the c_i it reports is not the one that counted last")
+                raise Refused("implausible", OTHER_MEMORY)
             return update._replace(length=math.hypot(*map(norm, memory)))
-        if current.kind == "evaluate":
-            return update
-        self._check_digests(site, update, current.kind)
+        return self._measure(site, update, current) if kind == "train" else update
+
+    def _measure(self, site: str, update: Update, current: Open) -> Update:
+        """Measure and clip an update."""
         clip, most, asked = self.settings.deploy.clip, update.travel, current.asked[site]
         if exchange(self.algorithm).travel:  # scaled per step, by others' steps
             most = max(other.lr * other.most_steps for other in current.asked.values())
@@ -842,25 +747,6 @@ class Server:
         late = {site: self.state.round + 1 - current.asked[site].round for site in current.updates}
         return {site: steps for site, steps in sorted(late.items()) if steps}
 
-    def _check_digests(self, site: str, update: Update, kind: str) -> None:
-        """Raise `Refused` if a reply does not name what the site keeps, or names what it lacks."""
-        if kind == "evaluate":
-            return
-        if kind == "resync":  # of a secure sum: "" if it is lost
-            if update.memory not in ("", self.roster[site].digest):
-                raise Refused("implausible", "the c_i it reports is not the one that counted last")
-            return
-        if self.clients_keep and not DIGEST.fullmatch(update.memory):
-            raise Refused("schema", "it does not say which c_i it holds now")
-        # a later "lost" would trigger a needless resync
-        if update.memory and not self.clients_keep:
-            raise Refused("schema", "it names a c_i of its own where sites keep none")
-        if bool(DIGEST.fullmatch(update.own)) != (self.algorithm.has_own):
-            raise Refused(
-                "schema",
-                "it does not say what it keeps for itself now, or says so where nothing is kept",
-            )
-
     def _spill(self, update: Update) -> Update:
         """Move the vectors of a large model's reply to files, which end with the update."""
         if not is_large(self.schema.size):
@@ -874,57 +760,29 @@ class Server:
         )
 
     def _next_state(self, current: Open) -> tuple[State | None, float | None]:
-        """Return the state after the round and its residual; None below the quorum.
-
-        Replies that would make the state non-finite are dropped.
-        """
-        updates = current.updates
+        """Return the state after the round and its residual; None below the quorum."""
         if current.secure is not None:
             return self._state_of_sum(current.kind, current.secure), self.residual
         if current.kind == "evaluate":
-            return self.state if len(updates) >= current.need else None, self.residual
-        lengths = {site: update.length for site, update in updates.items()}
-        usual = {"": self.state.x} | {
-            name: b for name, b in self.state.buffers.items() if b.dtype.kind == "f"
-        }
-        for name, array in usual.items():
-            came = {
-                site: update.buffers[name]
-                for site, update in updates.items()
-                if name in update.buffers
-            }
-            sizes = lengths if name == "" else {site: norm(value) for site, value in came.items()}
-            for site, refusal in aggregation.find_outsized(sizes, array).items():
-                self._refuse(site, refusal)
-        need = current.need
-        if self.filter is not None and current.kind == "train" and len(updates) >= need:
-            # the quorum is of replies: whoever replied and is refused does not abandon the round
-            need = max(1, need - self._refuse_outliers(self.filter, updates))
-        while len(updates) >= need:
-            with np.errstate(over="ignore", invalid="ignore"):
-                if current.kind == "resync":
-                    kind = type(blank_memory(self.algorithm, self.state.x[:1]))
-                    reports = {
-                        site: kind(**update.vectors)
-                        for site, update in updates.items()
-                        if update.vectors
-                    }
-                    state = aggregation.resync_means(self.algorithm, self.state, reports)
-                else:
-                    state = aggregation.aggregate(
-                        self.algorithm,
-                        self.state,
-                        updates,
-                        self.server_keeps,
-                        self.folder / "state",
-                    )
-            what = aggregation.find_nonfinite(state)
-            if what is None:
-                return self._recompute_means(state)
-            # retry without the site whose c_i overflowed, or without the longest update
-            site = what if what in updates else max(sorted(updates), key=lambda one: lengths[one])
-            self._refuse(site, Refused("overflow", f"with it {what} would not be finite"))
-        return None, self.residual
+            return self.state if len(current.updates) >= current.need else None, self.residual
+        state, refused = close_round(
+            self.algorithm,
+            self.state,
+            current.kind,
+            current.updates,
+            current.need,
+            self.filter,
+            self.server_keeps,
+            self.folder / "state",
+        )
+        for site, refusal in refused.items():
+            self._refuse(site, refusal, state)
+        if state is None or not self.server_keeps:
+            return state, self.residual
+        state, residual, before = recompute_means(self.algorithm, state)
+        if before is not None:
+            self.audit.write("remade", round=state.round, residual=before)
+        return state, residual
 
     def _state_of_sum(self, kind: str, secure: SecureRound) -> State | None:
         """Return the state after the round of a secure sum; None without one."""
@@ -944,36 +802,6 @@ class Server:
         self.audit.write("garbage", round=self.state.round + 1, note=f"{what} would not be finite")
         return None
 
-    def _refuse_outliers(self, filter: robust.Filter, updates: dict[str, Update]) -> int:
-        """Refuse the replies that a filter does not accept; return how many."""
-        found = find_outliers(filter, self.algorithm, self.state, updates)
-        for site, refusal in found.refused.items():
-            self._refuse(site, refusal)
-        for site in updates:
-            self.roster[site] = self.roster[site]._replace(norms=found.norms[site])
-        return len(found.refused)
-
-    def _recompute_means(self, state: State) -> tuple[State, float | None]:
-        """Recompute c from the c_i where it carries rounding errors of larger, earlier c_i.
-
-        Otherwise a site that once sent numbers of 1e15 would leave c off by 0.1 permanently. A
-        residual that rounding does not explain is a fault and is left for `residual` to show.
-
-        Returns:
-            The state, and its residual where the server keeps the c_i.
-        """
-        if not self.server_keeps:
-            return state, None
-        gap = aggregation.residual(self.algorithm, state)
-        scale = aggregation.memory_scale(self.algorithm, state)
-        now = state._replace(scale=scale)
-        state = state._replace(scale=max(state.scale, scale))
-        if not aggregation.rounding_bound(now) < gap <= aggregation.rounding_bound(state):
-            return state, gap
-        self.audit.write("remade", round=state.round, residual=gap)
-        now = now._replace(server=aggregation.memory_means(self.algorithm, state, state.memory))
-        return now, aggregation.residual(self.algorithm, now)
-
     def _commit(self, state: State, resync: bool, residual: float | None = None) -> None:
         """Commit a state durably; its residual is computed unless given."""
         resync = resync and self.clients_keep
@@ -984,21 +812,3 @@ class Server:
         if residual is None and self.server_keeps:
             residual = aggregation.residual(self.algorithm, state)
         self.state, self.resync, self.residual = state, resync, residual
-
-
-def sample_sites(
-    members: Sequence[str], size: int, seed: int, round: int, attempt: int = 0
-) -> list[str]:
-    """Sample `size` members, keeping their order; each `attempt` of a round (from 0) draws anew.
-
-    The generator is the simulator's: a seed gives the same cohorts as in simulation.
-
-    >>> sample_sites(["a", "b", "c"], 3, seed=0, round=0)
-    ['a', 'b', 'c']
-    """
-    if size >= len(members):
-        return list(members)
-    bits = np.random.SFC64(0)
-    start_stream(bits, seed, round, AGAIN + attempt if attempt else 0)
-    picked = np.random.Generator(bits).choice(len(members), size, replace=False, shuffle=False)
-    return [members[i] for i in np.sort(picked)]
