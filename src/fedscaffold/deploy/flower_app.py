@@ -184,7 +184,8 @@ class FlowerTransport:
     def _pull(self, messages: list[str]) -> None:
         """Pull replies one by one.
 
-        A reply that Flower cannot decode would discard all others of the same call.
+        In one call for all, a reply that Flower cannot decode would discard the others, and all
+        would be in memory at once.
         """
         for message in messages:
             # link down or undecodable reply: the round continues
