@@ -27,9 +27,10 @@ test: $(READY)
 quick: $(READY)
 	$(call BESIDE_LINT,fast-tests)
 
-# tests that failed are run once more, alone: the target fails if one of them fails again, or if anything else is wrong
+# tests that failed are run once more, alone: the target fails if one of them fails again, or if anything else is wrong;
+# only then are assertions rewritten to say what they compared: three workers would each do that for all files
 all-tests: $(READY)
-	@$(PYTEST) --cache-clear || { code=$$?; test $$code -eq 1 || exit $$code; \
+	@$(PYTEST) --cache-clear --assert=plain || { code=$$?; test $$code -eq 1 || exit $$code; \
 	  echo "Some tests failed: now each of them once more, alone. The target fails if one fails again."; \
 	  $(ALONE) --last-failed --last-failed-no-failures none; }
 

@@ -7,7 +7,10 @@ LONGEST = (
     (
         "tests/problems/test_torch_module.py",
         "tests/problems/test_torch_architectures.py",
+        "tests/deploy/test_export_model.py",
         "docs/torch-modules.md",
+        "docs/own-model.md",
+        "docs/torch-apps.md",
         "src/fedscaffold/problems/torch_module.py",
     ),
     ("tests/papers/test_reproduce.py",),
