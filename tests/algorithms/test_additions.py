@@ -246,7 +246,7 @@ ADDED = {
 # fewer rounds of the first are in tests/simulation/test_gauge.py, and "all at once" has them together; the others are
 # optimisers of x, which c does not see: one of them, "server adam", does
 SHORTER = {"decay", "drop", "refresh", "top_k", "server momentum"}
-SHORTER |= {"nesterov", "server yogi", "server adagrad"}
+SHORTER |= {"nesterov", "server yogi", "server adagrad", "local adam"}
 GAUGED = [("scaffold", what) for what in ADDED]
 GAUGED += [("option I", what) for what in ("refresh", "top_k", "server momentum", "all at once")]
 GAUGED += [("feddyn", what) for what in ("decay", "drop", "server adam", "local momentum")]

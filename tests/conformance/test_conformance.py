@@ -155,13 +155,21 @@ def caught(name, rows, precision):
     return any(failing(conform(EVERY_MUTANT[name], [row], precision)) for row in telling)
 
 
-# In single precision tolerances are wider: those with words, and `make soak` all.
+# In single precision tolerances are wider: a mistake of each part of the round (steps, memory, server), and `make soak` all.
+IN_SINGLE = (
+    "the correction has the wrong sign",
+    "c_i is never stored",
+    "c without S/N",
+    "K counted in epochs",
+)
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
         *((name, "float64") for name in EVERY_MUTANT),
         *(
-            pytest.param(name, "float32", marks=() if name in IN_WORDS else pytest.mark.soak)
+            pytest.param(name, "float32", marks=() if name in IN_SINGLE else pytest.mark.soak)
             for name in EVERY_MUTANT
         ),
     ],

@@ -2,9 +2,11 @@
 
 import shutil
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
+from cases import sharp
 from deploy_case import (
     RECORDS,
     ROUNDS,
@@ -91,9 +93,14 @@ def test_deployed_is_the_reference(case, keeper, tmp_path):
     assert server.fault is None
 
 
-# `test_deployed_is_the_reference` has both keepers
-@pytest.mark.parametrize("keeper", ["server", pytest.param("client", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("case", CASES)
+# `test_deployed_is_the_reference` has all, with both keepers: here no memory, control variates, a memory of moves, two models
+KINDS = ("fedavg", "scaffold", "feddyn", "ditto", "amplified, 3 rounds")
+
+
+@pytest.mark.parametrize(
+    ("case", "keeper"),
+    sharp(product(CASES, ("server", "client")), lambda one: one[0] in KINDS and one[1] == "server"),
+)
 def test_single_precision_is_the_reference_up_to_rounding(case, keeper, tmp_path):
     config = settings(
         deploy=f"state = '{keeper}'\nquorum = 1", algorithm=CASES[case], top="weights = 'records'"

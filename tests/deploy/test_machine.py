@@ -311,7 +311,7 @@ class AsyncClientMachine(AsyncMachine):
 
 
 LIMITS = limits(
-    max_examples=10,
+    max_examples=6,
     stateful_step_count=50,
     deadline=None,
     database=None,

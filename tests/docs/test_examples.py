@@ -303,7 +303,8 @@ def test_the_average_of_adapters_is_that_of_models_if_a_is_frozen(lora, train_a)
     assert gap > 0.1 if train_a else gap < 1e-14
 
 
-@pytest.mark.slow
+# in short: tests/problems/test_torch_module.py trains frozen layers, and has a transformer's gradients
+@pytest.mark.soak
 def test_the_simulator_trains_the_same_adapters(lora):
     """With SGD, from the module alone: the frozen backbone is what it was, and the loss falls."""
     torch = pytest.importorskip("torch")

@@ -93,6 +93,10 @@ def test_what_cannot_be_judged_is_said(tmp_path):
     (tmp_path / "one").mkdir()
     with pytest.raises(InputError, match=r"one-file: the suite could not be run: .*onefile"):
         judge(one_file(), Path(sys.executable), tmp_path)
+
+
+@pytest.mark.soak  # it makes an environment
+def test_packages_that_cannot_be_installed_are_named(tmp_path):
     nowhere = one_file(requirements=(str(tmp_path / "nowhere"),))
     with pytest.raises(InputError, match=r"one-file: its packages cannot be installed: .*nowhere"):
         prepare_environment(nowhere, tmp_path / "environments")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import sharp
 from forked import codes_of
 
 from fedscaffold.algorithms import ALGORITHMS
@@ -136,10 +137,8 @@ def member(at, number, i, devices):
         distributed.leave()
     return child(work)
 
-codes = []
-for number, devices in ((2, 2), (4, 1)):
-    at = address()
-    codes.append(all_ended(*[member(at, number, i, devices) for i in range(number)]))
+at = address()
+codes = all_ended(*[member(at, NUMBER, i, DEVICES) for i in range(NUMBER)])
 """
 
 CONFIG = """
@@ -254,18 +253,21 @@ def test_a_device_has_the_rows_of_its_own_clients_and_a_round_one_sum(devices):
 
 
 @pytest.mark.process
-def test_processes_on_loopback_give_what_one_gives_and_hold_their_own_rows_only(devices, tmp_path):
-    codes, said = forked(PROCESSES, tmp_path)
-    assert codes == [[0] * 2, [0] * 4], said
+@pytest.mark.parametrize(("number", "of_each"), sharp([(2, 2), (4, 1)], [(2, 2)]))
+def test_processes_on_loopback_give_what_one_gives_and_hold_their_own_rows_only(
+    number, of_each, devices, tmp_path
+):
+    """Two processes of two devices each; `make soak`: four of one too."""
+    codes, said = forked(f"NUMBER, DEVICES = {number}, {of_each}\n{PROCESSES}", tmp_path)
+    assert codes == [0] * number, said
     one = loaded(devices[0] / "one-0.npz")
     clients = len(one["c_i"])
-    for number in (2, 4):
-        parts = [loaded(tmp_path / f"{number}-{i}.npz") for i in range(number)]
-        assert np.concatenate([part.pop("who") for part in parts]).tolist() == list(range(clients))
-        assert max(len(part["c_i"]) for part in parts) == -(-clients // number)
-        rows = np.concatenate([part.pop("c_i") for part in parts])
-        for part in parts:
-            agree(part | {"c_i": rows}, one)
+    parts = [loaded(tmp_path / f"{number}-{i}.npz") for i in range(number)]
+    assert np.concatenate([part.pop("who") for part in parts]).tolist() == list(range(clients))
+    assert max(len(part["c_i"]) for part in parts) == -(-clients // number)
+    rows = np.concatenate([part.pop("c_i") for part in parts])
+    for part in parts:
+        agree(part | {"c_i": rows}, one)
 
 
 @pytest.fixture(scope="module")

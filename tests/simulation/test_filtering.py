@@ -1,8 +1,11 @@
 """Refused clients are as absent as those not drawn, and c stays the mean of the c_i."""
 
+from itertools import product
+
 import numpy as np
 import optax
 import pytest
+from cases import sharp
 
 import fedscaffold as fs
 
@@ -25,8 +28,10 @@ def honest_optimum(weights=None):
     return TEN.facts.optimum(p / p.sum())
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("cohort", [1.0, 4])
+@pytest.mark.parametrize(
+    ("precision", "cohort"),
+    sharp(product(("float32", "float64"), (1.0, 4)), [("float32", 1.0), ("float64", 4)]),
+)
 def test_where_nobody_is_refused_the_bits_are_those_without_a_filter(precision, cohort):
     given = {"cohort": cohort, "precision": precision, "rounds": 10, "robust": "norm_bound:1e6"}
     on, off = ask(**given), ask(**(given | {"robust": None}))
@@ -118,7 +123,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cohort", [1.0, 6])
+@pytest.mark.parametrize("cohort", sharp([1.0, 6], [6]))
 def test_the_runs_of_a_sweep_refuse_as_they_do_alone(cohort):
     given = {"robust": "geometric_median:3", "attack": FLIP_LATE, "cohort": cohort, "rounds": 20}
     given |= {"local_steps": 3, "precision": "float64", "metrics": ()}
