@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedscaffold.problems.rewriting import as_products
+from fedscaffold.problems.rewriting import as_products, patch_bytes
 
 STEPS, BATCH, INPUTS, HIDDEN = 5, 3, 4, 2
 
@@ -140,3 +140,12 @@ def test_a_product_that_begins_at_a_value_and_is_used_by_two_carries():
     wanted, seen = jax.jit(total)(x), jax.jit(as_products(total))(x)
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(seen), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5)
+
+
+def test_what_products_after_the_loop_contract_is_forecast():
+    """The gradient of every state is kept for one product: with twice as many steps, twice."""
+    params, x = drawn(np.random.default_rng(0))
+    short, long = (
+        patch_bytes(jax.grad(recurrent), params, np.tile(x, (times, 1, 1))) for times in (1, 2)
+    )
+    assert long - short >= np.float32().itemsize * STEPS * BATCH * HIDDEN

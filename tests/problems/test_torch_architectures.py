@@ -259,6 +259,37 @@ def operators(module, batch):
     return torch.stack(parts).mean()
 
 
+def contrastive(module, batch):
+    """The loss of supervised contrastive learning, with diagonals written in place."""
+    z = F.normalize(module(batch[0]), dim=1)
+    likeness = z @ z.T
+    likeness.diagonal(1).mul_(2)
+    same = (batch[1][:, None] == batch[1]).to(z.dtype).fill_diagonal_(0)
+    scores = likeness.clone().fill_diagonal_(-9) - likeness.logsumexp(1, keepdim=True)
+    return -((scores * same).sum(1) / same.sum(1).clamp(min=1)).mean()
+
+
+def gaussian(module, batch):
+    """Linear algebra: laws with a covariance, and what is solved, inverted and factorised."""
+    s = module(batch[0])
+    root = torch.stack([s, s.roll(1, 1).cos(), s.sin()], 1)
+    spread = root @ root.mT + torch.eye(3, dtype=s.dtype)
+    law = torch.distributions.MultivariateNormal(s, spread)
+    factor = torch.linalg.cholesky(spread)
+    solved = torch.linalg.solve(spread, s), torch.linalg.solve(spread, spread.sin(), left=False)
+    parts = (
+        -law.log_prob(batch[1]),
+        torch.logdet(spread) + torch.linalg.det(root) + torch.linalg.slogdet(root).logabsdet,
+        torch.linalg.inv(spread).sum((1, 2)) + torch.cholesky_inverse(factor).sum((1, 2)),
+        solved[0].sum(1) + solved[1].sum((1, 2)),
+        torch.cholesky_solve(batch[1][:, :, None], factor).sum((1, 2)),
+        torch.linalg.solve_triangular(factor.mT, spread, upper=True, left=False).sum((1, 2)),
+        torch.linalg.eigvalsh(spread).log().sum(1) + torch.linalg.svdvals(root).sum(1),
+        torch.linalg.matrix_norm(root, "nuc") + torch.linalg.matrix_norm(root),
+    )
+    return torch.stack(parts).mean()
+
+
 ABSENT = torch.arange(7)[None] >= torch.tensor([7, 5, 6, 3, 2, 7])[:, None]
 PICTURES = (normal(3, 8, 8), labels())
 EVERY_DAY = {
@@ -266,6 +297,8 @@ EVERY_DAY = {
     "bags, cox": (Bags, cox, (labels(5, classes=9), normal(seed=8), labels(classes=2))),
     "temporal": (Temporal, cross_entropy, (normal(9, 4), labels())),
     "losses": (lambda: nn.Linear(4, 3), losses, (normal(4), normal(3, seed=9), labels())),
+    "gaussian": (lambda: nn.Linear(4, 3), gaussian, (normal(4), normal(3, seed=9))),
+    "contrastive": (lambda: nn.Linear(4, 3), contrastive, (normal(4), labels())),
 }
 SOAK = {
     "operators": (lambda: nn.Linear(4, 3), operators, (normal(4), labels())),
@@ -361,6 +394,11 @@ def with_old_weight_norm():
     return module
 
 
+def penalised(module, batch):
+    slope = torch.autograd.grad(module(batch[0]).sum(), module.weight, create_graph=True)[0]
+    return slope.square().mean()
+
+
 LINEAR = nn.Linear(4, 3)
 REFUSED = {
     "weight norm": (with_old_weight_norm(), cross_entropy, "parametrizations.weight_norm"),
@@ -372,6 +410,7 @@ REFUSED = {
     ),
     "fft": (LINEAR, lambda m, b: torch.fft.rfft(m(b[0])).abs().mean(), "aten._fft_r2c"),
     "mask": (LINEAR, lambda m, b: m(b[0])[b[2] > 0].mean(), "size that depends on the data"),
+    "derivative": (LINEAR, penalised, "torch.autograd.grad"),
 }
 
 

@@ -523,6 +523,16 @@ def _diagonal(x: Array, offset: int = 0, first: int = 0, second: int = 1) -> Arr
     return jnp.diagonal(x, offset, first, second)
 
 
+@operator("diagonal_scatter")
+def _diagonal_scatter(
+    x: Array, source: Array, offset: int = 0, first: int = 0, second: int = 1
+) -> Array:
+    moved = jnp.moveaxis(x, (first, second), (-2, -1))
+    rows = np.arange(jnp.shape(source)[-1]) + max(0, -offset)
+    moved = moved.at[..., rows, rows + offset].set(source)
+    return jnp.moveaxis(moved, (-2, -1), (first, second))
+
+
 @operator("tril")
 def _tril(x: Array, diagonal: int = 0) -> Array:
     return jnp.tril(x, diagonal)

@@ -93,7 +93,7 @@ def patch_bytes(function: Callable[..., Any], *arguments: Tree) -> int:
 def _bytes_in(jaxpr: Any, rewritten: bool = False) -> int:
     total = 0
     for equation in jaxpr.eqns:
-        if rewritten and equation.primitive.name in ("concatenate", "dot_general"):
+        if rewritten and equation.primitive.name in ("concatenate", "dot_general", "scan"):
             total += sum(out.aval.size * out.aval.dtype.itemsize for out in equation.outvars)
         within = rewritten or str(equation.params.get("name", "")).endswith(SUFFIX)
         total += sum(_bytes_in(inner, within) for inner in _inner(equation))

@@ -1,10 +1,10 @@
 """Functions of (module, batch) written in torch, evaluated in JAX.
 
 `torch.export` records a function, module and all, as a graph of core ATen operators; the operators
-are evaluated one after another by their JAX functions (`aten`, `aten_layers`), so that JAX can
-differentiate, vectorise and compile the whole. A graph holds for any number of records from 2 if
-torch finds it to; otherwise every number that occurs has a graph of its own, as has a single
-record. Graphs are also made by mode (training or evaluation) and floating-point type.
+are evaluated one after another by their JAX functions (`aten`, `aten_layers`, `aten_linalg`), so
+that JAX can differentiate, vectorise and compile the whole. A graph holds for any number of records
+from 2 if torch finds it to; otherwise every number that occurs has a graph of its own, as has a
+single record. Graphs are also made by mode (training or evaluation) and floating-point type.
 
 The graph of an export has no autograd: what `detach` and `torch.no_grad` cut off is marked in it
     here.
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedscaffold.checks import InputError
-from fedscaffold.problems import aten_layers  # noqa: F401 (registers its operators)
+from fedscaffold.problems import aten_layers, aten_linalg  # noqa: F401 (register operators)
 from fedscaffold.problems.aten import OPERATORS, RANDOM, Unsupported
 
 __all__ = ["WAY_OUT", "Graph", "TracedFunction", "copied_module", "first_line"]
@@ -176,7 +176,7 @@ class Graph:
         known |= {
             at: jnp.asarray(value, _dtype(value.dtype)) for at, value in self.constants.items()
         }
-        known |= dict(zip(self.leaves, leaves, strict=True))
+        known |= dict(zip(self.leaves, map(jnp.asarray, leaves), strict=True))
         for place, node in enumerate(self.nodes):
             args, by_name = _filled(node.args, known), _filled(node.by_name, known)
             if node.random:
@@ -425,7 +425,7 @@ def _whole(structure: Any, module: Module, function: Callable[[Module, Any], Any
             self.module = module
 
         def forward(self, leaves: Any) -> Any:
-            with _unchecked():
+            with _instead():
                 value = function(self.module, jax.tree.unflatten(structure, leaves))
             if value is None:
                 raise InputError(
@@ -437,8 +437,12 @@ def _whole(structure: Any, module: Module, function: Callable[[Module, Any], Any
     return Whole().train(module.training)
 
 
-def _unchecked() -> Any:
-    """Return a context in which losses that check their arguments by a branch on data do not."""
+def _instead() -> Any:
+    """Return a context in which some functions of torch are replaced by ones that export.
+
+    Losses and linear algebra do not check their arguments by a branch on data, and a diagonal is
+    not filled by strides.
+    """
     import torch
 
     def gaussian_nll_loss(
@@ -455,15 +459,33 @@ def _unchecked() -> Any:
         loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var + full * math.log(2 * math.pi))
         return {"mean": loss.mean, "sum": loss.sum}.get(reduction, lambda: loss)()
 
-    instead = {torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss}
+    def fill_diagonal_(x: Any, value: float, wrap: bool = False) -> Any:
+        if x.dim() != 2 or wrap:
+            return x.fill_diagonal_(value, wrap)
+        x.diagonal().fill_(value)
+        return x
 
-    class Unchecked(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+    instead = {
+        torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
+        torch.Tensor.fill_diagonal_: fill_diagonal_,
+    }
+    linalg = torch.linalg
+    for called, unchecked in (
+        (linalg.cholesky, linalg.cholesky_ex),
+        (linalg.inv, linalg.inv_ex),
+        (torch.inverse, linalg.inv_ex),
+        (torch.Tensor.inverse, linalg.inv_ex),
+        (linalg.solve, linalg.solve_ex),
+    ):
+        instead[called] = lambda *given, ex=unchecked, **by_name: ex(*given, **by_name)[0]
+
+    class Instead(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(
             self, called: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             return instead.get(called, called)(*args, **(kwargs or {}))
 
-    return Unchecked()
+    return Instead()
 
 
 @contextlib.contextmanager
@@ -694,6 +716,8 @@ def _cause(error: BaseException) -> str:
     through = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
     if "rnn.py" in through and "FakeTensor" in str(error):
         return "the size of a packed sequence depends on the data; pad, and gather the last states"
+    if "fake tensor in the exported program constant" in str(error):
+        return "a derivative inside of a loss (torch.autograd.grad) is not recorded"
     if type(error).__name__ == "GuardOnDataDependentSymNode":
         return (
             "a branch or a number (if, int, item) depends on the data; torch.where writes a branch"
