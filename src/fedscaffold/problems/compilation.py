@@ -29,7 +29,7 @@ def quick_options(once: bool = False) -> dict[str, Any]:
     >>> float(jax.jit(jnp.cos, compiler_options=quick_options(once=True))(0.0))
     1.0
     """
-    options = QUICK | (ONCE if once else {})
+    options: dict[str, Any] = QUICK | (ONCE if once else {})
     try:
         jax.jit(lambda: 0).lower().compile(options)
     except jax.errors.JaxRuntimeError:
