@@ -36,12 +36,12 @@ FILE, CLASSES, LEAST = "femnist_writers.npz", 62, 5
 PAGE = "LEAF (leaf.cmu.edu), FEMNIST by writer; docs/contested.md has the layout of the file"
 METHODS = [
     "fedavg",
+    "scaffold",
+    "fedadam",
+    "scaffold-m",
     "fedprox",
     "fedavgm",
-    "fedadam",
     "feddyn",
-    "scaffold",
-    "scaffold-m",
     "scaffnew",
 ]
 SAME: dict[str, Any] = {
