@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedscaffold as fs
-from fedscaffold.simulation.engine import _compile, compile_rounds
+from fedscaffold.simulation.engine import DRAW_BYTES, _compile, compile_rounds
 from fedscaffold.simulation.local import _repeat
 from fedscaffold.simulation.program import prepare
 from fedscaffold.simulation.sampling import Drawer
@@ -253,14 +253,11 @@ def test_an_epoch_goes_through_every_record_once():
         np.testing.assert_allclose(weights[: [3, 5, 2][slot]], 1, rtol=1e-6)
 
 
-def test_the_draws_of_a_sweep_have_the_room_of_a_single_run():
-    """All are copied before each call of the program: with room of a run's own each, that would take longer than the rounds."""
-    one = drawer(shuffle=False)
-    many = replace(one, runs=100)
-    assert 100 * many.bytes <= one.bytes
-    rows = one.draw(3, 5, 2, 4).rows
-    np.testing.assert_array_equal(many.draw(3, 5, 2, 4).rows, rows[:, :, : many.steps_room])
-    assert many.steps_room >= one.shape[0]
+def test_draws_do_not_depend_on_the_room_for_them():
+    one, more = drawer(shuffle=False), replace(drawer(shuffle=False), room=1 << 16)
+    assert more.steps_room > one.steps_room >= one.shape[0]
+    rows = more.draw(3, 5, 2, 4).rows
+    np.testing.assert_array_equal(one.draw(3, 5, 2, 4).rows, rows[:, :, : one.steps_room])
 
 
 def test_draws_with_replacement_are_uniform():
@@ -346,6 +343,21 @@ def test_runs_with_other_numbers_of_local_steps_share_a_program(batch_size):
         )
         used.add(compile_rounds(prepare(config), [0], 1).program)
     assert len(used) == 1
+
+
+def test_the_room_of_draws_is_small_beside_the_models_and_shared_by_the_runs_of_a_sweep(
+    monkeypatch,
+):
+    """Room for 64 KiB of indices a round and run made those of small models half as long again, and a sweep of 32 runs ten times."""
+    config = fs.RunConfig(
+        fs.scaffold(), fs.problems.linear(records()), local_steps=3, lr=0.1, batch_size=2
+    )
+    ready = prepare(config)
+    assert ready.drawer.bytes <= 2 << 10
+    monkeypatch.setattr("fedscaffold.simulation.engine._compile", lambda *given: None)
+    for runs in (1, 300, 3000):
+        found = compile_rounds(ready, [0] * runs, 1, lrs=[0.1] * runs, group=1)
+        assert found.room == 1 or runs * found.room * ready.drawer.bytes <= DRAW_BYTES
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4, 9])

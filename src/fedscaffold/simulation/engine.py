@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -166,20 +165,19 @@ def compile_rounds(
         group: Number of runs of a sweep to vectorise over; None for a single run.
         away: Out-of-core clients, if any; rounds then run one at a time.
     """
-    runs = len(seeds) if group else None
-    drawer = replace(ready.drawer, runs=runs) if runs else ready.drawer
     room = 1
     if away is None:
-        room = int(np.clip(DRAW_BYTES // (drawer.runs * drawer.bytes), 1, MOST_ROUNDS))
-    draw: Callable[[int, int], Draws] = partial(drawer.draw, seeds[0], room=room)
+        room = int(np.clip(DRAW_BYTES // (len(seeds) * ready.drawer.bytes), 1, MOST_ROUNDS))
+    draw: Callable[[int, int], Draws] = partial(ready.drawer.draw, seeds[0], room=room)
     if group is not None:
-        draw = partial(_draws_of_sweep, drawer, seeds, lrs, room)
+        draw = partial(_draws_of_sweep, ready.drawer, seeds, lrs, room)
     if ready.shards is None:
         with jax.enable_x64(True):
             federation = jax.device_put(ready.federation)
     else:
         federation = ready.shards.federation(ready.federation)
         draw = partial(_draws_of_shards, ready.shards, draw)
+    runs = len(seeds) if group else None
     engine = Engine(ready, None, federation, draw, room, every, away, runs)
     lengths = (np.int32(0),) * 3
     if ready.shards is not None:

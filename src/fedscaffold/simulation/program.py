@@ -35,7 +35,7 @@ from fedscaffold.simulation.forecast import Forecast, forecast
 from fedscaffold.simulation.local import UNROLL
 from fedscaffold.simulation.out_of_core import cohort_federation
 from fedscaffold.simulation.own_metrics import OnHost, OwnMetrics, own_metrics
-from fedscaffold.simulation.sampling import Drawer, most_steps
+from fedscaffold.simulation.sampling import ROOM_BYTES, Drawer, most_steps
 from fedscaffold.simulation.sharding import Shards, make_shards
 from fedscaffold.simulation.spec import Federation, Spec, State
 from fedscaffold.simulation.spending import budget_of
@@ -91,7 +91,10 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
     drawer = _make_drawer(config, seeds or (config.seed,))
     touched = resolve.footprint(config, drawer)
     block = resolve.block(config, drawer.size, touched)
-    drawer = replace(drawer, slots=-(-drawer.size // block) * block)
+    # room for more local steps than a run takes costs time: no more than the clients' models do
+    models = drawer.size * config.problem.dim * np.dtype(config.precision).itemsize
+    room = int(np.clip(models, *ROOM_BYTES))
+    drawer = replace(drawer, slots=-(-drawer.size // block) * block, room=room)
     own, stop, target = None, None, math.nan
     if not all(isinstance(one, str) for one in config.metrics or ()):
         own = own_metrics(config)

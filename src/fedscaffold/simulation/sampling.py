@@ -32,7 +32,8 @@ __all__ = ["Drawer", "most_steps"]
 
 Ints = NDArray[np.int64]
 COHORT, ROWS, COIN, DELAY = 0, 1, 2, 3
-ROOM_BYTES = 1 << 16  # of record indices, for which a round has room in any case
+# least and most bytes of record indices for which a round has room, whatever its local steps
+ROOM_BYTES = 1 << 10, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class Drawer:
     for synchronous rounds."""
     damping: Callable[[Ints], NDArray[np.float64]] | None = None
     """(staleness) -> by how much the moves of these replies count; None for all alike."""
-    runs: int = 1
-    """Runs of a sweep, whose draws are stacked: together they have room for those of one run."""
+    room: int = ROOM_BYTES[0]
+    """Bytes of record indices for which a round has room, whatever its local steps."""
 
     @cached_property
     def shape(self) -> tuple[int, int, bool]:
@@ -97,7 +98,7 @@ class Drawer:
         with other numbers share a compiled program.
         """
         steps, batch, _ = self.shape
-        small = ROOM_BYTES // max(1, 4 * self.slots * batch * self.runs)
+        small = self.room // max(1, 4 * self.slots * batch)
         return max(1 << (steps - 1).bit_length(), 1 << max(0, small.bit_length() - 1))
 
     @property
