@@ -41,6 +41,7 @@ CLAIMS = {
     "niid-bench": "niid_bench",
     "femnist-writers": "femnist_writers",
     "where-it-loses": "where_it_loses",
+    "table3-settings": "table3_settings",
 }
 ALIASES = {"table3": "scaffold-table3", "table4": "scaffold-table4", "table5": "scaffold-table5"}
 
