@@ -80,8 +80,10 @@ def arrays(run):
 def uncached():
     """JAX's cache of programs is off: lanes get the machine code of the first one."""
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks once whether it is on
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
