@@ -50,6 +50,8 @@ def test_only_step_sizes_that_give_a_row_are_named():
     assert rows["SGD is slower with like clients, by 10 % or more"] == "at 0.02, 1"
     assert rows["FedAvg at 0 % is slower with more epochs, one step for all"] == "at 1"
     assert rows["and with 5 epochs slower than SGD at its best step"] == "at 1"
+    other = judged(claim, "quick", found[1] | {"dataset": "digits"})
+    assert {one.passed for one in other.checks} == {None}
     with plotting.style():
         assert all("<path" in plotting.svg(one.figure) for one in claim.draw(found[1]))
     tables = judged(claim, "quick", found[1]).tables
