@@ -128,8 +128,8 @@ def _independent(lr: float, h: int, settings: Settings) -> Data:
 def of_mean_hessian(problem: Problem, lr: float) -> float:
     """(gamma / 2) tr mean(A_c)^-1, which N tr Sigma tends to as gamma H does to 0 (F16).
 
-    >>> of_mean_hessian(quadratic(hessians=[[[1.0]], [[0.25]]], linear=[[1.0], [0.0]]), 0.1)
-    0.08
+    >>> of_mean_hessian(quadratic(hessians=[[[0.75]], [[0.25]]], linear=[[1.0], [0.0]]), 0.5)
+    0.5
     """
     hessian = np.mean(problem.records[0], axis=0)
     return float(lr / 2 * np.trace(np.linalg.inv(hessian)))
