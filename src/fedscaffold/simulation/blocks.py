@@ -245,7 +245,8 @@ def _jit(
 
 def _caches_programs() -> bool:
     """Return whether JAX keeps compiled programs in a folder."""
-    return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+    config: Any = jax.config  # which does not declare its options
+    return bool(config.jax_enable_compilation_cache and config.jax_compilation_cache_dir)
 
 
 def _load(program: Any, devices: Sequence[Any]) -> list[Any]:
