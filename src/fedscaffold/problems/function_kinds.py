@@ -15,7 +15,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError, one_number, taken_by_name
 from fedscaffold.problems.batches import Kind, Kinds, bound, call, measured, record_values
-from fedscaffold.problems.compilation import quick_options
+from fedscaffold.problems.compilation import ONCE
 from fedscaffold.problems.mixing import mixes_records
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _couples(
         way = jax.tree.map(np.subtract, *models)
         for model, batch in zip(models, batches, strict=True):
             try:
-                mismatch, slope = _comparison()(name, function, model, way, batch)
+                mismatch, slope = _compare(name, function, model, way, batch)
             except Exception:  # it cannot be called with a single record
                 slope = jax.jit(partial(_on_batch, name, function))(model, batch)[2]
                 return True, np.asarray(slope)
@@ -214,13 +214,7 @@ def _trace(function: Callable[..., Any], params: Tree, batch: Tree) -> tuple[Clo
         return jax.make_jaxpr(function)(params, batch), False
 
 
-@cache
-def _comparison() -> Callable[..., tuple[Array, Array]]:
-    """Return `_compare`, compiled: it runs twice, so that compiling is what takes time."""
-    options = quick_options(once=True)
-    return jax.jit(_compare, static_argnums=(0, 1), compiler_options=options)
-
-
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=ONCE)
 def _compare(
     name: str, function: Callable[..., Any], params: Tree, way: Tree, batch: Tree
 ) -> tuple[Array, Array]:

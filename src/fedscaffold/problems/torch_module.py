@@ -22,7 +22,7 @@ import numpy as np
 from fedscaffold.checks import InputError
 from fedscaffold.metrics import Metric, metric
 from fedscaffold.problems.batches import Kinds
-from fedscaffold.problems.compilation import quick_options
+from fedscaffold.problems.compilation import ONCE
 from fedscaffold.problems.problem import Problem
 from fedscaffold.problems.torch_export import WAY_OUT, Graph, TracedFunction, copied_module
 from fedscaffold.problems.torch_kinds import (
@@ -424,7 +424,7 @@ def _compare_slopes(
             {name: t.detach().numpy() for name, t in tensors.items()}
             for tensors in (trained, along)
         )
-        compiled = jax.jit(slope, compiler_options=quick_options(once=True))
+        compiled = jax.jit(slope, compiler_options=ONCE)
         return abs(float(compiled(arrays, way, cast)) - expected), size
 
 
@@ -489,7 +489,7 @@ def _accuracy(
     with torch.no_grad():
         expected = float(metrics(held, tensors_of(some, torch.float32))["accuracy"])
     arrays = {name: p.detach().numpy() for name, p in held.named_parameters() if p.requires_grad}
-    evaluate = jax.jit(partial(traced, train=False), compiler_options=quick_options(once=True))
+    evaluate = jax.jit(partial(traced, train=False), compiler_options=ONCE)
     found = float(evaluate(arrays, some))
     if not abs(found - expected) <= 1e-4 * max(1.0, abs(expected)):
         raise InputError(

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.sharding import SingleDeviceSharding
 
-from fedscaffold.problems.compilation import quick_options
+from fedscaffold.problems.compilation import QUICK
 from fedscaffold.simulation.evaluation import ON_RECORDS, SHARES, evaluate, sum_records
 from fedscaffold.simulation.rounds import (
     Sums,
@@ -176,17 +176,17 @@ def compile_blocks(
     def compiled(function: Callable[..., Any], *given: Any, donate: Any = ()) -> tuple[Any, Any]:
         """Return a part of the round and the shapes of its results."""
         lowered = _jit(spec, function, state.x.dtype, donate)(*given)
-        return lowered.compile(quick_options()), lowered.out_info
+        return lowered.compile(QUICK), lowered.out_info
 
     def on_lanes(function: Callable[..., Any], *given: Any) -> tuple[list[Any], Any]:
         """Return a part of the round on each lane, compiled once, and its shapes."""
         lower = _jit(spec, function, state.x.dtype)
         first, *others = [lane(i) for i in range(min(threads(), blocks))]
         lowered = lower(*_on(first, given))
-        programs = [lowered.compile(quick_options())]
+        programs = [lowered.compile(QUICK)]
         if others and _caches_programs():  # what comes out of the cache cannot be serialised again
             again = [lower(*_on(device, given)) for device in others]
-            programs += [one.compile(quick_options()) for one in again]
+            programs += [one.compile(QUICK) for one in again]
         elif others:
             programs += _load(programs[0], others)
         return programs, _on(None, lowered.out_info)
