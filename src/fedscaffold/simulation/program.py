@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from fedscaffold.problems.batches import Kinds
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.problems.records import is_float, narrowed
-from fedscaffold.robust import of as filter_of
+from fedscaffold.robust import Filter
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import compression, delays, resolve, stale
 from fedscaffold.simulation.compatibility import refuse
@@ -234,7 +234,7 @@ def _make_spec(
         message_privacy=None if config.privacy is None else resolve.message_mechanism(config),
         heavy=heavy,
         local_buffers=problem.state is not None and config.buffers == "local",
-        filter=filter_of(config.robust),
+        filter=cast("Filter | None", config.robust),  # its check has read the words
         attack=config.attack,
         damped=drawer.damping is not None,
     )
