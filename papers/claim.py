@@ -147,17 +147,21 @@ class Outcome(NamedTuple):
 def verdict(checks: Sequence[Check]) -> tuple[str, str]:
     """The verdict and a sentence: all decided checks pass, some do, or fewer than half of them.
 
+    If more checks are open than decided, the claim is reproduced partly at most.
+
     >>> from papers.criteria import at_least
     >>> ok, bad = at_least("a", 1.0, 1.0, 1.0), at_least("b", 1.0, 0.0, 1.0)
     >>> verdict([ok, ok])[0], verdict([ok, ok, bad])[0], verdict([ok, bad, bad])[0]
     ('reproduced', 'partly', 'not')
+    >>> verdict([ok, *[ok._replace(passed=None)] * 2])
+    ('partly', '1 of 1 checks pass; 2 not decided at this size')
     """
     decided = [check for check in checks if check.kind != "report" and check.passed is not None]
     good = [check for check in decided if check.passed]
     open_ = sum(check.kind != "report" and check.passed is None for check in checks)
     word = (
         "reproduced"
-        if len(good) == len(decided) and decided
+        if len(good) == len(decided) >= max(1, open_)
         else "partly"
         if 2 * len(good) >= len(decided)
         else "not"
