@@ -105,6 +105,8 @@ def test_a_healthy_run_has_no_finding_above_ok_and_its_numbers_are_right(healthy
     [
         (["problem.noise=2000"], {"regime"}),
         (["problem.noise=2000", "cohort.size=1.0"], set()),  # corrections sum to zero
+        (["problem.noise=2000", "cohort.size=1.0", "local.optimizer=momentum"], set()),
+        (["problem.noise=2000", "cohort.size=1.0", "local.optimizer=adam"], {"regime"}),
         (["cohort.size=1", "rounds=4"], {"visits"}),
     ],
 )

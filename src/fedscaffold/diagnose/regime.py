@@ -13,9 +13,14 @@ client's control variate serves from the second round on in which the client is 
 
 from __future__ import annotations
 
-from fedscaffold.diagnose.control_checks import Finding
+from typing import Any
 
-__all__ = ["check_noise_of_controls", "check_visits"]
+import numpy as np
+
+from fedscaffold.diagnose.control_checks import Finding
+from fedscaffold.run_config import RunConfig
+
+__all__ = ["check_noise_of_controls", "check_visits", "has_linear_steps"]
 
 INSTEAD = "algorithm.name = 'fedavg' sends two vectors a round for three"
 
@@ -42,13 +47,38 @@ def check_visits(rounds: int, share: float) -> Finding | None:
     return Finding("visits", "watch", said, f"more rounds or larger cohorts; {INSTEAD}", visits)
 
 
+def has_linear_steps(config: RunConfig) -> bool:
+    """Return whether local steps are linear in the gradient, as those of SGD with momentum are.
+
+    An optimizer is tried: gradients twice as large must give steps twice as large.
+
+    Args:
+        config: The run.
+    """
+    if config.clip_norm is not None:
+        return False
+    optimizer = config.local_optimizer
+    if optimizer is None:
+        return True
+    y, gradients = np.zeros(2), np.array([[1.0, -3.0], [0.5, 2.0]])
+
+    def steps(scale: float) -> list[Any]:
+        memory, taken = optimizer.init(y), []
+        for gradient in scale * gradients:
+            step, memory = optimizer.update(gradient, memory, y)
+            taken.append(step)
+        return taken
+
+    return np.allclose(steps(2.0), 2 * np.asarray(steps(1.0)), rtol=1e-5, atol=0)
+
+
 def check_noise_of_controls(noise: float, share: float, linear: bool) -> Finding | None:
     """Return a finding if control variates are noisier than the clients are unlike.
 
     Args:
         noise: sigma / (sqrt(K) G), as `Alignment.noise` has it.
         share: Mean share of the clients heard in a round.
-        linear: Whether local steps are linear in the gradient, as those of SGD are.
+        linear: Whether local steps are linear in the gradient.
 
     >>> check_noise_of_controls(2.0, 1.0, linear=True) is None
     True

@@ -26,7 +26,11 @@ from fedscaffold.diagnose.control_checks import (
 )
 from fedscaffold.diagnose.progress_checks import Slope
 from fedscaffold.diagnose.read_checkpoint import CheckpointedRun, local_moves
-from fedscaffold.diagnose.regime import check_noise_of_controls, check_visits
+from fedscaffold.diagnose.regime import (
+    check_noise_of_controls,
+    check_visits,
+    has_linear_steps,
+)
 from fedscaffold.privacy.records import Records
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
@@ -234,7 +238,7 @@ def _examine_memory(
     one = one._replace(cosines=one.cosines[heard], errors=one.errors[heard])
     members, age = view.clients[heard], (memory.round - memory.heard_at)[view.clients[heard]]
     of = f"{len(members)} of {len(memory.p)} clients"
-    noisy = check_noise_of_controls(one.noise, memory.share, request.local_optimizer is None)
+    noisy = check_noise_of_controls(one.noise, memory.share, has_linear_steps(request))
     found += [] if noisy is None else [noisy]
     return [
         *found,
