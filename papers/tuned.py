@@ -61,6 +61,7 @@ METHODS = {
     "fedavgm": Method("FedAvgM", "fedavg", "server_lr", (0.1, 0.3, 1.0), "momentum"),
     "fedadam": Method("FedAdam", "fedavg", "server_lr", (0.01, 0.1, 1.0), "adam"),
     "feddyn": Method("FedDyn", "feddyn", "alpha", (0.01, 0.1, 1.0)),
+    "fedexp": Method("FedExP", "fedexp", "eps", (0.001, 0.01, 0.1)),
     "scaffold": Method("SCAFFOLD", "scaffold"),
     "scaffold-m": Method("SCAFFOLD-M", "scaffold-m", "beta", (0.1, 0.3, 0.6)),
     "scaffold-adam": Method("SCAFFOLD, Adam", "scaffold", "server_lr", (0.01, 0.1, 1.0), "adam"),

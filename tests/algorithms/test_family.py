@@ -18,12 +18,12 @@ from fedscaffold.simulation.sampling import Streams, draw_local_steps
 # Where everybody ends
 
 
-COUNTING = {"amplified-scaffold"}
-"""Methods whose rounds are not all the same map, so that theory knows no fixed point; test_methods.py has their limits."""
+NO_MATRIX = {"amplified-scaffold", "fedexp"}
+"""Methods whose rounds are not all one affine map, so that theory knows no fixed point: each has an oracle of its own."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - COUNTING))
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - NO_MATRIX))
 def test_the_limit_is_the_fixed_point_that_theory_finds(name):
     algorithm = ALGORITHMS[name]()
     found = run(algorithm, rounds=3000)
@@ -36,7 +36,7 @@ def test_the_biased_are_those_known_to_be():
     biased = {
         name
         for name, factory in ALGORITHMS.items()
-        if name not in COUNTING
+        if name not in NO_MATRIX
         and np.abs(fs.theory.bias(PROBLEM, lr=0.2, local_steps=5, algorithm=factory())).max() > 1e-9
     }
     assert biased == {"ca2fl", "ditto", "fedavg", "fedavg-m", "fedbn", "fednova", "fedprox"}
@@ -220,6 +220,29 @@ def test_fednova_divides_by_what_each_client_travelled():
     ask = {"rounds": 20, "local_steps": steps, "weights": weights, "cohorts": cohorts}
     close(run(fs.fednova(server_lr=0.9), **ask).vector, expected)
     close(run(fs.fednova(server_lr=0.9), lr=lambda k: 0.2, **ask).vector, expected)
+
+
+def test_fedexp_steps_as_far_as_its_rule_says():
+    cohorts, weights = cohorts_of(4, 20), np.arange(1.0, N + 1)
+    path, steps = oracles.fedexp(HESSIANS, LINEAR, X0, 0.2, 5, cohorts, weights, eps=0.01)
+    assert (steps == 1).any(), "the maximum is never 1"
+    assert (steps > 1).any(), "the maximum is always 1"
+    found = run(fs.fedexp(eps=0.01), rounds=20, weights=weights / weights.sum(), cohorts=cohorts)
+    close(found.vector, path[-1])
+
+
+def test_fedexp_of_clients_that_agree_is_fedavg():
+    alike = fs.problems.quadratic(
+        hessians=HESSIANS[:1].repeat(3, 0), linear=LINEAR[:1].repeat(3, 0)
+    )
+    ask = {"rounds": 10, "local_steps": 5, "lr": 0.2, "metrics": (), "x0": X0, **EXACT}
+    fedexp, fedavg = (fs.simulate(make(), alike, **ask).vector for make in (fs.fedexp, fs.fedavg))
+    close(fedexp, fedavg)
+
+
+def test_fedexp_has_no_matrix():
+    with pytest.raises(fs.InputError, match="fedexp sums over coordinates"):
+        fs.theory.bias(PROBLEM, lr=0.2, local_steps=5, algorithm=fs.fedexp())
 
 
 def test_fednova_keeps_the_objective_where_fedavg_follows_the_busy():

@@ -159,6 +159,7 @@ FUNCTIONS = {
     "scaffold": (fs.scaffold, {}, {"option": "count", "server_lr": "positive"}),
     "fedavg": (fs.fedavg, {}, {"server_lr": "positive"}),
     "ca2fl": (fs.ca2fl, {}, {"server_lr": "positive"}),
+    "fedexp": (fs.fedexp, {}, {"eps": "positive"}),
     "fedprox": (fs.fedprox, {}, {"mu": "number"}),
     "feddyn": (fs.feddyn, {}, {"alpha": "positive", "server_lr": "positive"}),
     "dane": (fs.dane, {}, {"mu": "number", "server_lr": "positive"}),

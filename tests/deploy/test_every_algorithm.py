@@ -30,6 +30,7 @@ from fedscaffold.deploy.client_state import load_record
 
 REFUSED = {
     "dane": "second exchange",
+    "fedexp": "hold numbers beside vectors",
     "mime": "second exchange",
     "scaffnew": "every client in every round",
     "scaffold-xi": "every client in every round",

@@ -182,6 +182,14 @@ def test_who_only_looks_needs_no_algorithm(known, tmp_path):
             "it draws the number of local steps",
         ),
         ({"memory": lambda x: Two(x, 0 * x)}, "does not begin at zero"),
+        (
+            {
+                "update": lambda server, sent, mean, heard: server._replace(
+                    x=server.x / server.x.sum()
+                )
+            },
+            "it sums over coordinates",
+        ),
     ],
 )
 def test_what_cannot_be_deployed_is_refused_by_name(change, said, known):

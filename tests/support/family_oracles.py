@@ -115,6 +115,22 @@ def fednova(a, b, x0, lr, local_steps, cohorts, weights=None, server_lr=1.0):
     return np.array(path)
 
 
+def fedexp(a, b, x0, lr, local_steps, cohorts, weights, eps):
+    """FedExP (Jhunjhunwala et al. 2023, Algorithm 1) with weighted means; returns the models and the server's steps."""
+    x, path, steps = np.array(x0, float), [], []
+    for cohort in cohorts:
+        p = np.asarray(weights, float)[list(cohort)]
+        p = p / p.sum()
+        deltas = np.array([descended(a, b, i, x, lr, local_steps) - x for i in cohort])
+        mean = p @ deltas
+        steps.append(
+            max(1.0, p @ np.square(np.linalg.norm(deltas, axis=1)) / (2 * (mean @ mean + eps)))
+        )
+        x = x + steps[-1] * mean
+        path.append(x)
+    return np.array(path), np.array(steps)
+
+
 def feddyn(a, b, x0, lr, local_steps, alpha, cohorts):
     """FedDyn (Acar et al. 2021, Algorithm 1), with K gradient steps from x as the local solver.
 

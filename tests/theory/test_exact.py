@@ -11,6 +11,7 @@ import pytest
 import fedscaffold as fs
 from fedscaffold import theory
 from fedscaffold.algorithms import ALGORITHMS
+from fedscaffold.algorithms.round import exchange
 from fedscaffold.theory import local_steps, rates
 from fedscaffold.theory.error_dynamics import chain
 from fedscaffold.theory.quadratics import geometric, lag, linear_round, power, spectra
@@ -149,8 +150,9 @@ def test_every_registered_algorithm_has_the_form_that_it_declares(name):
     algorithm, n, d = ALGORITHMS[name](), 3, 2
     problem = fs.problems.quadratic(n, d, mu=0.1, seed=7)
     options = {**REGISTERED, "algorithm": algorithm}
-    if any(np.ndim(value) == 0 for value in algorithm.init(np.zeros(d))):
-        with pytest.raises(fs.InputError, match="counts its rounds"):
+    counts = any(np.ndim(value) == 0 for value in algorithm.init(np.zeros(d)))
+    if counts or exchange(algorithm).sums:
+        with pytest.raises(fs.InputError, match="counts its rounds" if counts else "sums over"):
             theory.round_map(problem, **options)
         assert algorithm.form is None
         return

@@ -19,6 +19,7 @@ from fedscaffold.algorithms.fedavg import fedavg
 from fedscaffold.algorithms.fedavg_m import fedavg_m
 from fedscaffold.algorithms.fedbn import fedbn, local_layers
 from fedscaffold.algorithms.feddyn import feddyn
+from fedscaffold.algorithms.fedexp import fedexp
 from fedscaffold.algorithms.fednova import fednova
 from fedscaffold.algorithms.fedprox import fedprox
 from fedscaffold.algorithms.mime import mime
@@ -44,6 +45,7 @@ __all__ = [
     "fedavg_m",
     "fedbn",
     "feddyn",
+    "fedexp",
     "fednova",
     "fedprox",
     "local_layers",
@@ -67,6 +69,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg-m": fedavg_m,
     "fedbn": fedbn,
     "feddyn": feddyn,
+    "fedexp": fedexp,
     "fednova": fednova,
     "fedprox": fedprox,
     "mime": mime,

@@ -25,8 +25,9 @@ record of vectors and numbers; it is constant during a round.
 The functions use only + - * / and comparisons and import no array library: the same code runs under
 jit in the simulator, on NumPy in the server and on torch tensors in the client. They return new
 values and never modify their arguments. `direction` must be elementwise, as engines may call it
-layer by layer; the other functions are given flat vectors. Engines use nothing but these functions,
-and never the algorithm's name.
+layer by layer; the other functions are given flat vectors and may call a vector's `sum()`. Servers
+of deployments compute block by block of coordinates and refuse methods that do. Engines use nothing
+but these functions, and never the algorithm's name.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ class Exchange(NamedTuple):
     """Numbers of the server's record that it needs."""
     numbers: tuple[str, ...] = ()
     """Fields of the message that are numbers which the server cannot compute."""
+    sums: bool = False
+    """Whether a function sums over coordinates: what it returns is then not elementwise."""
 
     def sent(self, plain: bool) -> tuple[str, ...]:
         """Return the vectors that a client sends when the server receives each message separately.
@@ -83,7 +85,8 @@ def exchange(algorithm: Algorithm) -> Exchange:
         raise InputError(f"{algorithm.name} must have both memory and remember, or neither")
     try:
         _try_layers(algorithm)
-        return _try_round(algorithm, _Vector(0.25))
+        noting = type("Vector", (_Vector,), {})  # of its own: it notes whether one was summed
+        return _try_round(algorithm, noting(0.25))
     except (AttributeError, TypeError) as error:
         raise InputError(
             f"a function of {algorithm.name} cannot be run: {error}; use + - * / on vectors, and "
@@ -101,7 +104,7 @@ def _try_layers(algorithm: Algorithm) -> None:
 
 def _try_round(algorithm: Algorithm, x: _Vector) -> Exchange:
     """Run a round and note which fields its functions read."""
-    checked = partial(_check_record, algorithm.name)
+    checked, vector = partial(_check_record, algorithm.name), type(x)
     server, memory, own = (
         checked(function, record, record)
         for function, record in (
@@ -122,11 +125,11 @@ def _try_round(algorithm: Algorithm, x: _Vector) -> Exchange:
     # fields of the walk are distinct objects with the structure of the start
     start = algorithm.start(x, own)
     ends = {
-        name: partial(each, lambda _, number=number: _Vector(number), start)
+        name: partial(each, lambda _, number=number: vector(number), start)
         for name, number in (("y", 1.5), ("move", 2.5), ("d", 4.5))
     }
     traced = Walk(
-        x=lambda: x, travel=lambda: 3.5, gradient=lambda: _Vector(5.5), own=lambda: None, **ends
+        x=lambda: x, travel=lambda: 3.5, gradient=lambda: vector(5.5), own=lambda: None, **ends
     )
     read: set[str] = set()
     walk: Any = _ReadRecorder(traced, read)
@@ -140,7 +143,9 @@ def _try_round(algorithm: Algorithm, x: _Vector) -> Exchange:
     numbers = tuple(name for name in message._fields if name not in {*vectors, *at["travel"]})
     first = {role: names[0] if names else None for role, names in at.items()}
     roles = at["travel"], first["d"], first["move"]
-    return Exchange(type(message), frozenset(read), vectors, *roles, down, told, numbers)
+    return Exchange(
+        type(message), frozenset(read), vectors, *roles, down, told, numbers, vector.summed
+    )
 
 
 def _check_record(algorithm: str, function: str, before: Any, after: Any) -> Any:
@@ -163,14 +168,17 @@ def _check_record(algorithm: str, function: str, before: Any, after: Any) -> Any
 class _Vector(float):
     """A scalar that stands for a vector.
 
-    Arithmetic yields a `_Vector`; multiplying by True returns the same object.
+    Arithmetic yields a vector of the same type; multiplying by True returns the same object.
     """
+
+    summed = False
+    """Whether a vector of this type was summed over its coordinates."""
 
     def _lift(name: str) -> Callable[[_Vector, Any], Any]:  # type: ignore[misc]
         def operation(self: _Vector, other: Any) -> _Vector:
             if other is True and "mul" in name:
                 return self
-            return _Vector(getattr(float, name)(self, float(other)))
+            return type(self)(getattr(float, name)(self, float(other)))
 
         return operation
 
@@ -180,7 +188,12 @@ class _Vector(float):
     __truediv__, __rtruediv__ = _lift("__truediv__"), _lift("__rtruediv__")
 
     def __neg__(self) -> _Vector:
-        return _Vector(-float(self))
+        return type(self)(-float(self))
+
+    def sum(self) -> float:
+        """Return a number."""
+        type(self).summed = True
+        return float(self)
 
 
 class _ReadRecorder:

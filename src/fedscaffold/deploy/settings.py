@@ -291,6 +291,11 @@ def _why_not_deployed(algorithm: Algorithm) -> str | None:
         return "it draws the number of local steps of a round"
     if any(algorithm.memory(1.0) or ()):
         return "what its clients remember does not begin at zero"
+    known = exchange(algorithm)
+    if known.numbers:
+        return f"its messages hold numbers beside vectors ({', '.join(known.numbers)})"
+    if known.sums:
+        return "it sums over coordinates, of which a server has one block at a time"
     return None
 
 
@@ -353,11 +358,6 @@ def _check_secure(settings: Settings, algorithm: Algorithm) -> None:
     if len(deploy.sites) < 3:
         raise InputError(
             "deploy.secure needs at least 3 sites: of a sum of two each knows the other's part"
-        )
-    if known.numbers:
-        raise InputError(
-            f"{algorithm.name} does not go with deploy.secure: it sends numbers that are no sums "
-            f"({', '.join(known.numbers)})"
         )
     missing = [site for site in deploy.sites if site not in deploy.records]
     if missing and settings.weights == "records":

@@ -521,5 +521,5 @@ def _predicted_bias(
         return float(
             np.linalg.norm(bias(problem, lr=lr, local_steps=local.steps, algorithm=algorithm))
         )
-    except InputError:  # a round of it has no matrix, as it counts its rounds
+    except InputError:  # a round of it has no matrix: it counts its rounds, or is not affine
         return None

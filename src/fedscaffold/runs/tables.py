@@ -47,6 +47,7 @@ NAMES = {
     "ditto": "Ditto",
     "fedavg-m": "FedAvg-M",
     "feddyn": "FedDyn",
+    "fedexp": "FedExP",
     "fednova": "FedNova",
     "mime": "Mime",
     "scafcom": "SCAFCOM",

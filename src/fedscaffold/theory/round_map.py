@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.algorithms import Algorithm, Form, scaffold
+from fedscaffold.algorithms.round import exchange
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
@@ -127,6 +128,11 @@ def round_map(
     (array([ 0.4, -0.6,  0.6]), 0.3177239083)
     """
     client_quadratics(problem)
+    if exchange(algorithm).sums:
+        raise InputError(
+            f"{algorithm.name} sums over coordinates, so its rounds need not be affine: it has no "
+            "matrix"
+        )
     config = RunConfig(
         algorithm,
         problem,
