@@ -117,15 +117,16 @@ def measure(settings: Settings, memo: Memo) -> Data:
     # its clients share one random number of steps: the mean number of an epoch's, all present
     steps = settings["epochs"] * np.mean([math.ceil(n / settings["batch"]) for n in whole().counts])
     together = {"local_steps": round(float(steps)), "cohort": 1.0}
-    found: dict[str, Data] = {}
-    for name in settings["methods"]:
-        task = tuned.Task(
+    tasks = {
+        name: tuned.Task(
             lambda: [federation(writers, tuning=True)],
             whole,
             run | (together if name == "scaffnew" else epochs),
             lambda seed: None,
         )
-        found |= tuned.measure([name], task, settings["lrs"], settings["seeds"], memo)
+        for name in settings["methods"]
+    }
+    found = tuned.measure(tasks, settings["lrs"], settings["seeds"], memo)
     best = memo("reference", lambda: {"accuracy": reference(writers)})["accuracy"]
     clients, test = pictures(writers)
     about = (

@@ -158,7 +158,8 @@ def measure(settings: Settings, memo: Memo) -> Data:
         for name in names
     ]
     given = dict(zip(names, memo.all(parts), strict=True))
-    found = tuned.measure(settings["methods"], task, settings["lrs"], settings["tuned_seeds"], memo)
+    tasks = dict.fromkeys(settings["methods"], task)
+    found = tuned.measure(tasks, settings["lrs"], settings["tuned_seeds"], memo)
     test = federation(sites, like_training=True).test
     for one in found.values():
         one["like_training"] = [_accuracy(model, test) for model in one["models"]]

@@ -175,8 +175,7 @@ def measure(settings: Settings, memo: Memo) -> Data:
     given = dict(zip(settings["lr"], memo.all(parts), strict=True))
     found = {
         age: tuned.measure(
-            settings["methods"],
-            tasks[age],
+            dict.fromkeys(settings["methods"], tasks[age]),
             settings["lrs"],
             settings["tuned_seeds"],
             memo,

@@ -112,8 +112,7 @@ def _server(kind: str, lr: float) -> optax.GradientTransformation:
 
 
 def measure(
-    names: Sequence[str],
-    task: Task,
+    tasks: Mapping[str, Task],
     lrs: Sequence[float],
     seeds: Sequence[int],
     memo: Memo,
@@ -121,15 +120,15 @@ def measure(
 ) -> dict[str, Data]:
     """Tune every method and run it from all seeds; a method is kept as soon as it is done.
 
-    `label` tells apart what is kept of several tasks.
+    `tasks` are by method; `label` tells apart what is kept of several calls.
     """
     if len(lrs) != TRIALS:
         raise ValueError(f"the grid must have {TRIALS} step sizes, got {len(lrs)}")
     parts = [
         Part(f"{label}-{name}", partial(_method, name, task, lrs, seeds, memo, label))
-        for name in names
+        for name, task in tasks.items()
     ]
-    return dict(zip(names, memo.all(parts), strict=True))
+    return dict(zip(tasks, memo.all(parts), strict=True))
 
 
 def _method(
