@@ -17,7 +17,7 @@ train      True in training, False in evaluation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -28,6 +28,7 @@ from fedscaffold.deploy.arrays_client import descend, one_row_each
 from fedscaffold.deploy.client import Site, Trained, Work
 from fedscaffold.deploy.schema import Array, Schema
 from fedscaffold.model_functions import bound, even_weights, measured, new_state, refuse_state
+from fedscaffold.precision import narrowed
 
 __all__ = ["JaxLearner"]
 
@@ -94,7 +95,7 @@ class JaxLearner:
 
     def site(self, name: str) -> Site:
         """Open a site's data."""
-        records = jax.tree.map(np.asarray, self.data(name))
+        records = jax.tree.map(partial(self._narrow, name), self.data(name))
         number = one_row_each(name, jax.tree.leaves(records))
 
         def train(work: Work) -> Trained:
@@ -131,7 +132,7 @@ class JaxLearner:
 
         @cache
         def held_out() -> Tree:
-            return self.test(name)
+            return jax.tree.map(partial(self._narrow, name), self.test(name))
 
         def evaluate(x: Array, buffers: dict[str, Array]) -> dict[str, float]:
             state = self._state(buffers)
@@ -188,6 +189,9 @@ class JaxLearner:
             value, state = new_state("loss", value, state)
         one_number("loss(params, batch)", np.shape(value))
         return value, state
+
+    def _narrow(self, site: str, array: Any) -> Array:
+        return narrowed(f"the records of {site}", array, self.schema.dtype)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function of parameters as one of the flat vector."""

@@ -19,15 +19,14 @@ from fedscaffold import checks
 from fedscaffold.brief import brief
 from fedscaffold.checks import InputError, taken_by_name
 from fedscaffold.model_functions import refuse_state
+from fedscaffold.precision import narrowed
 from fedscaffold.problems.batches import NO_LOSS, Functions, Kinds, no_loss
 from fedscaffold.problems.function_kinds import inspect_functions
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.records import (
     counted,
-    is_float,
     joined,
     model,
-    narrowed,
     reals,
     refuse_non_finite,
 )
@@ -254,13 +253,11 @@ class Problem:
         return float(weights_of(self, weights) @ self.facts.client_losses(optimum))
 
     def on_device(self, dtype: str) -> tuple[Tree, Tree]:
-        """Return records and test data as device arrays of the given float dtype, cached."""
+        """Return records and test data as device arrays of a run in this precision, cached."""
         if dtype not in self._device:
-
-            def cast(array: Any) -> Any:
-                return narrowed("the records", array, dtype) if is_float(array) else array
-
-            held = jax.tree.map(cast, (self.records, self.test))
+            held = jax.tree.map(
+                lambda array: narrowed("the records", array, dtype), (self.records, self.test)
+            )
             self._device[dtype] = jax.device_put(held, may_alias=False)
         device: tuple[Tree, Tree] = self._device[dtype]
         return device

@@ -18,7 +18,6 @@ __all__ = [
     "is_float",
     "joined",
     "model",
-    "narrowed",
     "reals",
     "refuse_non_finite",
     "tables",
@@ -124,27 +123,6 @@ def reals(name: str, given: ArrayLike) -> NDArray[Any]:
     except (TypeError, ValueError, OverflowError):  # refused below
         pass
     raise InputError(f"{name} must be numbers, got {checks.shown(given)}")
-
-
-def narrowed(name: str, array: Any, dtype: str) -> NDArray[Any]:
-    """Return an array in a run's precision, the same one if it has it already.
-
-    Raise an InputError if finite numbers overflow there.
-
-    >>> narrowed("the records", np.array([1e39]), "float32")
-    Traceback (most recent call last):
-    fedscaffold.checks.InputError: the records hold 1e+39, which is too large for float32: take
-        precision='float64'
-    """
-    array, largest = np.asarray(array), float(np.finfo(dtype).max)
-    if array.size and array.dtype.itemsize > np.dtype(dtype).itemsize:
-        extreme = float(max(array.max(), -array.min()))
-        if largest < extreme < np.inf:
-            raise InputError(
-                f"{name} hold {extreme:g}, which is too large for {dtype}: take precision='float64'"
-            )
-    cast: NDArray[Any] = array.astype(dtype, copy=False)
-    return cast
 
 
 def is_float(array: NDArray[Any]) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold.checks import InputError
+from fedscaffold.precision import narrowed, type_in
 from fedscaffold.problems.problem import Problem, weights_of
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.evaluation import default_metrics
@@ -254,14 +255,14 @@ class OutOfCoreClients(NamedTuple):
 
 
 def gather_records(problem: Problem, clients: NDArray[np.int64], most: int, dtype: Any) -> Any:
-    """Return the records of some clients, padded to `most` rows, with floats cast to `dtype`."""
+    """Return the records of some clients, padded to `most` rows, in the precision `dtype`."""
 
     def leaf(column: NDArray[Any]) -> NDArray[Any]:
-        kind = dtype if np.issubdtype(column.dtype, np.floating) else column.dtype
-        out = np.zeros((len(clients) * most, *column.shape[1:]), kind)
+        out = np.zeros((len(clients) * most, *column.shape[1:]), type_in(dtype, column.dtype))
         for slot, client in enumerate(clients.tolist()):
             begin, end = problem.offsets[client], problem.offsets[client + 1]
-            out[slot * most : slot * most + end - begin] = column[begin:end]
+            rows = narrowed(f"the records of client {client}", column[begin:end], dtype)
+            out[slot * most : slot * most + end - begin] = rows
         return out
 
     return jax.tree.map(leaf, problem.records)
@@ -273,11 +274,11 @@ def cohort_federation(config: RunConfig, spec: Spec, slots: int) -> Federation:
     problem, dtype = config.problem, np.dtype(config.precision)
 
     def room(column: NDArray[Any]) -> NDArray[Any]:
-        kind = dtype if np.issubdtype(column.dtype, np.floating) else column.dtype
-        return np.zeros((slots * spec.max_rows, *column.shape[1:]), kind)
+        shape = (slots * spec.max_rows, *column.shape[1:])
+        return np.zeros(shape, type_in(dtype, column.dtype))
 
     def cast(a: Any) -> Any:
-        return a.astype(dtype) if np.issubdtype(a.dtype, np.floating) else a
+        return narrowed("the data", a, dtype)
 
     numbers = np.zeros(slots, np.int32)
     noise = None if problem.noise is None else cast(problem.noise)

@@ -19,10 +19,11 @@ from fedscaffold import checks
 from fedscaffold.algorithms import Algorithm
 from fedscaffold.checks import InputError
 from fedscaffold.metrics import ALWAYS, METRICS, Metric, Stop, metric
+from fedscaffold.precision import narrowed
 from fedscaffold.problems.batches import bound
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
-from fedscaffold.problems.records import counted, is_float, joined
+from fedscaffold.problems.records import counted, joined
 from fedscaffold.problems.rewriting import as_products
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.evaluation_batches import EVALUATION_BYTES
@@ -230,10 +231,9 @@ def _measure(config: RunConfig, one: Metric, sets: Callable[[int], Any]) -> Meas
         config.problem.layout.flatten(config.problem.params, dtype)
     )
     if one.compiled is not False:
+        data = _cast(sets(0), dtype)  # refuses numbers that JAX would wrap around, on the host too
         try:
-            shape = jax.eval_shape(
-                _bind_buffers(one.function, buffers), params, _cast(sets(0), dtype)
-            )
+            shape = jax.eval_shape(_bind_buffers(one.function, buffers), params, data)
         except Exception as error:
             if one.compiled:
                 raise InputError(
@@ -295,7 +295,7 @@ def _describe(one: Metric) -> str:
 
 
 def _cast(tree: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda a: a.astype(dtype) if is_float(a) else a, tree)
+    return jax.tree.map(lambda a: narrowed("a metric's data", a, dtype), tree)
 
 
 def _prepare_data(config: RunConfig, one: Metric, sets: Callable[[int], Any]) -> Data:

@@ -17,13 +17,13 @@ from fedscaffold.algorithms.round import exchange, fitted, reads_gradient_at_x, 
 from fedscaffold.checks import InputError, is_word
 from fedscaffold.damping import damping_of
 from fedscaffold.metrics import ALWAYS, METRICS, Stop, stop_of
+from fedscaffold.precision import narrowed
 from fedscaffold.privacy.accounting import capacity
 from fedscaffold.privacy.budget import Budget
 from fedscaffold.privacy.records import Records
 from fedscaffold.problems.batches import Kinds
 from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem, weights_of
-from fedscaffold.problems.records import is_float, narrowed
 from fedscaffold.robust import Filter
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import compression, delays, resolve, stale
@@ -342,10 +342,7 @@ def _initial_state(config: RunConfig, spec: Spec, rows: int, at_work: int | None
             for field, value in zip(begun._fields, begun, strict=True)
         )
     )
-    buffers = jax.tree.map(
-        lambda a: a.astype(dtype if is_float(a) else jax.dtypes.canonicalize_dtype(a.dtype)),
-        problem.state,
-    )
+    buffers = jax.tree.map(lambda a: narrowed("the state", a, dtype), problem.state)
 
     def table(record: Any, dtype: Any, rows: int = rows) -> Any:
         """Return a view: rows are written where a run needs them."""

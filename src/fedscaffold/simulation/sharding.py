@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedscaffold import checks
 from fedscaffold.checks import InputError
+from fedscaffold.precision import narrowed
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import resolve
 from fedscaffold.simulation.evaluation_batches import Batches
@@ -91,12 +92,10 @@ class Shards(NamedTuple):
         records, there = self._padded_rows(begins)
 
         def cast(a: Any) -> Any:
-            return a.astype(dtype, copy=False) if np.issubdtype(a.dtype, np.floating) else a
+            return narrowed("the records", a, dtype)
 
         def some(tree: Any, places: NDArray[np.int64]) -> Any:
-            return self.put(
-                jax.tree.map(lambda a: cast(np.asarray(_take_rows(a, places))), tree), 0
-            )
+            return self.put(jax.tree.map(lambda a: cast(_take_rows(a, places)), tree), 0)
 
         each = host.noise is not None and host.noise.ndim == 3 and len(host.noise) > 1
         first = self.offsets[clients] - np.repeat(begins[self.devices], self.rows)
