@@ -76,6 +76,7 @@ SHARED = {
     "layers",
     "metrics",
     "model_functions",
+    "precision",
     "parsing",
     "random_streams",
     "robust",
