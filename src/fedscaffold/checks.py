@@ -77,7 +77,7 @@ def choice(name: str, value: str, allowed: Iterable[str]) -> str:
     if isinstance(value, str) and value in known:
         return value
     near = (
-        difflib.get_close_matches(str(value)[:MOST_SHOWN], known, n=1, cutoff=0.5)
+        difflib.get_close_matches(str(value)[:MOST_SHOWN], known, n=1, cutoff=0.6)
         if isinstance(value, str)
         else []
     )
@@ -227,17 +227,33 @@ def memory() -> float:
         return most
 
 
-def one_number(loss: str, shape: Iterable[int]) -> None:
-    """Raise an InputError if a loss is not one number.
+def one_number(name: str, value: Any, *, floating: bool = True) -> None:
+    """Raise an InputError if the value of a function such as a loss is not one number.
 
-    >>> one_number("loss(params, batch)", (4,))
+    Args:
+        name: The function, as in "loss(params, batch)".
+        value: A number, or an array or tensor of any library.
+        floating: Whether it must be of floating point.
+
+    >>> import numpy as np
+    >>> one_number("loss(params, batch)", np.ones(4))
     Traceback (most recent call last):
     fedscaffold.checks.InputError: loss(params, batch) must be one number, the mean over the batch's
     records, got shape (4,); end it with .mean()
+    >>> one_number("loss(params, batch)", (0.5, 3))
+    Traceback (most recent call last):
+    fedscaffold.checks.InputError: loss(params, batch) must be one number, the mean over the batch's
+    records, got a tuple
     """
-    if tuple(shape):
-        wanted = "must be one number, the mean over the batch's records"
-        raise InputError(f"{loss} {wanted}, got shape {tuple(shape)}; end it with .mean()")
+    wanted = f"{name} must be one number, the mean over the batch's records"
+    shape = tuple(getattr(value, "shape", ()))
+    if shape:
+        raise InputError(f"{wanted}, got shape {shape}; end it with .mean()")
+    if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float)):
+        raise InputError(f"{wanted}, got a {type(value).__name__}")
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    if floating and "float" not in kind:
+        raise InputError(f"{wanted}, of floating point, got {kind}")
 
 
 def memoised(make: Callable[P, R]) -> Callable[P, R]:

@@ -187,7 +187,7 @@ class JaxLearner:
         value = bound(self.loss, key, state, train=True)(params, batch, **given)
         if self.stateful:
             value, state = new_state("loss", value, state)
-        one_number("loss(params, batch)", np.shape(value))
+        one_number("loss(params, batch)", value)
         return value, state
 
     def _narrow(self, site: str, array: Any) -> Array:
@@ -242,7 +242,7 @@ def _measure(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def value(params: Tree, batch: Tree, state: Tree, key: Any) -> Any:
         found = measured(function, state)(params, batch, **_weights(function, params, batch))
-        one_number(f"{name}(params, batch)", np.shape(found))
+        one_number(f"{name}(params, batch)", found, floating=False)
         return found
 
     return value

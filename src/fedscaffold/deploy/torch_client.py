@@ -345,7 +345,7 @@ class TorchLearner:
                 "loss(module, batch) must return a tensor, or None to skip a batch, got "
                 f"{type(value).__name__}"
             )
-        one_number("loss(module, batch)", value.shape)
+        one_number("loss(module, batch)", value)
         return value
 
     def _gradient(self, batch: Batch, scaler: Any = None) -> bool:

@@ -218,7 +218,7 @@ def _slope(
     def loss(params: Tree, batch: Tree, **by_name: Array) -> Any:
         result = of_batch(params, batch, **by_name)
         number, new = new_state("loss", result, state) if functions.stateful else (result, None)
-        one_number("loss(params, batch)", jnp.shape(number))
+        one_number("loss(params, batch)", number)
         return (number, new) if functions.stateful else number
 
     return jax.grad(loss, has_aux=functions.stateful)

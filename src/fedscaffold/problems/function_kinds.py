@@ -266,7 +266,7 @@ def _on_batch(
 
     def checked(params: Tree) -> Array:
         value = function(params, batch)
-        one_number("loss(params, batch)", jnp.shape(value))
+        one_number("loss(params, batch)", value)
         return value
 
     whole, slope = jax.value_and_grad(checked)(params)

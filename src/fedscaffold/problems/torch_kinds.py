@@ -218,7 +218,7 @@ def value_and_slopes(
         value = torch.as_tensor(function(module, batch))
     except Exception as error:  # an export does not look at everything, such as the dtype of labels
         raise InputError(f"loss(module, batch) fails in torch: {first_line(error)}") from error
-    one_number("loss(module, batch)", tuple(value.shape))
+    one_number("loss(module, batch)", value)
     if not slopes:
         return value.detach(), {}
     found: Any = (None,) * len(trained)  # a loss under torch.no_grad where it is measured
