@@ -17,6 +17,7 @@ from fedscaffold.problems.layout import Layout
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import notebook
+from fedscaffold.simulation.bad_records import find_bad_records
 from fedscaffold.simulation.engine import Seconds
 from fedscaffold.simulation.invariants import check_means
 from fedscaffold.simulation.out_of_core import OutOfCoreClients
@@ -27,6 +28,8 @@ from fedscaffold.simulation.spending import budget_of
 from fedscaffold.simulation.staleness import ages, decay_memory
 
 __all__ = ["Clients", "Run", "count_bytes", "finish", "history_of"]
+
+EARLY = 10  # rounds: a run that diverges in one of them may have met a record without a loss
 
 
 class Clients(NamedTuple):
@@ -337,6 +340,11 @@ def _describe_data(problem: Problem, spec: Spec) -> dict[str, str]:
 
 def _advice(config: RunConfig, ready: PreparedRun, at: int) -> str:
     what = f"diverged at round {at}"
+    in_memory = config.client_state == "array" and ready.shards is None
+    if in_memory and at <= max(EARLY, config.evaluate_every):
+        bad = find_bad_records(config.problem, config.precision, ready.start)
+        if bad is not None:
+            return f"{what}: {bad} at the initial model, whatever the step size"
     smoothness = config.problem.smoothness
     if config.local_optimizer is not None or callable(config.lr):
         return f"{what}: take smaller local steps"
