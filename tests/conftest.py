@@ -75,6 +75,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(Optimisation())
     if CACHE not in os.environ:  # workers inherit it
         os.environ[CACHE] = config.own_cache = tempfile.mkdtemp(prefix="fedscaffold-programs-")
         # smaller programs are compiled again sooner than they are written and read
@@ -134,16 +135,20 @@ def forget():
                     value.cache_clear()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    """Choose how programs are compiled, here and in processes that the test starts."""
-    value = "0" if is_exact(item.path.relative_to(item.config.rootpath).as_posix()) else "1"
-    if os.environ.get(OPTIMISE_LESS) != value:
-        os.environ[OPTIMISE_LESS] = value
-        if jax := sys.modules.get("jax"):
-            jax.config.update(OPTIMISE_LESS.lower(), value == "1")
-            jax.clear_caches()
-            forget()
+class Optimisation:
+    """Chooses how programs are compiled: a plugin, as hooks of this file are not called for pages and doctests of `src`."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        """Choose for a test and for the processes that it starts."""
+        exact = is_exact(item.path.relative_to(item.config.rootpath).as_posix())
+        value = "0" if exact else "1"
+        if os.environ.get(OPTIMISE_LESS) != value:
+            os.environ[OPTIMISE_LESS] = value
+            if jax := sys.modules.get("jax"):
+                jax.config.update(OPTIMISE_LESS.lower(), value == "1")
+                jax.clear_caches()
+                forget()
 
 
 @pytest.fixture
