@@ -32,10 +32,10 @@ def peak():
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
     return 1024 * int(line.split()[1])
 
-ask = {"rounds": 8, "local_steps": %s, "lr": 0.01, "metrics": (), "cohort": %s}
+ask = {"rounds": 4, "local_steps": %s, "lr": 0.01, "metrics": (), "cohort": %s}
 fs.simulate(fs.scaffold(), made(20), **ask)
 before = peak()
-simulator = fs.Simulator(fs.scaffold(), made(500_000), **ask)
+simulator = fs.Simulator(fs.scaffold(), made(250_000), **ask)
 simulator.run()
 print(json.dumps([simulator.size.total, peak() - before]))
 """
