@@ -130,7 +130,7 @@ def test_sgd_takes_one_step_on_all_data_whatever_is_asked():
     a, b, x0 = quadratic(4)
     problem = fs.problems.quadratic(hessians=a, linear=b)
     run = fs.simulate(
-        fs.sgd(), problem, rounds=3, local_steps=7, lr=0.1, x0=x0, precision="float64"
+        fs.sgd(), problem, rounds=3, local_steps=7, lr=0.1, x0=x0, precision="float64", metrics=()
     )
     x = x0
     for _ in range(3):
@@ -201,14 +201,9 @@ def test_batches_are_what_the_draws_say(local):
     """The reference is fed the drawer's own rows: this checks gathering, ragged batches and per-client steps."""
     clients = records(1)
     problem = fs.Problem(least_squares, np.ones(3), clients)
-    run = fs.simulate(
-        fs.scaffold(), problem, rounds=6, lr=0.1, cohort=0.5, seed=7, precision="float64", **local
-    )
-    drawer = prepare(
-        fs.RunConfig(
-            fs.scaffold(), problem, rounds=6, lr=0.1, cohort=0.5, precision="float64", **local
-        )
-    ).drawer
+    ask = {"rounds": 6, "lr": 0.1, "cohort": 0.5, "precision": "float64", "metrics": ()} | local
+    run = fs.simulate(fs.scaffold(), problem, seed=7, **ask)
+    drawer = prepare(fs.RunConfig(fs.scaffold(), problem, **ask)).drawer
     x, y = (np.concatenate(parts) for parts in zip(*clients, strict=True))
     draws = drawer.draw(7, 0, 6, 6)
 
@@ -329,6 +324,7 @@ def test_problems_built_twice_share_a_program():
             rounds=2,
             local_steps=2,
             lr=0.1,
+            metrics=(),
         )
     assert _compile.cache_info().misses == before + 1
 
@@ -337,10 +333,9 @@ def test_problems_built_twice_share_a_program():
 def test_runs_with_other_numbers_of_local_steps_share_a_program(batch_size):
     clients = [(np.eye(3) + n, np.array([0, 1, 2])) for n in range(3)]
     problem, used = fs.problems.softmax(clients, l2=0.1), set()
+    ask = {"lr": 0.1, "cohort": 2, "batch_size": batch_size, "metrics": ()}
     for steps in (4, 7, 30):
-        config = fs.RunConfig(
-            fs.scaffold(), problem, local_steps=steps, lr=0.1, cohort=2, batch_size=batch_size
-        )
+        config = fs.RunConfig(fs.scaffold(), problem, local_steps=steps, **ask)
         used.add(compile_rounds(prepare(config), [0], 1).program)
     assert len(used) == 1
 
@@ -376,6 +371,7 @@ def test_same_seed_same_bits_and_stretches_change_none(monkeypatch):
 
     problem = fs.problems.logistic([(x, (y > 0).astype(int)) for x, y in records()], l2=0.1)
     ask = {"rounds": 40, "local_steps": 3, "lr": 0.3, "batch_size": 2, "cohort": 2}
+    ask["metrics"] = ("loss",)
     first = fs.simulate(fs.scaffold(), problem, seed=3, **ask)
     assert fs.simulate(fs.scaffold(), problem, seed=3, **ask).digest == first.digest
     assert fs.simulate(fs.scaffold(), problem, seed=4, **ask).digest != first.digest
@@ -395,6 +391,7 @@ def test_a_sweep_is_its_runs(cohort):
         "cohort": cohort,
         "precision": "float64",
         "stop_at": ("distance", 0.3),
+        "metrics": ("distance",),
     }
     found = fs.sweep(fs.scaffold(), problem, lr=[0.05, 0.2, 0.9], seeds=[1, 5], **ask)
     for lr, runs in zip(found.lr, found.runs, strict=True):
@@ -410,6 +407,7 @@ def test_the_optimum_reached_is_the_weighted_one():
     clients = [(x, (y > 0).astype(int)) for x, y in records(2)]
     problem = fs.problems.logistic(clients, l2=0.1)
     ask = {"rounds": 400, "local_steps": 5, "lr": 0.5, "cohort": 2, "precision": "float64"}
+    ask["metrics"] = ()
     for weights in ("equal", "records", [1, 2, 0.5, 4]):
         run = fs.simulate(fs.scaffold(), problem, weights=weights, **ask)
         np.testing.assert_allclose(run.vector, problem.optimum(weights), rtol=0, atol=1e-10)
@@ -427,15 +425,17 @@ def test_with_adam_the_c_i_are_the_mean_raw_gradients():
         "local_optimizer": optimizer,
         "x0": x0,
         "precision": "float64",
+        "metrics": (),
     }
     run = fs.simulate(fs.scaffold(), problem, rounds=1, cohorts=[[0, 2, 5]], **ask)
+    update = jax.jit(optimizer.update)
     with jax.enable_x64(True):
         for i in (0, 2, 5):
-            y, memory, seen = jnp.asarray(x0), optimizer.init(jnp.asarray(x0)), []
+            y, memory, seen = x0, optimizer.init(x0), []
             for _ in range(4):
-                seen.append(a[i] @ np.asarray(y) - b[i])
-                step, memory = optimizer.update(jnp.asarray(seen[-1]), memory, y)
-                y = y + step
+                seen.append(a[i] @ y - b[i])
+                step, memory = update(seen[-1], memory, y)
+                y = y + np.asarray(step)
             np.testing.assert_allclose(
                 run.clients.c_i[i], np.mean(seen, axis=0), rtol=0, atol=1e-12
             )
@@ -525,7 +525,7 @@ def test_evaluation_covers_all_records_once_in_many_stretches(monkeypatch):
 @pytest.mark.slow
 def test_bytes_count_one_vector_up_for_plain_sgd_and_two_otherwise():
     problem = fs.problems.quadratic(num_clients=4, dim=5, seed=0)
-    ask = {"rounds": 2, "precision": "float32", "cohort": 3}
+    ask = {"rounds": 2, "precision": "float32", "cohort": 3, "metrics": ()}
     vector = 5 * 4 * 3
     up = lambda algorithm, **local: fs.simulate(algorithm, problem, **ask, **local).history  # noqa: E731
     assert up(fs.scaffold(), local_steps=3, lr=0.1)["bytes_up"].tolist() == [vector, vector]
@@ -548,7 +548,7 @@ def test_bytes_count_one_vector_up_for_plain_sgd_and_two_otherwise():
 @pytest.mark.slow
 def test_a_run_stops_at_its_target_and_keeps_the_model_of_that_round():
     problem = fs.problems.quadratic(num_clients=4, dim=3, mu=0.1, seed=1)
-    ask = {"local_steps": 4, "lr": 0.3, "precision": "float64"}
+    ask = {"local_steps": 4, "lr": 0.3, "precision": "float64", "metrics": ("distance",)}
     run = fs.simulate(fs.scaffold(), problem, rounds=500, stop_at=("distance", 1e-3), **ask)
     assert run.reached_at == run.rounds == len(run.history["round"]) < 500
     assert run.history["distance"][-1] <= 1e-3 < run.history["distance"][-2]
@@ -559,7 +559,7 @@ def test_a_run_stops_at_its_target_and_keeps_the_model_of_that_round():
 @pytest.mark.slow
 def test_divergence_is_a_result_with_advice():
     problem = fs.problems.quadratic(num_clients=4, dim=3, smoothness=2.0, seed=1)
-    run = fs.simulate(fs.fedavg(), problem, rounds=5000, local_steps=4, lr=1.7)
+    run = fs.simulate(fs.fedavg(), problem, rounds=5000, local_steps=4, lr=1.7, metrics=("loss",))
     assert run.diverged_at == run.rounds < 5000
     assert "2/L = 1" in run.advice
     assert np.isfinite(run.history["loss"][:-1]).all()
@@ -567,9 +567,8 @@ def test_divergence_is_a_result_with_advice():
 
 def test_unmeasured_rounds_hold_nan_and_the_residual_is_always_on():
     problem = fs.problems.quadratic(num_clients=4, dim=3, seed=1)
-    history = fs.simulate(
-        fs.scaffold(), problem, rounds=7, local_steps=2, lr=0.3, evaluate_every=3
-    ).history
+    ask = {"rounds": 7, "local_steps": 2, "lr": 0.3, "evaluate_every": 3, "metrics": ("loss",)}
+    history = fs.simulate(fs.scaffold(), problem, **ask).history
     assert np.isfinite(history["loss"]).tolist() == [False, False, True, False, False, True, False]
     assert np.isfinite(history["residual"]).all()
 
@@ -625,9 +624,8 @@ def test_a_round_costs_its_cohort_not_the_population():
 @pytest.mark.parametrize("block", [1, 2])
 def test_rows_of_clients_are_written_in_place(block):
     problem = fs.problems.quadratic(num_clients=7, dim=11, mu=0.1, seed=0)
-    simulator = fs.Simulator(
-        fs.scaffold(), problem, local_steps=2, lr=0.1, cohort=4, block=block, precision="float32"
-    )
+    ask = {"local_steps": 2, "lr": 0.1, "cohort": 4, "precision": "float32", "metrics": ()}
+    simulator = fs.Simulator(fs.scaffold(), problem, block=block, **ask)
     program = simulator._engine.program.as_text()
     assert "f32[7,11]" in program
     assert not re.search(r"= f32\[7,11\]\S* copy\(", program)
@@ -648,9 +646,8 @@ def test_heavy_steps_leave_padding_out(work, sizes):
     problem = fs.Problem(loss, rng.normal(size=(9, 9000)), clients)
     runs = []
     for block in (1, 2):
-        simulator = fs.Simulator(
-            fs.scaffold(), problem, rounds=3, lr=0.5, precision="float64", block=block, **work
-        )
+        ask = {"rounds": 3, "lr": 0.5, "precision": "float64", "metrics": ()} | work
+        simulator = fs.Simulator(fs.scaffold(), problem, block=block, **ask)
         spec = simulator.ready.spec
         assert spec.heavy
         assert (spec.batch_sizes or spec.client_sizes) == (sizes if block == 1 else ())
