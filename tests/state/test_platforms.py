@@ -43,7 +43,7 @@ import fedscaffold as fs
 import numpy as np
 
 problem = fs.problems.quadratic(num_clients=4, dim=3, mu=0.1, seed=0)
-ask = dict(local_steps=3, lr=0.3, cohort=0.5, precision="float64")
+ask = dict(local_steps=3, lr=0.3, cohort=0.5, precision="float64", metrics=())
 whole = fs.simulate(fs.scaffold(), problem, rounds=20, **ask)
 fs.simulate(fs.scaffold(), problem, rounds=10, checkpoint=FOLDER + "/a", **ask)
 resumed = fs.simulate(fs.scaffold(), problem, rounds=20, checkpoint=FOLDER + "/a", **ask)
@@ -81,18 +81,20 @@ main()
 """
 
 
-def run(script, folder):
-    text = f"{WITHOUT_POSIX}\nFOLDER = {str(folder)!r}\n{script}"
-    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Both in one process: most of its time is imports."""
+    folder = tmp_path_factory.mktemp("platforms")
+    text = f"{WITHOUT_POSIX}\nFOLDER = {str(folder)!r}\n{RUNS}\n{COMMAND}"
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True), folder
 
 
-def test_runs_checkpoints_sweeps_theory_and_conformance_work(tmp_path):
-    done = run(RUNS, tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "well"
+def test_runs_checkpoints_sweeps_theory_and_conformance_work(done):
+    process, _ = done
+    assert process.stdout.splitlines()[:1] == ["well"], process.stderr[-2000:]
 
 
-def test_the_command_line_runs_and_writes_its_folder(tmp_path):
-    done = run(COMMAND, tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "run" / "report.html").is_file()
+def test_the_command_line_runs_and_writes_its_folder(done):
+    process, folder = done
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert (folder / "run" / "report.html").is_file()
