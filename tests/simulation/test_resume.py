@@ -43,9 +43,8 @@ CASES = {
 
 def ask(name, **more):
     algorithm, problem, own = CASES[name]
-    return fs.simulate(
-        algorithm, problem, **({"rounds": ROUNDS, "local_steps": 2, "seed": 7} | own | more)
-    )
+    given = {"rounds": ROUNDS, "local_steps": 2, "seed": 7, "metrics": ("loss",)}
+    return fs.simulate(algorithm, problem, **(given | own | more))
 
 
 def same(run, other):
@@ -170,6 +169,7 @@ def test_another_run_is_refused_with_the_difference(tmp_path):
         "rounds": 4,
         "local_steps": 2,
         "checkpoint": tmp_path,
+        "metrics": ("loss",),
     }
     fs.simulate(fs.fedavg(), NOISY, **base)
     other = fs.problems.quadratic(num_clients=10, dim=6, mu=0.05, noise=0.01, seed=1)
@@ -198,7 +198,7 @@ def test_another_run_is_refused_with_the_difference(tmp_path):
 
 def test_a_loss_with_other_code_is_another_run(tmp_path):
     clients = [np.arange(4.0), np.arange(3.0)]
-    ask = {"rounds": 2, "local_steps": 1, "lr": 0.1, "checkpoint": tmp_path}
+    ask = {"rounds": 2, "local_steps": 1, "lr": 0.1, "checkpoint": tmp_path, "metrics": ()}
     fs.simulate(
         fs.fedavg(),
         fs.Problem(lambda w, batch: ((batch - w) ** 2).mean(), np.zeros(()), clients),
@@ -244,7 +244,7 @@ def test_a_loss_with_another_parameter_is_another_run(way, tmp_path, monkeypatch
         loss = {"object": made, "method": made.method, "global": scaled_by_global}[way]
         return fs.Problem(loss, np.zeros(()), [np.arange(4.0), np.arange(3.0)])
 
-    ask = {"rounds": 2, "local_steps": 1, "lr": 0.1, "checkpoint": tmp_path}
+    ask = {"rounds": 2, "local_steps": 1, "lr": 0.1, "checkpoint": tmp_path, "metrics": ()}
     first = fs.simulate(fs.fedavg(), problem(0.5), **ask)
     assert fs.simulate(fs.fedavg(), problem(0.5), **ask).digest == first.digest
     with pytest.raises(
@@ -329,7 +329,7 @@ def test_a_wrong_algorithm_is_found_out():
         return good.update(server, sent, mean, 1.0)  # the factor S/N forgotten
 
     wrong = good._replace(update=update)
-    run = fs.simulate(wrong, NOISY, rounds=10, local_steps=1, lr=0.1, cohort=3)
+    run = fs.simulate(wrong, NOISY, rounds=10, local_steps=1, lr=0.1, cohort=3, metrics=())
     assert "factor S/N" in run.fault
 
 
