@@ -38,8 +38,15 @@ def near(w, batch):
 
 COUPLED = fs.Problem(coupled, START, clients([3, 12, 5, 9, 7]), evaluation_batch=4)
 TESTED = fs.Problem(loss, START, clients([12] * 5), accuracy=near, test=clients([40])[0])
-# in double precision, so that all tests of a run share its programs; one row is in single precision
-COMMON = {"rounds": 3, "lr": 0.05, "block": 2, "precision": "float64", "progress": False}
+# in double precision and without metrics, so that all tests of a run share its programs; one row is in single precision
+COMMON = {
+    "rounds": 3,
+    "lr": 0.05,
+    "block": 2,
+    "precision": "float64",
+    "metrics": (),
+    "progress": False,
+}
 RUNS = {
     "fedavg": (fs.fedavg(), EQUAL, {"local_steps": 2, "batch_size": 4, "cohort": 5}),
     "scaffold": (fs.scaffold(), EQUAL, {"local_steps": 2, "batch_size": 4, "cohort": 5}),
@@ -63,7 +70,11 @@ RUNS = {
         UNEQUAL,
         {"local_steps": 2, "cohort": 5, "metrics": ["loss", "grad_norm", "drift", "age"]},
     ),
-    "coupled": (fs.scaffold(), COUPLED, {"local_steps": 2, "batch_size": 3, "cohort": 4}),
+    "coupled": (
+        fs.scaffold(),
+        COUPLED,
+        {"local_steps": 2, "batch_size": 3, "cohort": 4, "metrics": ["loss", "grad_norm"]},
+    ),
     "test": (
         fs.fedavg(),
         TESTED,
@@ -165,9 +176,11 @@ def test_a_sweep_has_the_bits_of_single_runs(heavy):
 @pytest.mark.slow
 def test_a_run_of_a_sweep_that_has_ended_waits_for_the_others(heavy, monkeypatch):
     monkeypatch.setattr(engine, "STRETCH_SECONDS", 0)  # chunks of one round
-    lrs, same = [0.01, 0.05], COMMON | {"rounds": 6, "local_steps": 2, "cohort": 5}
+    own = {"rounds": 6, "local_steps": 2, "cohort": 5, "metrics": ["loss"]}
+    lrs, same = [0.01, 0.05], COMMON | own
     del same["lr"]
-    first = fs.simulate(fs.scaffold(), EQUAL, lr=0.05, **same).history["loss"][1]
+    never = {"stop_at": {"loss": 0.0}}  # the program is that of the runs that end
+    first = fs.simulate(fs.scaffold(), EQUAL, lr=0.05, **never, **same).history["loss"][1]
     swept = fs.sweep(fs.scaffold(), EQUAL, lr=lrs, seeds=1, stop_at={"loss": first}, **same)
     ends = []
     for lr, (run,) in zip(lrs, swept.runs, strict=True):
@@ -180,7 +193,7 @@ def test_a_run_of_a_sweep_that_has_ended_waits_for_the_others(heavy, monkeypatch
 
 @pytest.mark.slow
 def test_clients_out_of_core_have_the_bits_of_those_in_memory(heavy):
-    same = COMMON | {"local_steps": 2, "batch_size": 4, "cohort": 5, "metrics": ["drift"]}
+    same = COMMON | {"local_steps": 2, "batch_size": 4, "cohort": 5}
     runs = [
         fs.simulate(fs.scaffold(), UNEQUAL, client_state=where, **same)
         for where in ("array", "sparse")
@@ -202,7 +215,11 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(use, tmp_path):
 
 def test_a_run_ends_at_the_round_that_diverges(heavy):
     run = fs.simulate(
-        fs.fedavg(), EQUAL, **COMMON | {"lr": 1e30, "rounds": 20}, local_steps=3, cohort=4
+        fs.fedavg(),
+        EQUAL,
+        **COMMON | {"lr": 1e30, "rounds": 20, "metrics": ["loss"]},
+        local_steps=3,
+        cohort=4,
     )
     assert run.diverged_at is not None
     assert len(run.history["loss"]) == run.diverged_at < 20

@@ -14,6 +14,7 @@ ASK = {
     "cohort": 3,
     "seed": 2,
     "precision": "float64",
+    "metrics": ("loss",),
 }
 
 

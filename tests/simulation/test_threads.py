@@ -16,7 +16,7 @@ import fedscaffold as fs
 records = [(np.ones(({rows}, 3)), np.zeros({rows})) for _ in range(2)]
 problem = fs.Problem(lambda w, batch: ((batch[0] @ w[:3] - batch[1]) ** 2).mean(), np.ones({dim}), records)
 {before}
-fs.simulate(fs.fedavg(), problem, rounds=1, local_steps=1, lr=0.1)
+fs.simulate(fs.fedavg(), problem, rounds=1, local_steps=1, lr=0.1, metrics=())
 tasks = (open(f"/proc/self/task/{{task}}/comm").read().strip() for task in os.listdir("/proc/self/task"))
 print(sum(task == "tf_XLAEigen" for task in tasks), "PJRT_NPROC" in os.environ)
 """
