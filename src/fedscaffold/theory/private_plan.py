@@ -141,7 +141,9 @@ def plan_privacy(
     >>> rng = np.random.default_rng(0)
     >>> clients = [(rng.normal(size=(80, 2)), rng.normal(size=80) + i) for i in range(3)]
     >>> problem = fs.problems.linear(clients, l2=0.1)
-    >>> made = fs.plan_privacy(problem, epsilons=[1, 8], delta=1e-5, rounds=20, rate=1.0)
+    >>> made = fs.plan_privacy(
+    ...     problem, epsilons=[1, 8], delta=1e-5, rounds=20, rate=1.0, local_steps=3
+    ... )
     >>> [one.algorithm for one in made.proposals]
     ['scaffold', 'fedavg', 'scaffold', 'fedavg']
     >>> made.proposals[0].error > made.proposals[2].error > made.proposals[2].without
