@@ -37,6 +37,7 @@ def regression(records=12):
 def test_scaffnews_batches_depend_neither_on_the_length_nor_on_the_company(draw):
     """Its number of steps is drawn; the largest of all rounds is no part of any round's batches."""
     ask = {"precision": "float64", "local_steps": 4, "lr": 0.02, "batch_size": 5, "draw": draw}
+    ask["metrics"] = ("loss",)
     short = fs.simulate(fs.scaffnew(), regression(), rounds=5, seed=3, **ask)
     long = fs.simulate(fs.scaffnew(), regression(), rounds=60, seed=3, **ask)
     np.testing.assert_array_equal(long.history["loss"][:5], short.history["loss"])
@@ -116,6 +117,7 @@ def test_runs_of_a_sweep_that_diverge_end_as_they_do_alone():
         "cohort": 2,
         "stale": "decay:0.9",
         "precision": "float64",
+        "metrics": ("loss",),
     }
     swept = fs.sweep(fs.scaffold(), quadratic(), lr=lrs, seeds=2, **ask)
     assert [runs[0].diverged_at is None for runs in swept.runs] == [True, True, False, False]
@@ -169,13 +171,14 @@ def test_a_target_in_single_precision_is_reached_by_steps_too():
 
 
 def test_a_state_of_other_types_is_taken_and_of_other_shapes_refused():
-    simulator = fs.Simulator(fs.scaffold(), quadratic(), local_steps=2, lr=0.1)
+    ask = {"local_steps": 2, "lr": 0.1, "metrics": ()}
+    simulator = fs.Simulator(fs.scaffold(), quadratic(), **ask)
     state = simulator.init()
     moved = state._replace(
         server=state.server._replace(x=np.zeros(3))
     )  # float64 in a run of float32
     assert int(simulator.step(moved)[0].round) == 1
-    other = fs.Simulator(fs.scaffold(), quadratic(dim=5), local_steps=2, lr=0.1).init()
+    other = fs.Simulator(fs.scaffold(), quadratic(dim=5), **ask).init()
     with pytest.raises(InputError, match="must be one of this simulator"):
         simulator.step(other)
 
@@ -334,7 +337,7 @@ def test_work_is_a_function_of_what_is_asked_for():
     twice = fs.fedavg()._replace(
         name="twice", work=lambda work: work._replace(steps=2 * work.steps)
     )
-    ask = {"precision": "float64", "lr": 0.1, "rounds": 3}
+    ask = {"precision": "float64", "lr": 0.1, "rounds": 3, "metrics": ()}
     runs = [
         fs.simulate(a, quadratic(), local_steps=k, **ask) for a, k in ((twice, 3), (fs.fedavg(), 6))
     ]

@@ -75,6 +75,7 @@ def test_clipping_scales_the_steps_and_not_what_is_remembered(algorithm, most):
 
 def test_each_of_two_models_is_clipped_by_its_own_norm():
     same = {"rounds": 4, "local_steps": 3, "lr": 0.1, "clip_norm": 0.3, "precision": "float64"}
+    same["metrics"] = ()
     runs = [fs.simulate(method, PROBLEM, **same) for method in (fs.ditto(), fs.fedavg())]
     np.testing.assert_allclose(runs[0].vector, runs[1].vector, rtol=0, atol=1e-14)
 
@@ -82,7 +83,7 @@ def test_each_of_two_models_is_clipped_by_its_own_norm():
 def test_clipping_is_that_of_optax():
     optax = pytest.importorskip("optax")
     chain = optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1))
-    same = {"rounds": 4, "local_steps": 3, "precision": "float64"}
+    same = {"rounds": 4, "local_steps": 3, "precision": "float64", "metrics": ()}
     ours = fs.simulate(fs.scaffold(), PROBLEM, lr=0.1, clip_norm=0.3, **same)
     theirs = fs.simulate(fs.scaffold(), PROBLEM, local_optimizer=chain, **same)
     np.testing.assert_allclose(ours.vector, theirs.vector, rtol=0, atol=1e-14)
@@ -159,7 +160,8 @@ def test_an_app_that_accumulates_is_the_same_in_the_simulator(tmp_path):
     server = Server(config, one.schema, one.start, tmp_path, buffers=one.buffers)
     drive(server, InProcess(one, config, tmp_path), 3, sleep=lambda s: None)
     problem = fs.Problem(loss, START, [repeated(site) for site in SITES])
-    run = fs.simulate(fs.scaffold(), problem, rounds=3, **LOCAL, drop_last=True, accumulate=2)
+    more = {"drop_last": True, "accumulate": 2, "metrics": ()}
+    run = fs.simulate(fs.scaffold(), problem, rounds=3, **LOCAL, **more)
     np.testing.assert_allclose(run.vector, server.state.x, rtol=0, atol=1e-12)
 
 
