@@ -14,6 +14,7 @@ from fedscaffold.runs import read
 
 CONFIG = """
 rounds = 2500
+metrics = ["loss"]
 precision = "float64"
 [problem]
 dataset = "quadratic"

@@ -11,6 +11,7 @@ from fedscaffold.simulation.participation import sample_by_weight
 N = 6
 PROBLEM = fs.problems.quadratic(num_clients=N, dim=3, mu=0.1, seed=0)
 ASK = {"local_steps": 3, "lr": 0.3, "precision": "float64", "x0": np.array([1.0, -2.0, 0.5])}
+ASK["metrics"] = ("distance",)
 TURNS = count()
 WEIGHTS = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 
@@ -64,7 +65,7 @@ def test_the_stream_of_a_round_depends_on_seed_and_round_only(tmp_path):
 
 @pytest.mark.slow
 def test_out_of_core_cohorts_are_the_same():
-    ask = {"sampling": some, "cohort": 3, "metrics": ["distance"], **ASK}
+    ask = {"sampling": some, "cohort": 3, **ASK}
     here = fs.simulate(fs.scaffold(), PROBLEM, rounds=6, **ask)
     away = fs.simulate(fs.scaffold(), PROBLEM, rounds=6, client_state="sparse", **ask)
     np.testing.assert_allclose(away.vector, here.vector, rtol=0, atol=1e-14)
