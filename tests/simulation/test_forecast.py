@@ -35,7 +35,7 @@ def peak():
 ask = {"rounds": 4, "local_steps": %s, "lr": 0.01, "metrics": (), "cohort": %s}
 fs.simulate(fs.scaffold(), made(20), **ask)
 before = peak()
-simulator = fs.Simulator(fs.scaffold(), made(250_000), **ask)
+simulator = fs.Simulator(fs.scaffold(), made(400_000), **ask)
 simulator.run()
 print(json.dumps([simulator.size.total, peak() - before]))
 """
