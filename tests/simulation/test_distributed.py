@@ -51,7 +51,7 @@ CASES = {
     "all clients, noise of each one's own, fading": (fs.scaffold(option=1), NOISY, {
         "x0": np.ones(5), "stale": "decay:0.9", "metrics": ("gap", "control_error", "age"), "stop_at": ("distance", 1.9)}),
     "forgetting, compression, momentum of the server": (fs.scaffold(), NOISY, {
-        "cohort": 4, "stale": "drop:2", "compression": "quantise:6", "server_optimizer": optax.sgd(0.5, momentum=0.5)}),
+        "cohort": 4, "stale": "drop:2", "compression": "quantise:6", "server_optimizer": optax.sgd(0.5, momentum=0.5), "metrics": ()}),
     "an exchange before the steps, rounds of silence": (fs.mime(), NOISY, {
         "cohorts": COHORTS, "metrics": ("loss", "grad_norm")}),
     "a loss that couples the records of a batch": (fs.scaffold(), COUPLED, {
@@ -143,6 +143,7 @@ codes = all_ended(*[member(at, NUMBER, i, DEVICES) for i in range(NUMBER)])
 
 CONFIG = """
 rounds = 300
+metrics = ["loss"]
 precision = "float64"
 [problem]
 dataset = "quadratic"
