@@ -337,7 +337,10 @@ class Likeness(NamedTuple):
 
     name: str
     same: frozenset[str]
-    """Federations in which all numbers equal those of the mistake."""
+    """Wrong federations in which all numbers equal those of the mistake.
+
+    None if it contradicts the numbers of a federation that is right.
+    """
     rows: float
     """Rows that fail in both, as a share of those that fail in either."""
 
@@ -377,9 +380,11 @@ def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) ->
     for name in MISTAKES:
         theirs = signatures()[name] & compared
         share = len(theirs & failed) / max(1, len(theirs | failed))
-        same = frozenset(where for where in runs if equals(name, where))
+        same = frozenset(where for where in wrong if equals(name, where))
+        if same and not all(equals(name, where) for where in runs.keys() - wrong):
+            same = frozenset()
         likenesses.append(Likeness(name, same, share))
-    found = cover_by_mistakes(likenesses, wrong, others=runs.keys() - wrong)
+    found = cover_by_mistakes(likenesses, wrong)
     if found or not guess:
         return found
     least = max(0.5, 0.8 * max(one.rows for one in likenesses))
@@ -390,19 +395,19 @@ def nearest_mistakes(judgement: Judgement, runs: dict[str, Run], guess: bool) ->
     ]
 
 
-def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str], others: set[str]) -> list[str]:
+def cover_by_mistakes(likenesses: list[Likeness], wrong: set[str]) -> list[str]:
     """Cover the wrong federations greedily with mistakes that explain them.
 
     A mistake explains a federation if it gives the same numbers and contradicts no other one.
     """
-    exact = [one for one in likenesses if one.same & wrong and others <= one.same]
+    exact = [one for one in likenesses if one.same]
     left, said = set(wrong), list[str]()
     while exact and (explains := max((one.same & left for one in exact), key=len)):
         alternatives = sorted(
             (one for one in exact if one.same & left == explains), key=lambda one: -one.rows
         )
         for one in alternatives[:NAMED]:
-            where = f"in {len(one.same & wrong)} of {len(wrong)} federations that go wrong"
+            where = f"in {len(one.same)} of {len(wrong)} federations that go wrong"
             said.append(f"the numbers are those of the mistake {one.name!r}, {where}")
         left -= explains
     return said
