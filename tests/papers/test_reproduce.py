@@ -125,7 +125,16 @@ METHODS = [
     *([name, epochs] for name in ("scaffold", "fedavg") for epochs in (1, 5)),
     ["fedprox", 5],
 ]
-FEW = {"seeds": [0], "grid": [0.3, 1.0], "tune_least": 5, "tune_most": 10}
+# one step size and one seed have the shapes of a program in common, and so have tuning and running;
+# a choice between step sizes: `test_tables_read_the_users_emnist`
+FEW = {
+    "seeds": [0],
+    "grid": [1.0],
+    "sgd_grid": [1.0],
+    "clients": 30,
+    "tune_least": 5,
+    "tune_most": 10,
+}
 SMALLER = {
     "quadratics-fig3": {"clients": 4, "dim": 5, "mu": 0.1, "plateau": 100, "runs": 4},
     "quadratics-fig4": {"clients": 4, "dim": 5, "mu": 0.1, "points": 7, "states": 100},
@@ -151,7 +160,7 @@ SMALLER = {
     },
     "scaffold-table3": FEW | {"rows": METHODS, "rounds": 40, "similarities": [0, 100]},
     "scaffold-table4": FEW | {"rounds": 80, "target": 0.7, "tune_work": 50},
-    "scaffold-table5": FEW | {"rounds": 15, "sgd_grid": [1.0], "hidden": 10},
+    "scaffold-table5": FEW | {"rounds": 15, "hidden": 10},
     "tutorial-table": {"seeds": [42, 43], "rounds": 20, "test": 1000},
     "participation": {"seeds": [0]},
 }
@@ -198,8 +207,10 @@ def sound(claim, tmp_path):
     for table in outcome.tables:
         assert all(len(row) == len(table.head) for row in table.rows)
     assert drawings
-    with plotting.style():  # other kinds of files: `test_the_command`
-        assert all("<path" in plotting.svg(one.figure) for one in drawings)
+    with plotting.style():  # files of every kind: `test_the_command`
+        for one in drawings:
+            one.figure.draw_without_rendering()
+            assert all(panel.has_data() for panel in one.figure.axes if panel.axison)
     spoilt = cache.read(tmp_path / claim.name / f"{cache.key_of(claim, 'quick')}.npz")
     SPOILS[claim.name](spoilt)
     after = judged(claim, "quick", spoilt)
