@@ -153,8 +153,7 @@ def round_map(
         somewhere = np.cos(np.arange(1, _size(ready.start) + 1))
         parts: list[tuple[Floats, ...]] = []
         for chance, draws in _outcomes(ready.spec, ready.drawer.draw(0, 0, 1, 1)):
-            given = (ready.spec, federation, draws, ready.start)
-            one = (*_differentiated(*given), _round(*given, jnp.asarray(somewhere)))
+            one = _differentiated(ready.spec, federation, draws, ready.start, somewhere)
             parts.append(tuple(chance * np.array(part) for part in one))
     offset, matrix, there = (np.sum(part, axis=0) for part in zip(*parts, strict=True))
     memory = ready.start.memory is not None
@@ -209,14 +208,21 @@ def _size(start: State) -> int:
 
 
 @partial(jax.jit, static_argnums=0)
-def _differentiated(spec: Spec, federation: Federation, draws: Draws, start: State) -> Any:
-    """Return the round at X = 0 and its Jacobian.
+def _differentiated(
+    spec: Spec, federation: Federation, draws: Draws, start: State, somewhere: Any
+) -> Any:
+    """Return the round at X = 0, its Jacobian, and the round at another X, by one program.
 
     The program consists of loops, so it is differentiated in forward mode.
     """
     one = partial(_round, spec, federation, draws, start)
-    origin = jnp.zeros(_size(start))
-    return one(origin), jax.jacfwd(one)(origin)
+
+    def value_twice(stacked: Any) -> tuple[Any, Any]:
+        value = one(stacked)
+        return value, value
+
+    matrix, offset = jax.jacfwd(value_twice, has_aux=True)(jnp.zeros(_size(start)))
+    return offset, matrix, one(somewhere)
 
 
 @partial(jax.jit, static_argnums=0)
