@@ -1,6 +1,7 @@
 """The private gradient and runs with it, against NumPy with the same noise; mistakes of others as mutants."""
 
 import dataclasses
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -69,10 +70,16 @@ def private(z, rows, client, noise, mistake=None):
 
 
 def noise_of(round, client, step, mistake):
-    key = jax.random.wrap_key_data(np.array([0, SEED], np.uint32), impl="threefry2x32")
     who = 0 if mistake == "every client draws the same noise" else client
     at = 0 if mistake == "every step draws the same noise" else step
-    for word in (round, who, 4, at):
+    return drawn_noise(round, who, at)
+
+
+@cache
+def drawn_noise(*at):
+    key = jax.random.wrap_key_data(np.array([0, SEED], np.uint32), impl="threefry2x32")
+    round, client, step = at
+    for word in (round, client, 4, step):
         key = jax.random.fold_in(key, word)
     high, low, turn = np.asarray(jax.random.bits(key, (3, 2), np.uint32)).astype(np.float64)
     radius = np.sqrt(-2 * np.log((high + (low + 0.5) / 2**32) / 2**32))
@@ -126,6 +133,7 @@ def ran(problem):
         "cohort": 3,
         "weights": "records",
         "seed": SEED,
+        "metrics": (),
     }
     simulator = fs.Simulator(
         fs.scaffold(), problem, rounds=4, privacy=PRIVATE, precision="float64", **given
@@ -164,6 +172,7 @@ def test_fedavg_by_hand(problem, ran):
         seed=SEED,
         privacy=PRIVATE,
         precision="float64",
+        metrics=(),
     )
     hand = by_hand(ran.draws, 4, ran.p, corrected=False)
     np.testing.assert_allclose(run.vector, hand.x, atol=1e-10)
@@ -181,7 +190,8 @@ def test_many_parts_add_up_to_one_batch():
 
         def of(at_once):
             mechanism = Mechanism(clip=1.0, noise=2.0, batch=10, at_once=at_once)
-            return private_gradient(mechanism, gradients, batch, weights, 100, noise)["a"]
+            asked = mechanism, gradients, batch, weights, 100, noise
+            return jax.jit(lambda: private_gradient(*asked)["a"])()
 
         whole = of(23)
         rows = 3 * batch[:17]
@@ -195,14 +205,13 @@ def test_one_record_moves_the_sum_by_at_most_the_clip():
     """Whatever its gradient, not finite ones included, which add nothing."""
     rng = np.random.default_rng(1)
     rest = rng.normal(size=(6, 5)) * 100
+    summed = jax.jit(lambda rows, there: clipped_sum(rows, there, 0.5))
     for bad in (rest[0] * 1e12, np.full(5, np.inf), np.array([np.nan, 0, 0, 0, 0]), np.zeros(5)):
         rows = {
             "a": jnp.asarray(np.vstack([rest, bad])[:, :2]),
             "b": jnp.asarray(np.vstack([rest, bad])[:, 2:]),
         }
-        sums = [
-            np.concatenate(list(clipped_sum(rows, jnp.arange(7) < n, 0.5).values())) for n in (6, 7)
-        ]
+        sums = [np.concatenate(list(summed(rows, np.arange(7) < n).values())) for n in (6, 7)]
         assert np.isfinite(sums[1]).all()
         assert np.linalg.norm(sums[1] - sums[0]) <= 0.5 * (1 + 1e-5)
         if not np.isfinite(bad).all():
@@ -348,7 +357,7 @@ def test_random_losses_draw_for_each_record():
 
     problem = fs.Problem(dropped, START, DATA)
     given = {"rounds": 2, "local_steps": 2, "lr": 0.05, "privacy": PRIVATE, "precision": "float64"}
-    run = fs.simulate(fs.scaffold(), problem, batch_size=8, **given)
+    run = fs.simulate(fs.scaffold(), problem, batch_size=8, metrics=(), **given)
     assert np.isfinite(run.vector).all()
     assert run.residual <= run.explained
 
@@ -357,7 +366,7 @@ def test_random_losses_draw_for_each_record():
 def test_layers_that_stay_at_the_client_are_noised_like_the_rest(problem):
     given = {"rounds": 2, "local_steps": 2, "lr": 0.05, "batch_size": 8, "precision": "float64"}
     kept = fs.local_layers(fs.scaffold(), ["b"])
-    run = fs.simulate(kept, problem, privacy=PRIVATE, **given)
+    run = fs.simulate(kept, problem, privacy=PRIVATE, metrics=(), **given)
     assert run.fault is None
     assert len(np.unique(run.clients.models[:, 0])) == len(COUNTS)
 
@@ -375,9 +384,13 @@ def test_convolutions_have_gradients_by_record():
         return jnp.mean((jnp.tanh(seen).reshape(len(x), -1) @ params["w"] - y) ** 2)
 
     with jax.enable_x64(True):
-        rows = record_gradients(Functions(convolved), params, (images, targets), jnp.arange(5))
+        by_record = jax.jit(partial(record_gradients, Functions(convolved)))
+        rows, slope = (
+            by_record(params, (images, targets), np.arange(5)),
+            jax.jit(jax.grad(convolved)),
+        )
         for i in range(5):
-            alone = jax.grad(convolved)(params, (images[i : i + 1], targets[i : i + 1]))
+            alone = slope(params, (images[i : i + 1], targets[i : i + 1]))
             for name in params:
                 np.testing.assert_allclose(rows[name][i], alone[name], rtol=1e-11, atol=1e-12)
 
@@ -396,6 +409,7 @@ def test_local_optimisers_act_on_the_private_gradient(problem):
         "batch_size": 8,
         "privacy": PRIVATE,
         "precision": "float64",
+        "metrics": (),
     }
     sgd = fs.simulate(fs.scaffold(), problem, lr=LR, **given)
     momentum = fs.simulate(
@@ -408,6 +422,7 @@ def test_local_optimisers_act_on_the_private_gradient(problem):
 def test_steps_by_hand_draw_the_noise_of_a_round_for_one_state_only(problem, tmp_path):
     """Rolled back, a round gives the same again; from another state its noise would cancel."""
     given = {"rounds": 3, "local_steps": 2, "lr": LR, "batch_size": 8, "privacy": PRIVATE}
+    given["metrics"] = ()
     simulator = fs.Simulator(fs.scaffold(), problem, **given)
     start = simulator.init()
     first, _ = simulator.step(start)
@@ -435,7 +450,7 @@ def test_who_is_charged_is_who_came(problem, asks):
     def mask(round):
         return np.isin(np.arange(4), named(round))
 
-    given = {asks: named if asks == "sampling" else mask, "cohort": 1, "rounds": 2}
+    given = {asks: named if asks == "sampling" else mask, "cohort": 1, "rounds": 2, "metrics": ()}
     run = fs.simulate(
         fs.scaffold(), problem, local_steps=1, lr=LR, batch_size=8, privacy=PRIVATE, **given
     )

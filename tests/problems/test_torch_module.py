@@ -2,6 +2,7 @@
 
 import copy
 import runpy
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -298,9 +299,20 @@ def test_gradients_in_single_precision_are_those_of_torch(name):
     agrees_with_torch(ours, module, loss, clients[1], "float32", 1e-6)
 
 
-def simple(**more):
+def scores(module, batch):
+    right = module(batch[0]).argmax(1) == batch[1]
+    return {
+        "accuracy": float(right.float().mean()),
+        "confidence": module(batch[0]).softmax(1).amax(1).mean().item(),
+    }
+
+
+@cache
+def simple():
+    """A linear layer, with metrics on nine records that are kept apart."""
     torch.manual_seed(0)
-    return fs.problems.torch(nn.Linear(4, 3), cross_entropy, [rows(n) for n in SIZES], **more)
+    clients = [rows(n) for n in SIZES]
+    return fs.problems.torch(nn.Linear(4, 3), cross_entropy, clients, test=rows(9), metrics=scores)
 
 
 def of(module, batch):
@@ -416,21 +428,13 @@ def test_dropout_draws_by_key_and_is_measured_without():
 
 
 def test_metrics_are_those_of_torch():
-    def metrics(module, batch):
-        right = module(batch[0]).argmax(1) == batch[1]
-        return {
-            "accuracy": float(right.float().mean()),
-            "confidence": module(batch[0]).softmax(1).amax(1).mean().item(),
-        }
-
-    kept_apart = rows(9)
-    problem = simple(test=kept_apart, metrics=metrics)
+    problem = simple()
     asked = ["loss", "accuracy", *problem.metrics]
     run = fs.simulate(fs.scaffold(), problem, rounds=3, local_steps=2, lr=0.5, metrics=asked)
     module = nn.Linear(4, 3)
     module.load_state_dict(run.x)
     with torch.no_grad():
-        expected = metrics(module.eval(), kept_apart)
+        expected = scores(module.eval(), rows(9))
     assert abs(run.history["accuracy"][-1] - expected["accuracy"]) < 1e-6
     assert abs(run.history["confidence"][-1] - expected["confidence"]) < 1e-6
     assert abs(run.history["loss"][-1] - np.mean([of(module, rows(n)) for n in SIZES])) < 1e-6
@@ -454,9 +458,9 @@ def test_data_sets_and_dicts():
     problem = fs.problems.torch(nn.Linear(4, 3), loss, [Pictures(n) for n in SIZES])
     plain = simple()
     for n in SIZES:
-        named = {"x": np.asarray(rows(n)[0]), "y": np.asarray(rows(n)[1])}
-        ours = problem.functions.loss(problem.params, named)
-        assert ours == plain.functions.loss(plain.params, (named["x"], named["y"]))
+        x, y = map(np.asarray, rows(n))
+        ours = jax.jit(problem.functions.loss)(problem.params, {"x": x, "y": y})
+        assert ours == jax.jit(plain.functions.loss)(plain.params, (x, y))
 
 
 def test_a_loss_of_pairs_has_a_graph_for_each_size():
@@ -482,7 +486,8 @@ def test_changed_buffers_are_values_of_the_graph():
     traced = TracedFunction(module, cross_entropy, [tuple(np.asarray(a) for a in batch)])
     with jax.enable_x64(True):
         arrays = {name: p.detach().numpy() for name, p in module.named_parameters()}
-        value, changed = traced.evaluate(arrays, tuple(jnp.asarray(a) for a in batch), train=True)
+        evaluate = jax.jit(partial(traced.evaluate, train=True))
+        value, changed = evaluate(arrays, tuple(np.asarray(a) for a in batch))
     moved = copy.deepcopy(module).train()
     assert abs(float(value) - cross_entropy(moved, batch).item()) < 1e-12
     for name, buffer in moved.named_buffers():
