@@ -131,6 +131,8 @@ delta = 1e-5
 def test_the_command_line_plans_and_draws(tmp_path, capsys, monkeypatch):
     path, picture = tmp_path / "config.toml", tmp_path / "picture.svg"
     path.write_text(TEXT, encoding="utf-8")
+    monkeypatch.setattr("fedscaffold.theory.private_plan.LOCAL_STEPS", (1, 2))
+    monkeypatch.setattr("fedscaffold.theory.private_plan.HALVINGS", 5)
     words = ("privacy", "plan", path, "--epsilon", 8, "--epsilon", 2, "--out", picture, "--json")
     code, text, _ = said(capsys, monkeypatch, *words)
     assert code == 0
