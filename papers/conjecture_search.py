@@ -129,8 +129,22 @@ class _Instance(NamedTuple):
     steps: int
 
 
-def conjectures(quick: bool = True, seed: int = 0) -> Conjectures:
+def conjectures(
+    quick: bool = True,
+    seed: int = 0,
+    *,
+    most: int | None = None,
+    draws: int | None = None,
+    tries: int | None = None,
+) -> Conjectures:
     """Test linear speed-up: seconds if `quick`, else minutes.
+
+    Args:
+        quick: Fewer settings and sizes.
+        seed: Of all draws.
+        most: Largest number of random clients; default: 256, or 1,024 if not `quick`.
+        draws: Random federations of each size; default: 12 or 40.
+        tries: Steps of a search for each size; default: 100 or 3,000.
 
     >>> from papers.conjecture_search import _attack
     >>> found = _attack("round", 1, 10.0, sizes=(1, 2), tries=40, rng=np.random.default_rng(0))
@@ -138,7 +152,8 @@ def conjectures(quick: bool = True, seed: int = 0) -> Conjectures:
     True
     """
     rng = np.random.default_rng(checks.whole("seed", seed, at_least=0))
-    most, draws, tries = (256, 12, 100) if quick else (1024, 40, 3000)
+    efforts = zip((most, draws, tries), (256, 12, 100) if quick else (1024, 40, 3000), strict=True)
+    most, draws, tries = (usual if asked is None else asked for asked, usual in efforts)
     clients = tuple(2**k for k in range(3, most.bit_length()))
     sizes = tuple(2**k for k in range(5 if quick else 7))
     flat = tuple(

@@ -22,7 +22,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07d00", "#56b4e9")
 
 def measure(settings: Settings, memo: Memo) -> Data:
     """The evidence of `papers.conjecture_search`."""
-    found = conjectures(quick=settings["quick"], seed=settings["seed"])
+    found = conjectures(**settings)
     return {
         "flat": [_plain(one) for one in found.flat],
         "searched": [_plain(one) for one in found.searched],

@@ -163,6 +163,7 @@ SMALLER = {
     "scaffold-table5": FEW | {"rounds": 15, "hidden": 10},
     "tutorial-table": {"seeds": [42, 43], "rounds": 20, "test": 1000},
     "participation": {"seeds": [0]},
+    "conjectures": {"most": 64, "draws": 4, "tries": 20},
 }
 
 
