@@ -399,12 +399,13 @@ def test_killed_at_every_level_it_is_the_undisturbed_run(tmp_path):
         if now["phase"] != "waiting" or now["round"] in killed or now["round"] > 1:
             return
         killed.append(now["round"])
+        sites = [federation.processes[f"site-{name}"].pid for name in ("north", "south")]
+        # a server that dies while it sends would leave the sites waiting for the rest, until Flower ends its run
+        until(lambda: all(running(site, "flwr-clientapp") for site in sites))
         if now["round"] == 1:
             os.kill(now["pid"], signal.SIGKILL)
             return
-        site = federation.processes["site-north"].pid
-        until(lambda: running(site, "flwr-clientapp"))
-        victims = running(site, "flwr-clientapp")
+        victims = running(sites[0], "flwr-clientapp")
         worker = federation.processes["worker-north"].pid
         assert threads_of(victims[0]) == threads_of(worker)  # whoever trains, the same bits
         assert str(home / "engine/bin") in Path(f"/proc/{victims[0]}/cmdline").read_text()

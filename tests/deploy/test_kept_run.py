@@ -99,6 +99,34 @@ def test_one_that_does_not_start_or_cannot_be_submitted_counts_as_dead(home, mon
     assert (run.look(), len(calls)) == (None, 3)
 
 
+@pytest.mark.parametrize("died", ["site-north", "worker-north", "link", "executor"])
+def test_a_server_app_is_started_again_without_waiting_for_sites(died, home):
+    """A site that died stays away for over a minute; the server app only needs the link and its executor."""
+    local_cluster = pytest.importorskip("fedscaffold.deploy.local_cluster")
+    (home / "federation.toml").write_text('[deploy]\nsites = ["north"]\n')
+    federation, starts = local_cluster.Federation(home, home / "home"), []
+    server = home / "home" / "server"
+    server.mkdir(parents=True)
+
+    def submit():
+        starts.append(1)
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        kept_run.write_private(server / kept_run.SERVING, json.dumps({"pid": gone.pid, "at": starts}))
+        if len(starts) == 2:
+            kept_run.note_outcome(server, {"rounds": 3})
+
+    federation.run.submit = submit
+    federation.submit()
+    federation.due[died] = float("inf")
+    if died in ("link", "executor"):
+        with pytest.raises(local_cluster.Stopped, match="no outcome"):
+            federation.outcome(0.5)
+        assert len(starts) == 1
+    else:
+        assert federation.outcome(60.0) == {"rounds": 3}
+
+
 @pytest.mark.process
 def test_the_command_tells_the_outcome_by_its_exit_code(home):
     for lives, code in ((0, 0), (9, STOPPED)):

@@ -46,6 +46,7 @@ __all__ = ["SWITCHES", "Federation", "engine_environment"]
 
 RETURN = 70.0  # seconds; Flower still considers a site online that restarts sooner, and refuses it
 HEALTHY = 60.0  # seconds that the link may take to start
+HUB = ("link", "executor")  # what the server app runs on; sites may be away when it starts
 PRIVATE = 0o077  # umask: database, logs and output are readable by their owner only
 SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -256,7 +257,7 @@ class Federation:
         until = time.monotonic() + timeout
         last: dict[str, Any] = {}
         try:
-            while (result := self.run.look(ready=not self.due)) is None:
+            while (result := self.run.look(ready=self.due.keys().isdisjoint(HUB))) is None:
                 if time.monotonic() > until:
                     raise Gone(f"no outcome within {timeout:.0f} s; see {self.logs}")
                 if status.exists():
