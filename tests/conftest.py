@@ -65,7 +65,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    for variable in ("PYTEST_DEBUG_TEMPROOT", "TMPDIR"):
+        os.environ.setdefault(variable, str(MEMORY))
+    tempfile.tempdir = None  # it may have been asked for before
 
 
 def pytest_addoption(parser):

@@ -23,8 +23,8 @@ TOML = """
 precision = "float64"
 rounds = 60
 [local]
-steps = 3
-lr = 0.3
+steps = 2
+lr = 0.4
 [deploy]
 sites = ["ash", "birch", "cedar", "elm", "fir"]
 deadline = 10.0
@@ -32,9 +32,10 @@ quorum = 2
 retries = 3
 wait = 0
 """
-CURVATURE = {site: np.array([1.0 + 0.2 * i, 2.0 - 0.2 * i]) for i, site in enumerate(SITES)}
+# step sizes and curvatures with which errors of the model and of the c_i shrink about as fast, by 4 a round
+CURVATURE = {site: np.array([1.3 + 0.1 * i, 1.7 - 0.1 * i]) for i, site in enumerate(SITES)}
 CENTRE = {site: np.array([float(i), 1.0 - i * i]) for i, site in enumerate(SITES)}
-ENOUGH = 32  # quiet rounds after which the error is at rounding level
+ENOUGH = 20  # quiet rounds after which the error is at rounding level
 
 
 class Lab:

@@ -57,7 +57,7 @@ def byzantine() -> Verdict:
     ]
     cap, rounds = 5.0, 8
     for attack in attacks:
-        lab = Lab(f"clip = {cap}\n").quiet(24)
+        lab = Lab(f"clip = {cap}\n").quiet()
         best = lab.server.state.x
         for done in range(rounds):
             outcome = lab.round(change=_changed(d=attack))
@@ -66,7 +66,7 @@ def byzantine() -> Verdict:
                 done + 1
             ) * cap / len(SITES):
                 return False
-        if lab.mismatch > 1e-12 or not lab.quiet(48).well:
+        if lab.mismatch > 1e-12 or not lab.quiet(30).well:
             return False
     return (
         any("deploy.clip is off" in said for said in Lab().server.warnings)
@@ -94,7 +94,7 @@ def poisoned_controls() -> Verdict:
         both.round(change=_changed(d=lambda d: d + 1e3))
         if both.mismatch > 1e-12 or np.linalg.norm(both.server.state.server.c) > 100:
             return False
-    return lab.quiet().well and both.quiet(64).well
+    return lab.quiet().well and both.quiet(40).well
 
 
 def overflows() -> Verdict:
@@ -106,7 +106,7 @@ def overflows() -> Verdict:
             if not outcome.committed or not set(outcome.heard) >= set(SITES) - {LIAR}:
                 return False
             lab.reborn()
-        if not lab.quiet(48).well:
+        if not lab.quiet(30).well:
             return False
     return True
 
@@ -153,7 +153,7 @@ def said_to_be_lost() -> Verdict:
     few = opened - lab.server.state.round <= 3 + math.log2(opened / 4)
     while lab.server.roster[LIAR].rests > lab.server.state.round:
         lab.round()
-    return named and few and lab.quiet(40).well
+    return named and few and lab.quiet(25).well
 
 
 def unasked_memory() -> Verdict:

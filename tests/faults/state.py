@@ -88,7 +88,7 @@ def straggler() -> Verdict:
 def lost_replies() -> Verdict:
     """30 % of the replies are lost after the client has stored its new c_i."""
     lab, random = Lab(CLIENT), np.random.default_rng(1)
-    for _ in range(60):
+    for _ in range(30):
         lab.round(lost=lambda site: random.random() < 0.3)
     return lab.quiet().well
 
