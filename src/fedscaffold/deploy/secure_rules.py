@@ -12,6 +12,7 @@ the server says adds to the list of a site.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -116,14 +117,19 @@ def read_identities(path: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     Raises:
         InputError: It is missing, damaged, or has a key twice.
     """
-    from fedscaffold.secure.signatures import parse_public
-
     try:
-        table = toml(text_of(path), str(path))
+        return dict(_parse_identities(text_of(path), path))
     except FileNotFoundError:
         raise InputError(
             f"{path} not found: secure sums need the public keys of all sites"
         ) from None
+
+
+@functools.lru_cache(maxsize=16)  # a site reads its list for every message
+def _parse_identities(text: str, path: Path) -> Mapping[str, ec.EllipticCurvePublicKey]:
+    from fedscaffold.secure.signatures import parse_public
+
+    table = toml(text, str(path))
     format_of(table.pop("format", None), FORMAT, str(path))
     sites = table.get("sites")
     if not isinstance(sites, dict) or set(table) != {"sites"}:
