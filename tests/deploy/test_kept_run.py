@@ -112,7 +112,9 @@ def test_a_server_app_is_started_again_without_waiting_for_sites(died, home):
         starts.append(1)
         gone = subprocess.Popen(["true"])
         gone.wait()
-        kept_run.write_private(server / kept_run.SERVING, json.dumps({"pid": gone.pid, "at": starts}))
+        kept_run.write_private(
+            server / kept_run.SERVING, json.dumps({"pid": gone.pid, "at": starts})
+        )
         if len(starts) == 2:
             kept_run.note_outcome(server, {"rounds": 3})
 

@@ -1,5 +1,6 @@
 """Grids of runs: the bits of runs alone, on any number of processes, resumable, and whole when a cell fails."""
 
+import functools
 import importlib
 import os
 import signal
@@ -30,6 +31,9 @@ def own_problem(scale=1.0):
     return fs.Problem(
         lambda w, batch: scale * jnp.mean((batch[0] @ w - batch[1]) ** 2), np.ones(3), clients
     )
+
+
+own = functools.cache(own_problem)  # inspected, and its programs compiled, once
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def test_runs_have_the_bits_of_runs_alone_in_workers_and_here(threaded, monkeypa
         for seed in OVER["seed"]
     ]
     assert [run.cell for run in found.runs] == cells
-    problem = own_problem()
+    problem = own()
     for run, one in zip(found.runs, [a for a in algorithms for _ in range(4)], strict=True):
         more = {name: run.cell[name] for name in ("lr", "seed")}
         assert_same(run, fs.simulate(one, problem, **ask, **more))
@@ -150,18 +154,18 @@ def test_finished_cells_are_not_run_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fs.grid(fs.scaffold(), own_problem(), **ask)
     monkeypatch.setattr(execute, "run_cell", lambda *given: ran.append(given) or usual(*given))
-    found = fs.grid(fs.scaffold(), own_problem(), **ask)
+    found = fs.grid(fs.scaffold(), own(), **ask)  # the same problem, made anew
     assert len(ran) == 4
-    whole = fs.grid(fs.scaffold(), own_problem(), **ask | {"out": None})
+    whole = fs.grid(fs.scaffold(), own(), **ask | {"out": None})
     for mine, theirs in zip(found.runs, whole.runs, strict=True):
         assert_same(mine, theirs)
     # another problem, argument or value is another run
     ran.clear()
     fs.grid(fs.scaffold(), own_problem(scale=2.0), **ask)
     assert len(ran) == 4
-    fs.grid(fs.scaffold(), own_problem(), **ask | {"rounds": 8})
+    fs.grid(fs.scaffold(), own(), **ask | {"rounds": 8})
     assert len(ran) == 8
-    fs.grid(fs.scaffold(), own_problem(), **ask | {"over": {"lr": [0.2, 0.3], "seed": [4]}})
+    fs.grid(fs.scaffold(), own(), **ask | {"over": {"lr": [0.2, 0.3], "seed": [4]}})
     assert len(ran) == 9
 
 
@@ -191,18 +195,15 @@ class Fatal:
 
 @pytest.mark.process
 def test_a_worker_that_dies_takes_only_its_cell_with_it(threaded):
-    over = {
-        "lr": {"killed": Fatal(signal.SIGKILL), "crashed": Fatal(signal.SIGSEGV), "good": 0.1},
-        "seed": [0, 1],
-    }
+    killed, crashed = Fatal(signal.SIGKILL), Fatal(signal.SIGSEGV)
+    over = {"lr": {"killed": killed, "crashed": crashed, "good": 0.1, "better": 0.2}}
     found = fs.grid(fs.scaffold(), QUADRATIC, over=over, workers=2, **ASK)
-    errors = [run.error for run in found.runs]
-    assert (
-        errors[:2]
-        == ["its worker process was killed by SIGKILL, most likely for want of memory"] * 2
-    )
-    assert errors[2:4] == ["its worker process was killed by SIGSEGV"] * 2
-    assert errors[4:] == [None, None]
+    assert [run.error for run in found.runs] == [
+        "its worker process was killed by SIGKILL, most likely for want of memory",
+        "its worker process was killed by SIGSEGV",
+        None,
+        None,
+    ]
 
 
 @pytest.mark.process
@@ -255,8 +256,8 @@ def test_a_worker_has_one_thread_and_the_settings_of_the_grid(monkeypatch):
 def test_any_executor_runs_the_cells(kept, tmp_path):
     out = tmp_path if kept else None
     with ThreadPoolExecutor(1) as executor:
-        found = fs.grid(fs.scaffold(), own_problem(), over=OVER, executor=executor, out=out, **ASK)
-    here = fs.grid(fs.scaffold(), own_problem(), over=OVER, workers=1, **ASK)
+        found = fs.grid(fs.scaffold(), own(), over=OVER, executor=executor, out=out, **ASK)
+    here = fs.grid(fs.scaffold(), own(), over=OVER, workers=1, **ASK)
     for mine, theirs in zip(found.runs, here.runs, strict=True):
         assert_same(mine, theirs)
     assert [path.name for path in tmp_path.glob(".cells*")] == []  # no code stays behind
@@ -294,7 +295,7 @@ def test_values_have_distinct_labels():
     assert labelled("algorithm", [fs.scaffold(), "fedavg"]).keys() == {"scaffold", "fedavg"}
     assert list(labelled("seed", np.arange(2))) == [0, 1]
     mine = {"small": fs.fedprox(mu=0.1), "large": fs.fedprox(mu=1.0)}
-    found = fs.grid(mine, {"one": QUADRATIC, "two": own_problem()}, lr=0.1, workers=1, **ASK)
+    found = fs.grid(mine, {"one": QUADRATIC, "two": own()}, lr=0.1, workers=1, **ASK)
     assert [tuple(run.cell.values()) for run in found.runs] == [
         (algorithm, problem) for algorithm in mine for problem in ("one", "two")
     ]
