@@ -90,6 +90,19 @@ def test_compare_prints_a_table_and_keeps_csv_latex_and_page(tmp_path):
     assert (tmp_path / "cmp" / "report.html").exists()
 
 
+def test_all_algorithms_are_those_that_the_settings_allow():
+    from fedscaffold.algorithms import ALGORITHMS
+    from fedscaffold.cli.comparison_folder import ask_comparison
+    from fedscaffold.experiments.config_file import parse
+
+    settings = "cohort.size = 0.5\nlocal.steps = 2\nproblem.dataset = 'quadratic'"
+    asked, _ = ask_comparison(parse(settings), " all", 1, None, {})
+    assert {*asked.algorithms, *asked.left_out} == set(ALGORITHMS)
+    assert len(asked.algorithms) + len(asked.left_out) == len(ALGORITHMS)
+    assert "scaffold" in asked.algorithms
+    assert asked.left_out["scaffnew"].startswith("scaffnew")
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_data_show_prints_and_draws(tmp_path):

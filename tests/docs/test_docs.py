@@ -60,19 +60,22 @@ def entry(command):
     return None
 
 
+# of a comparison or a diagnosis: the command is tested, not where it gets to
 LIMITS = {
-    "--clients": 10,
-    "--rounds": 5,
-    "--seeds": 1,
-}  # of a comparison or a diagnosis: the command is tested, not where it gets to
+    "compare": {"--clients": 10, "--rounds": 5, "--seeds": 1},
+    "diagnose": {"--clients": 3},
+}
+# what "all" means: `test_all_algorithms_are_those_that_the_settings_allow` of tests/cli/test_cli.py
+SOME = {"all": "scaffold,fedavg,sgd"}
 
 
 def shortened(words):
-    """The words with fewer clients, rounds and seeds; a comparison in one process: `tests/grids` has several."""
+    """The words with fewer clients, rounds, seeds and methods, in one process: `tests/grids` has several."""
     if words[1:2] not in (["compare"], ["diagnose"]):
         return words
+    most = LIMITS[words[1]]
     fewer = [
-        str(min(int(word), LIMITS[last])) if last in LIMITS else word
+        str(min(int(word), most[last])) if last in most else SOME.get(word, word)
         for last, word in zip(["", *words[:-1]], words, strict=True)
     ]
     alone = words[1] == "diagnose" or {"--workers", "--slurm"} & {*words}
@@ -109,6 +112,14 @@ def test_commands_run(page, tmp_path):
         ]
     )
     done = forkserver.run(DRIVER, cwd=tmp_path, input=asked)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.soak  # in short: `test_commands_run` compares three methods by this command
+@pytest.mark.process
+def test_all_algorithms_are_compared(tmp_path):
+    [command] = [one for one in commands(ROOT / "docs" / "command-line.md") if " all " in one]
+    done = forkserver.run(DRIVER, cwd=tmp_path, input=json.dumps([entry(command)]))
     assert done.returncode == 0, done.stderr
 
 
