@@ -328,6 +328,7 @@ def test_a_real_link_behind_its_proxy_takes_keys_in_and_out(served, tmp_path, mo
     assert register_keys(hub / "keys", "hub") == []
 
     start("north/start.sh")  # a real SuperNode, by the proxy
+    wait_for(lambda: "Activated node" in (tmp_path / "0.log").read_text())  # the link's
     wait_for(lambda: status_of_nodes().get(north_of(hub, known)) == "online")
     rotate(path, kits, "north")
     name_sites(tmp_path, "north")
