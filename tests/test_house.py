@@ -1,6 +1,7 @@
 """The house rules that a machine can keep: who imports whom, what loads JAX, how long a function may be."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -85,8 +86,13 @@ SHARED = {
 }
 
 
+@functools.cache
 def imported(path):
-    """(module, names) for everything a file imports from the package."""
+    """The modules that a file imports, and what it imports from the package itself."""
+    return tuple(imports_of(path))
+
+
+def imports_of(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             if node.module == "fedscaffold":
@@ -161,6 +167,7 @@ def test_each_formula_stands_once():
         assert len(hits) == 1, (formula, hits)
 
 
+@functools.cache
 def code_only(path):
     """The file without docstrings and comments."""
     return ast.unparse(Strip().visit(ast.parse(path.read_text(encoding="utf-8"))))

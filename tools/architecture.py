@@ -7,6 +7,7 @@ longer way over other rooms says the same; the table below the picture has them 
 """
 
 import ast
+import functools
 import sys
 from collections import defaultdict
 from html import escape
@@ -30,6 +31,7 @@ def imported(path):
             yield from (alias.name for alias in node.names)
 
 
+@functools.cache
 def arrows():
     """For each room, the rooms that it imports."""
     rooms = sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
