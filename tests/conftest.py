@@ -65,9 +65,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
-    for variable in ("PYTEST_DEBUG_TEMPROOT", "TMPDIR"):
-        os.environ.setdefault(variable, str(MEMORY))
-    tempfile.tempdir = None  # it may have been asked for before
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_addoption(parser):
@@ -79,16 +77,23 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.pluginmanager.register(Optimisation())
     if CACHE not in os.environ:  # workers inherit it
-        os.environ[CACHE] = config.own_cache = tempfile.mkdtemp(prefix="fedscaffold-programs-")
+        place = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+        config.own_folder = tempfile.mkdtemp(prefix="fedscaffold-tests-", dir=place)
+        programs = Path(config.own_folder, "programs")
+        programs.mkdir()
+        os.environ[CACHE] = str(programs)
+        # what code leaves in temporary folders goes with it; tests themselves have `tmp_path`
+        os.environ["TMPDIR"] = tempfile.tempdir = config.own_folder
         # smaller programs are compiled again sooner than they are written and read
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_unconfigure(config):
-    if hasattr(config, "own_cache"):
-        shutil.rmtree(config.own_cache, ignore_errors=True)
-        del os.environ[CACHE]
+    if hasattr(config, "own_folder"):
+        shutil.rmtree(config.own_folder, ignore_errors=True)
+        del os.environ[CACHE], os.environ["TMPDIR"]
+        tempfile.tempdir = None
 
 
 @pytest.hookimpl(wrapper=True)
