@@ -1,16 +1,15 @@
 """Round by round: `Simulator` gives the bits of `simulate`, and its states are values."""
 
-import inspect
+import json
 import re
-import sys
 from pathlib import Path
 
+import forkserver
 import jax
 import numpy as np
 import pytest
 
 import fedscaffold as fs
-from fedscaffold.algorithms.round import exchange
 
 NOISY = fs.problems.quadratic(num_clients=10, dim=6, mu=0.05, noise=0.01, seed=0)
 RECORDS = fs.problems.two_datasets("logistic", 8, records=20)
@@ -36,7 +35,7 @@ CASES = {
 }
 EVERY = pytest.mark.parametrize("name", CASES)
 ROUNDS = 24
-FILES, FUNCTIONS = 33, 235  # entered by a plain run, if it is the first one of a process
+FILES, FUNCTIONS = 33, 239  # entered by a plain run that is the first one of a process
 
 
 def both(name, **more):
@@ -149,25 +148,32 @@ def test_the_state_of_another_simulator_is_refused():
             simulators[0].step(state)
 
 
+FOLLOWED = """
+import inspect, json, sys
+from pathlib import Path
+import fedscaffold as fs
+source, entered = Path(fs.__file__).parent, {}
+
+def note(frame, event, argument):
+    code = frame.f_code
+    if event != "call" or not code.co_filename.startswith(str(source)):
+        return
+    if code.co_flags & inspect.CO_NEWLOCALS and not code.co_name.startswith("<"):
+        file = Path(code.co_filename).relative_to(source).as_posix()
+        entered.setdefault((file, code.co_qualname))
+
+problem = fs.problems.two_datasets("logistic", 4, records=20)
+sys.setprofile(note)
+fs.simulate(fs.scaffold(), problem, rounds=2, local_steps=2, batch_size=4, lr=0.1, cohort=2)
+sys.setprofile(None)
+print(json.dumps(list(entered)))
+"""
+
+
+@pytest.mark.process
 def test_the_way_of_a_plain_run_is_short_and_that_of_the_documentation():
-    """Functions of ours that the first run on a problem enters, lambdas and the like apart."""
-    source, entered = Path(fs.__file__).parent, {}
-
-    def note(frame, event, argument):
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(str(source)):
-            return
-        if code.co_flags & inspect.CO_NEWLOCALS and not code.co_name.startswith("<"):
-            file = Path(code.co_filename).relative_to(source).as_posix()
-            entered.setdefault((file, code.co_qualname))
-
-    problem = fs.problems.two_datasets("logistic", 4, records=20)
-    exchange.cache_clear()  # other tests may have asked for it
-    sys.setprofile(note)
-    try:
-        fs.simulate(fs.scaffold(), problem, rounds=2, local_steps=2, batch_size=4, lr=0.1, cohort=2)
-    finally:
-        sys.setprofile(None)
+    """Functions of ours that the first run of a process enters, lambdas and the like apart."""
+    entered = json.loads(forkserver.run(FOLLOWED, check=True).stdout)
     assert len({file for file, _ in entered}) <= FILES
     assert len(entered) <= FUNCTIONS
     page = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")
