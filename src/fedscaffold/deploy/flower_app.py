@@ -32,8 +32,10 @@ from fedscaffold.state.files import make_folder, owned
 
 __all__ = ["FlowerTransport", "server_app"]
 
-PATIENCE = 30.0  # seconds after which a hanging poll for replies is abandoned
+PATIENCE = 30.0  # seconds after which others are pulled beside a reply that takes longer
+AT_ONCE = 2  # replies that are pulled at once: each is in memory several times over
 LOOK = 0.5  # seconds between polls for replies; sites look for their own as often
+GLANCE = 1.0  # seconds for which a poll is waited for
 OUTAGE = 30.0  # seconds for which a link that fails is asked again
 # seconds until a node that failed to greet is asked again; doubled each time, up to LONGEST
 AGAIN = 10.0
@@ -41,7 +43,7 @@ LONGEST = 300.0
 BROKEN = {
     1: "its app could not be loaded",
     2: "its app raised an error",
-    3: "it did not answer before its request expired",
+    3: "its request expired, or its reply was not sent to its end",
     4: "its reply is gone",
     5: "its node is not online",
     7: "its copy of the app is damaged",
@@ -77,7 +79,10 @@ class FlowerTransport:
         """By message id: the node and the site it was sent to; site "" for a greeting."""
         self.found: list[tuple[int, str, Packet | str]] = []
         self.lock = threading.Lock()
-        self.looking: tuple[threading.Thread, float] | None = None
+        self.looking: threading.Thread | None = None
+        """The thread that asks for replies."""
+        self.pulling: dict[str, float] = {}
+        """By message id whose reply is asked for: since when."""
         self.next_look = 0.0
 
     def greetings(self) -> dict[str, Packet]:
@@ -162,40 +167,55 @@ class FlowerTransport:
     def _take_replies(self) -> list[tuple[int, str, Packet | str]]:
         """Return what arrived since the last call.
 
-        Replies are pulled in a thread, as flwr may block for minutes.
+        Replies are pulled in a thread, as flwr may block for minutes: a site may die while it
+        uploads. Where one takes long, another thread goes on with the others.
         """
         now = time.monotonic()
-        idle = (
-            self.looking is None
-            or not self.looking[0].is_alive()
-            or now - self.looking[1] > PATIENCE
-        )
-        if self.asked and idle and now >= self.next_look:
-            self.next_look = now + LOOK
-            thread = threading.Thread(target=self._pull, args=(list(self.asked),), daemon=True)
-            thread.start()
-            self.looking = thread, now
+        with self.lock:
+            messages = [message for message in self.asked if message not in self.pulling]
+            alive = self.looking is not None and self.looking.is_alive()
+            slow = bool(self.pulling) and max(self.pulling.values()) < now - PATIENCE
+            if alive and not (slow and len(self.pulling) < AT_ONCE):
+                messages = []
+            if messages and now >= self.next_look:
+                self.next_look = now + LOOK
+                self.looking = threading.Thread(target=self._pull, args=(messages,), daemon=True)
+                self.looking.start()
         if self.looking is not None:
-            self.looking[0].join(timeout=1.0)
+            self.looking.join(GLANCE)
         with self.lock:
             found, self.found = self.found, []
         return found
 
     def _pull(self, messages: list[str]) -> None:
-        """Pull replies one by one.
+        """Pull replies one by one, until another thread does.
 
         In one call for all, a reply that Flower cannot decode would discard the others, and all
-        would be in memory at once.
+        would be in memory at once. A reply that is being pulled must not be asked for again: the
+        link has removed it when it said that it is there, and would report that it is gone.
         """
         for message in messages:
-            # link down or undecodable reply: the round continues
-            with contextlib.suppress(Exception):
-                for reply in self.grid.pull_messages([message]):
-                    content = _read_reply(reply)
-                    with self.lock:
-                        sent = self.asked.pop(reply.metadata.reply_to_message_id, None)
-                        if sent is not None:
-                            self.found.append((*sent, content))
+            with self.lock:
+                if self.looking is not threading.current_thread():
+                    return
+                if message not in self.asked:
+                    continue
+                self.pulling[message] = time.monotonic()
+            with contextlib.suppress(
+                Exception
+            ):  # link down or undecodable reply: the round goes on
+                self._pull_reply(message)
+            with self.lock:
+                del self.pulling[message]
+
+    def _pull_reply(self, message: str) -> None:
+        """Pull the reply to a message, if it is there."""
+        for reply in self.grid.pull_messages([message]):
+            content = _read_reply(reply)
+            with self.lock:
+                sent = self.asked.pop(reply.metadata.reply_to_message_id, None)
+                if sent is not None:
+                    self.found.append((*sent, content))
 
 
 def _insist(call: Callable[[], T]) -> T:
