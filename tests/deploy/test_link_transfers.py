@@ -1,6 +1,9 @@
 """Replies that take long to come: Flower's own grid, handlers and state of a link, without HTTP in between."""
 
+import platform
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -24,6 +27,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 
 from fedscaffold.deploy import flower_app
 from fedscaffold.deploy.flower_records import to_record
+from fedscaffold.deploy.local_cluster import engine_environment
 from fedscaffold.deploy.packets import Blob, Packet
 
 SITES = ("ant", "bee", "cow", "dog")
@@ -148,3 +152,28 @@ def test_a_site_that_dies_while_it_uploads_is_named_with_the_cause(link, monkeyp
     found = collect(transport, 4)
     assert found["ant"] == "its request expired, or its reply was not sent to its end"
     assert [found[site] for site in SITES[1:]] == [reply_of(site) for site in SITES[1:]]
+
+
+HOLD_THE_LAST = """
+import platform
+import re
+from pathlib import Path
+
+pieces = [b"x" * (5 << 20)]
+pieces.clear()
+pieces = [bytes([i]) * (5 << 20) for i in range(40)]
+last = pieces.pop()
+pieces.clear()
+print(re.search(r"VmRSS:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about its allocator")
+def test_what_pieces_of_a_message_took_is_given_back(tmp_path):
+    """All but the last of 40 pieces are freed: in Flower's processes here, and in others."""
+    ours = engine_environment(tmp_path)
+    others = {name: value for name, value in ours.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", HOLD_THE_LAST]
+    held = [int(subprocess.check_output(command, env=env)) >> 10 for env in (ours, others)]
+    assert held[0] < 60 < 150 < held[1]  # MiB

@@ -53,8 +53,13 @@ SWITCHES = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
 }
-"""Environment of Flower's processes: no telemetry, update checks or package installations."""
+"""Environment of Flower's processes: no telemetry, update checks or package installations.
+
+Flower cuts arrays into pieces of 5 MB. What they take is given back by glibc only if it takes them
+for large, which by default it no longer does once it has freed some.
+"""
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC")
 """Environment that bounds the threads of NumPy, torch and XLA."""
 
