@@ -223,12 +223,14 @@ def _insist(call: Callable[[], T]) -> T:
 
     Flower itself waits for a link that is not there, but gives up where it dies within a handshake.
     """
-    until = time.monotonic() + OUTAGE
+    failed: float | None = None  # when it first did: a large message may be on its way for minutes
     while True:
         try:
             return call()
         except Exception as error:
-            if time.monotonic() > until:
+            now = time.monotonic()
+            failed = now if failed is None else failed
+            if now > failed + OUTAGE:
                 raise LinkLost(f"the link failed for {OUTAGE:.0f} s") from error
             time.sleep(1.0)
 
