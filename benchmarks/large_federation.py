@@ -33,7 +33,7 @@ KINDS = {  # words of a command line, and what the process is
     "deploy.worker": "worker",
     "flwr-serverapp": "server app",
     "flower-supernode": "node",
-    "flower-superlink": "link",
+    "deploy.flower_link": "link",
 }
 PERIOD = 0.2  # seconds between looks at the processes
 APP = """

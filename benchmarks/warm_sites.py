@@ -29,7 +29,7 @@ KINDS = {  # words of a command line, and what the process is
     "flwr-serverapp": "server",
     "flower-superexec": "executors",
     "flower-supernode": "nodes",
-    "flower-superlink": "link",
+    "deploy.flower_link": "link",
 }
 PERIOD = 0.1  # seconds between looks at the processes; what one takes after the last is not counted
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedscaffold.deploy.flower_process import write_command
 from fedscaffold.deploy.kept_run import STOPPED
-from fedscaffold.deploy.local_cluster import SWITCHES
+from fedscaffold.deploy.local_cluster import LINK, SWITCHES
 from fedscaffold.deploy.worker_wire import WORKER
 from fedscaffold.state.files import write_private
 
@@ -184,7 +184,7 @@ def write_server_files(folder: Path, port: int, proxied: bool, environment: str)
     """
     link_port, host = (port + 1, "127.0.0.1") if proxied else (port, "0.0.0.0")
     link = (
-        f"exec flower-superlink --host {host} --port {link_port} --database link.db \\\n"
+        f"exec python3 {' '.join(LINK)} --host {host} --port {link_port} --database link.db \\\n"
         "  --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key "
         "--enable-supernode-auth \\\n"
         "  --isolation process --superexec-auth-secret-file superexec.secret\n"

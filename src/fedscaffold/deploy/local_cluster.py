@@ -60,6 +60,8 @@ SWITCHES = {
 Flower cuts arrays into pieces of 5 MB. What they take is given back by glibc only if it takes them
 for large, which by default it no longer does once it has freed some.
 """
+LINK = ("-P", "-m", "fedscaffold.deploy.flower_link")
+"""Python's arguments that run the link."""
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC")
 """Environment that bounds the threads of NumPy, torch and XLA."""
 
@@ -187,7 +189,7 @@ class Federation:
             secrets / "superexec.secret",
         ]
         place = ["--host", "127.0.0.1", "--port", self.port, "--database", self.home / "link.db"]
-        self._start("link", ["flower-superlink", *place, *tls, *alone])
+        self._start("link", [sys.executable, *LINK, *place, *tls, *alone])
 
     def start_executor(self) -> None:
         """Start the process that runs the server app for the link."""
