@@ -22,7 +22,8 @@ def type_in(precision: Any, dtype: Any) -> np.dtype[Any]:
     >>> type_in("float32", "int64"), type_in("float64", "int64"), type_in("float64", "float16")
     (dtype('int32'), dtype('int64'), dtype('float64'))
     """
-    given, run = np.dtype(dtype), np.dtype(precision)
+    given: np.dtype[Any] = np.dtype(dtype)
+    run: np.dtype[Any] = np.dtype(precision)
     if given.kind == "f":
         return run
     if given.kind in "iu" and given.itemsize > run.itemsize:
@@ -58,4 +59,5 @@ def narrowed(name: str, array: Any, precision: Any) -> NDArray[Any]:
                     else f"{name} hold {extreme}, which is too large for {kind}, the integers of "
                     f"{precision} runs: take precision='float64', or smaller numbers"
                 )
-    return array.astype(kind, copy=False)
+    cast: NDArray[Any] = array.astype(kind, copy=False)
+    return cast
