@@ -25,6 +25,7 @@ from fedscaffold.algorithms.round import (
 from fedscaffold.checks import InputError
 from fedscaffold.deploy import gate
 from fedscaffold.deploy.aggregation import blank_memory, message_of, update_memory
+from fedscaffold.deploy.blocks import assemble, take
 from fedscaffold.deploy.client_state import (
     Lost,
     LostOwn,
@@ -434,9 +435,9 @@ def _store_and_pack(
         new = cast(new_own, dtype)
         facts["own"] = save_record(kept / "own", before, new, salted=settings.deploy.secure)
     if memory is not None:
+        travel = done.steps * work.local.lr
         with np.errstate(over="ignore", invalid="ignore"):
-            counted = message_of(algorithm, decoded, done.steps * work.local.lr)
-            new = cast(update_memory(algorithm, sent, memory, counted), dtype)
+            new = _remember(algorithm, sent, memory, decoded, travel, work.x)
         before = memory if request.facts["expect"] else None
         facts["memory"] = save_record(kept, before, new, salted=settings.deploy.secure)
     if settings.local.buffers == "average":
@@ -444,6 +445,25 @@ def _store_and_pack(
     elif done.buffers:
         save_buffers(kept / "buffers", work.round, work.buffers, done.buffers)
     return Packet(facts, {name: blob(array) for name, array in arrays.items()})
+
+
+def _remember(
+    algorithm: Algorithm,
+    sent: Record,
+    memory: Record,
+    decoded: dict[str, Array],
+    travel: float,
+    x: Array,
+) -> Record:
+    """Return a client's memory after a message as the server decodes it, made block by block."""
+
+    def block(place: slice) -> Record:
+        parts = {name: value[place] if value.ndim else value for name, value in decoded.items()}
+        counted = message_of(algorithm, parts, travel)
+        made = update_memory(algorithm, take(sent, place), take(memory, place), counted)
+        return cast(made, x.dtype)
+
+    return assemble(x.size, block)
 
 
 def _load_buffers(
