@@ -24,7 +24,13 @@ from fedscaffold.metrics import Metric, metric
 from fedscaffold.problems.batches import Kinds
 from fedscaffold.problems.compilation import ONCE
 from fedscaffold.problems.problem import Problem
-from fedscaffold.problems.torch_export import WAY_OUT, Graph, TracedFunction, copied_module
+from fedscaffold.problems.torch_export import (
+    WAY_OUT,
+    Graph,
+    TracedFunction,
+    collect_later,
+    copied_module,
+)
 from fedscaffold.problems.torch_kinds import (
     inspect_torch,
     moved_module,
@@ -192,7 +198,7 @@ def torch_problem(
     if not held:
         raise InputError("clients must hold at least one client, got an empty list")
     kept_apart = None if test is None else _arrays(test)
-    with one_thread():
+    with one_thread(), collect_later():
         data = held if kept_apart is None else [*held, kept_apart]
         sample = jax.tree.map(lambda a: a[:RECORDS], max(held, key=_rows))
         start = _start(made)
