@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -198,32 +198,60 @@ def torch_problem(
     if not held:
         raise InputError("clients must hold at least one client, got an empty list")
     kept_apart = None if test is None else _arrays(test)
+    start = _start(made)
     with one_thread(), collect_later():
-        data = held if kept_apart is None else [*held, kept_apart]
-        sample = jax.tree.map(lambda a: a[:RECORDS], max(held, key=_rows))
-        start = _start(made)
-        in_jax, changed, draws = _loss(TracedFunction(made, loss, data), made, sample)
-        accuracy, measured = None, []
-        if metrics is not None:
-            measured = _names(made, metrics, sample if kept_apart is None else kept_apart)
-        if metrics is not None and "accuracy" in measured:
-            accuracy = _accuracy(metrics, made, data, bool(changed))
+        found = _functions(made, loss, metrics, held, kept_apart)
     problem = TorchProblem(
-        in_jax,
+        found.loss,
         start,
         held,
         test=kept_apart,
-        accuracy=accuracy,
+        accuracy=found.accuracy,
         name=name,
         coupled=coupled,
         evaluation_batch=evaluation_batch,
-        state={name: made.state_dict()[name].numpy() for name in changed} or None,
+        state={name: made.state_dict()[name].numpy() for name in found.changed} or None,
     )
-    score = partial(_entry, metrics, "accuracy") if metrics is not None and accuracy else None
-    problem.inspect = partial(inspect_torch, problem, made, loss, score, draws)
-    others = [one for one in measured if one != "accuracy"]
-    problem.metrics = tuple(_on_host(made, metrics, one, kept_apart is not None) for one in others)
+    score = partial(_entry, metrics, "accuracy") if metrics and found.accuracy else None
+    problem.inspect = partial(inspect_torch, problem, made, loss, score, found.draws)
+    problem.metrics = tuple(
+        _on_host(made, metrics, one, kept_apart is not None) for one in found.measured
+    )
     return problem
+
+
+class _Functions(NamedTuple):
+    """The functions of a torch problem in JAX, and what is known of them."""
+
+    loss: Callable[..., Any]
+    accuracy: Callable[..., Any] | None
+    changed: list[str]
+    """Buffers that the loss changes in training."""
+    draws: bool
+    """Whether the loss draws random numbers in training."""
+    measured: list[str]
+    """Names of the metrics that torch evaluates."""
+
+
+def _functions(
+    module: Module,
+    loss: Callable[[Module, Any], Any],
+    metrics: Callable[[Module, Any], dict[str, Any]] | None,
+    held: Sequence[Tree],
+    test: Tree | None,
+) -> _Functions:
+    """Convert the loss and the accuracy to JAX, after comparing them with torch's."""
+    data = held if test is None else [*held, test]
+    sample = jax.tree.map(lambda a: a[:RECORDS], max(held, key=_rows))
+    in_jax, changed, draws = _loss(TracedFunction(module, loss, data), module, sample)
+    if metrics is None:
+        return _Functions(in_jax, None, changed, draws, [])
+    names = _names(module, metrics, sample if test is None else test)
+    accuracy = None
+    if "accuracy" in names:
+        accuracy = _accuracy(metrics, module, data, bool(changed))
+    others = [name for name in names if name != "accuracy"]
+    return _Functions(in_jax, accuracy, changed, draws, others)
 
 
 def _make(module: Module | Callable[[], Module]) -> Module:
