@@ -27,15 +27,23 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from fedscaffold.checks import InputError, one_number, taken_by_name
 from fedscaffold.model_functions import bound, even_weights, measured, new_state
-from fedscaffold.problems.rewriting import as_products, patch_bytes
+from fedscaffold.problems.convolutions import CACHED, divisor_near
+from fedscaffold.problems.rewriting import (
+    as_products,
+    largest_result,
+    patch_bytes,
+    product_operations,
+)
 
 __all__ = [
     "Functions",
     "Kind",
     "Kinds",
+    "StepWork",
     "bound",
     "call",
     "gradient",
@@ -43,8 +51,8 @@ __all__ = [
     "no_loss",
     "record_gradients",
     "record_values",
+    "step_work",
     "value",
-    "work_bytes",
 ]
 
 Tree: TypeAlias = Any
@@ -158,6 +166,12 @@ def gradient(
         A pytree like `params`; for functions with a state, a pair of it and the new state.
     """
     slope = _slope(functions, key, state, train)
+    if weights is None and kinds.gradient == "mean" and functions.gradient is None:
+        size = _records_at_once(bound(functions.loss, key, state, train), params, batch)
+        if size is not None and not functions.random and not functions.stateful:
+            return jax.lax.platform_dependent(
+                params, batch, cpu=partial(_in_parts, slope, size), default=slope
+            )
 
     def on_padded(params: Tree, batch: Tree, weights: Array) -> Tree:
         if kinds.gradient == "weighted":
@@ -180,6 +194,34 @@ def gradient(
         return on_padded(params, batch, weights)
 
     return as_products(on_batch)(params, batch, weights)
+
+
+def _records_at_once(loss: Callable[..., Any], params: Tree, batch: Tree) -> int | None:
+    """Return how many records of a batch to take at a time; None for all of them.
+
+    Networks for pictures compute arrays that are much larger than their model. If one of them is
+    larger than a cache, every operation waits for memory, and the gradient is taken faster on a few
+    records at a time. It is not if the model is as large, which is read and written for each part.
+    """
+    rows = len(jax.tree.leaves(batch)[0])
+    largest = largest_result(loss, params, batch)
+    if largest is None or largest <= CACHED:
+        return None
+    size = divisor_near(rows, max(1, CACHED * rows // largest))
+    model = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    return size if rows % size == 0 and rows // size * model <= largest else None
+
+
+def _in_parts(slope: Callable[..., Tree], size: int, params: Tree, batch: Tree) -> Tree:
+    """Return the gradient on a batch as the mean of those on parts of `size` records."""
+    parts = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), batch)
+    number = len(jax.tree.leaves(parts)[0])
+
+    def add(total: Tree, part: Tree) -> tuple[Tree, None]:
+        return jax.tree.map(jnp.add, total, as_products(slope)(params, part)), None
+
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+    return jax.tree.map(lambda a: a / number, total)
 
 
 def record_gradients(
@@ -224,13 +266,21 @@ def _slope(
     return jax.grad(loss, has_aux=functions.stateful)
 
 
-@lru_cache(maxsize=64)
-def work_bytes(
-    functions: Functions, kinds: Kinds, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]
-) -> int:
-    """Return the bytes that the patches of convolutions take in a gradient on a batch.
+class StepWork(NamedTuple):
+    """What the gradient on a batch takes."""
 
-    0 without convolutions.
+    bytes: int
+    """Bytes of the patches of convolutions; 0 without convolutions."""
+    operations: float
+    """Floating-point operations of its products and convolutions, three times those of a loss. Of a
+    loop one iteration counts: recurrent networks took more CPU time with parts of rounds apart."""
+
+
+@lru_cache(maxsize=64)
+def step_work(
+    functions: Functions, kinds: Kinds, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]
+) -> StepWork:
+    """Estimate what the gradient on a batch takes.
 
     `tree` and `shapes` are the structure and the leaves of (params, batch, state), so that runs of
     one problem trace it once.
@@ -245,7 +295,9 @@ def work_bytes(
             batch,
         )
 
-    return patch_bytes(on_batch, *jax.tree.unflatten(tree, shapes))
+    traced = jaxpr_as_fun(jax.make_jaxpr(on_batch)(*jax.tree.unflatten(tree, shapes)))
+    passes = 3 if functions.gradient is None else 1  # forwards, backwards to inputs and parameters
+    return StepWork(patch_bytes(traced, *shapes), passes * product_operations(traced, *shapes))
 
 
 def _by_size(

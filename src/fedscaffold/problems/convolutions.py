@@ -31,7 +31,16 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-__all__ = ["Windows", "convolution", "max_pool", "min_pool", "pad_windows", "sum_pool"]
+__all__ = [
+    "CACHED",
+    "Windows",
+    "convolution",
+    "divisor_near",
+    "max_pool",
+    "min_pool",
+    "pad_windows",
+    "sum_pool",
+]
 
 Array: TypeAlias = Any
 
@@ -305,7 +314,7 @@ def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
 
     number = len(lhs)
     made = sum(one.size * one.dtype.itemsize for one in jax.eval_shape(copies, lhs, rhs))
-    size = _part(number, max(1, int(CACHED * number / made)))
+    size = divisor_near(number, max(1, int(CACHED * number / made)))
     if size == number:
         return correlate(lhs, rhs)
     whole = number // size * size
@@ -317,10 +326,10 @@ def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
     return total if whole == number else total + correlate(lhs[whole:], rhs[whole:])
 
 
-def _part(number: int, most: int) -> int:
+def divisor_near(number: int, most: int) -> int:
     """Return how many of `number` to take at a time: a divisor, if one is near `most`.
 
-    >>> _part(32, 5), _part(31, 5), _part(3, 5)
+    >>> divisor_near(32, 5), divisor_near(31, 5), divisor_near(3, 5)
     (4, 5, 3)
     """
     most = min(most, number)
