@@ -6,7 +6,8 @@ FOR_DEMO := .venv/ready-for-demo
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # modules are compiled once, not in each of the many processes that tests start
 ALONE := PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-PYTEST := $(ALONE) -n 3 --dist worksteal
+# more workers than the two cores that it is measured on, as some tests wait for other processes
+PYTEST := $(ALONE) -n 4 --dist worksteal
 CODE := src papers tests tools examples benchmarks
 
 .PHONY: demo test quick soak lint all-tests fast-tests papers bench tables architecture arguments docs clean
@@ -28,7 +29,7 @@ quick: $(READY)
 	$(call BESIDE_LINT,fast-tests)
 
 # tests that failed are run once more, alone: the target fails if one of them fails again, or if anything else is wrong;
-# only then are assertions rewritten to say what they compared: three workers would each do that for all files
+# only then are assertions rewritten to say what they compared: four workers would each do that for all files
 all-tests: $(READY)
 	@$(PYTEST) --cache-clear --assert=plain || { code=$$?; test $$code -eq 1 || exit $$code; \
 	  echo "Some tests failed: now each of them once more, alone. The target fails if one fails again."; \
