@@ -27,23 +27,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from fedscaffold.checks import InputError, one_number, taken_by_name
 from fedscaffold.model_functions import bound, even_weights, measured, new_state
 from fedscaffold.problems.convolutions import CACHED, divisor_near
-from fedscaffold.problems.rewriting import (
-    as_products,
-    largest_result,
-    patch_bytes,
-    product_operations,
-)
+from fedscaffold.problems.rewriting import as_products, largest_result, patch_bytes
 
 __all__ = [
     "Functions",
     "Kind",
     "Kinds",
-    "StepWork",
     "bound",
     "call",
     "gradient",
@@ -51,8 +44,8 @@ __all__ = [
     "no_loss",
     "record_gradients",
     "record_values",
-    "step_work",
     "value",
+    "work_bytes",
 ]
 
 Tree: TypeAlias = Any
@@ -266,21 +259,13 @@ def _slope(
     return jax.grad(loss, has_aux=functions.stateful)
 
 
-class StepWork(NamedTuple):
-    """What the gradient on a batch takes."""
-
-    bytes: int
-    """Bytes of the patches of convolutions; 0 without convolutions."""
-    operations: float
-    """Floating-point operations of its products and convolutions, three times those of a loss. Of a
-    loop one iteration counts: recurrent networks took more CPU time with parts of rounds apart."""
-
-
 @lru_cache(maxsize=64)
-def step_work(
+def work_bytes(
     functions: Functions, kinds: Kinds, tree: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]
-) -> StepWork:
-    """Estimate what the gradient on a batch takes.
+) -> int:
+    """Return the bytes that the patches of convolutions take in a gradient on a batch.
+
+    0 without convolutions.
 
     `tree` and `shapes` are the structure and the leaves of (params, batch, state), so that runs of
     one problem trace it once.
@@ -295,9 +280,7 @@ def step_work(
             batch,
         )
 
-    traced = jaxpr_as_fun(jax.make_jaxpr(on_batch)(*jax.tree.unflatten(tree, shapes)))
-    passes = 3 if functions.gradient is None else 1  # forwards, backwards to inputs and parameters
-    return StepWork(patch_bytes(traced, *shapes), passes * product_operations(traced, *shapes))
+    return patch_bytes(on_batch, *jax.tree.unflatten(tree, shapes))
 
 
 def _by_size(

@@ -25,7 +25,7 @@ from jax.extend.linear_util import wrap_init
 from fedscaffold.problems.convolutions import convolution, max_pool, min_pool, sum_pool
 from fedscaffold.problems.scans import adds_up_products, contract_after
 
-__all__ = ["as_products", "largest_result", "patch_bytes", "product_operations"]
+__all__ = ["as_products", "largest_result", "patch_bytes"]
 
 Tree: TypeAlias = Any
 Array: TypeAlias = Any
@@ -122,42 +122,6 @@ def _result_sizes(jaxpr: Any) -> Iterator[int | None]:
         yield from (out.aval.size * out.aval.dtype.itemsize for out in equation.outvars)
         for inner in _inner(equation):
             yield from _result_sizes(inner)
-
-
-def product_operations(function: Callable[..., Any], *arguments: Tree) -> float:
-    """Return the floating-point operations of a function's matrix products and convolutions.
-
-    Of a loop one iteration counts.
-
-    Args:
-        function: The function.
-        *arguments: Its arguments, or their shapes (`jax.ShapeDtypeStruct`).
-
-    >>> import jax.numpy as jnp
-    >>> product_operations(jnp.dot, jnp.ones((4, 3)), jnp.ones((3, 5)))
-    120.0
-    """
-    return _operations_in(jax.make_jaxpr(function)(*arguments).jaxpr)
-
-
-def _operations_in(jaxpr: Any) -> float:
-    total = 0.0
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        inner = [_operations_in(one) for one in _inner(equation)]
-        if name == "dot_general":
-            shape = equation.invars[0].aval.shape
-            summed = prod(shape[axis] for axis in params["dimension_numbers"][0][0])
-            total += 2.0 * summed * equation.outvars[0].aval.size
-        elif name == "conv_general_dilated":
-            kernel = equation.invars[1].aval
-            features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
-            total += 2.0 * kernel.size / max(1, features) * equation.outvars[0].aval.size
-        elif name == "cond":
-            total += max(inner, default=0.0)
-        else:
-            total += sum(inner)
-    return total
 
 
 def _inner(equation: Any) -> Iterator[Any]:

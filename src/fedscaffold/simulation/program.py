@@ -39,7 +39,7 @@ from fedscaffold.simulation.sampling import ROOM_BYTES, Drawer, most_steps
 from fedscaffold.simulation.sharding import Shards, make_shards
 from fedscaffold.simulation.spec import Federation, Spec, State
 from fedscaffold.simulation.spending import budget_of
-from fedscaffold.simulation.threads import HEAVY, choose_threads
+from fedscaffold.simulation.threads import HEAVY, choose_threads, client_operations
 
 __all__ = ["PreparedRun", "prepare"]
 
@@ -106,7 +106,7 @@ def prepare(config: RunConfig, seeds: Sequence[int] | None = None) -> PreparedRu
         shards = make_shards(config, drawer.size, touched, block)
         spec = shards.spec(spec)
     elif drawer.slots > block and jax.default_backend() == "cpu":
-        work = resolve.client_operations(config, drawer)
+        work = client_operations(config.problem, drawer.steps, drawer.batch)
         spec = spec._replace(by_blocks=work >= HEAVY and not spec.compares)
     rows = config.problem.num_clients if config.client_state == "array" else drawer.slots
     if shards is not None:

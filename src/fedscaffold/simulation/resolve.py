@@ -19,7 +19,7 @@ from fedscaffold.privacy.gradients import Mechanism
 from fedscaffold.privacy.mechanism import records_at_once, sampling_rate
 from fedscaffold.privacy.messages import MessageMechanism
 from fedscaffold.privacy.records import Records
-from fedscaffold.problems.batches import StepWork, step_work
+from fedscaffold.problems.batches import work_bytes
 from fedscaffold.problems.problem import Problem
 from fedscaffold.run_config import MOST, RunConfig
 from fedscaffold.simulation.participation import (
@@ -36,7 +36,6 @@ __all__ = [
     "availability",
     "block",
     "buffer_size",
-    "client_operations",
     "cohort_size",
     "footprint",
     "in_precision",
@@ -330,27 +329,15 @@ def footprint(config: RunConfig, drawer: Drawer) -> int:
     model = 4 * problem.dim * itemsize
     drawn = 0 if batch is None else 4 * steps * rows
     checks.fits(f"{steps} local steps on {rows} records drawn for each", drawn)
-    patches = _step_work(problem, rows, config.precision).bytes
+    patches = _patches(problem, rows, config.precision)
     checks.fits(f"the convolutions of a local step on {rows} records", patches)
     private = None if config.privacy is None else mechanism(config)
     single = 0 if private is None else private.at_once * problem.dim * itemsize
     return int(model + rows * row + drawn + patches + single)
 
 
-def client_operations(config: RunConfig, drawer: Drawer) -> float:
-    """Estimate the floating-point operations of a client in a round.
-
-    Those of products and convolutions, and at least six per parameter and record.
-    """
-    problem, batch = config.problem, drawer.batch
-    rows = int(problem.counts.max() if batch is None else batch.max())
-    records = drawer.steps * (problem.counts if batch is None else batch)
-    of_record = _step_work(problem, rows, config.precision).operations / max(1, rows)
-    return max(6.0 * problem.dim, of_record) * float(records.mean())
-
-
-def _step_work(problem: Problem, rows: int, precision: str) -> StepWork:
-    """Estimate what the gradient on a batch of so many records takes."""
+def _patches(problem: Problem, rows: int, precision: str) -> int:
+    """Return the bytes that convolutions of a batch take as matrix products."""
     dtype = np.dtype(precision)
 
     def shaped(array: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -362,7 +349,7 @@ def _step_work(problem: Problem, rows: int, precision: str) -> StepWork:
     with jax.enable_x64(dtype.itemsize > 4):
         state = jax.tree.map(lambda a: shaped(a, *a.shape), problem.state)
         shapes, tree = jax.tree.flatten((params, batch, state))
-        return step_work(problem.functions, problem.kinds, tree, tuple(shapes))
+        return work_bytes(problem.functions, problem.kinds, tree, tuple(shapes))
 
 
 def step_sizes(config: RunConfig, steps: NDArray[np.int64]) -> Callable[[int], NDArray[Any]]:

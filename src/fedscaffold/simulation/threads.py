@@ -10,10 +10,13 @@ from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
+from fedscaffold.problems.problem import Problem
 from fedscaffold.state.platforms import cores
 
-__all__ = ["HEAVY", "choose_threads", "lane", "threads"]
+__all__ = ["HEAVY", "choose_threads", "client_operations", "lane", "threads"]
 
 LOG = logging.getLogger("fedscaffold")
 VARIABLE = "PJRT_NPROC"
@@ -80,6 +83,25 @@ def threads() -> int:
     """Return the number of threads that run blocks of clients: one per core, at most PJRT_NPROC."""
     given = os.environ.get(VARIABLE, "")
     return min(cores(), int(given)) if given.isdigit() and int(given) else cores()
+
+
+def client_operations(
+    problem: Problem, steps: NDArray[np.int64], batch: NDArray[np.int64] | None
+) -> float:
+    """Estimate the floating-point operations of a client in a round: six per parameter and record.
+
+    Args:
+        problem: The problem.
+        steps: The (N,) numbers of local steps.
+        batch: The (N,) numbers of records of a step; None for all of a client's.
+
+    >>> import fedscaffold as fs
+    >>> problem = fs.problems.quadratic(num_clients=3, dim=10, seed=0)
+    >>> client_operations(problem, np.array([5, 5, 5]), None)
+    300.0
+    """
+    records = steps * (problem.counts if batch is None else batch)
+    return 6.0 * problem.dim * float(records.mean())
 
 
 def _has_started() -> bool:
