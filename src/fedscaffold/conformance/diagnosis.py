@@ -339,7 +339,7 @@ class Likeness(NamedTuple):
     same: frozenset[str]
     """Wrong federations in which all numbers equal those of the mistake.
 
-    None if it contradicts the numbers of a federation that is right.
+    Empty if it contradicts the numbers of a federation that is right.
     """
     rows: float
     """Rows that fail in both, as a share of those that fail in either."""

@@ -159,9 +159,10 @@ def gradient(
         A pytree like `params`; for functions with a state, a pair of it and the new state.
     """
     slope = _slope(functions, key, state, train)
-    if weights is None and kinds.gradient == "mean" and functions.gradient is None:
-        size = _records_at_once(bound(functions.loss, key, state, train), params, batch)
-        if size is not None and not functions.random and not functions.stateful:
+    plain = functions.gradient is None and not functions.random and not functions.stateful
+    if weights is None and kinds.gradient == "mean" and plain:
+        size = _records_at_once(bound(functions.loss, train=train), params, batch)
+        if size is not None:
             return jax.lax.platform_dependent(
                 params, batch, cpu=partial(_in_parts, slope, size), default=slope
             )
