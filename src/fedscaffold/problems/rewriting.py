@@ -22,6 +22,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.linear_util import wrap_init
 
+from fedscaffold.problems.channels_last import put_channels_last
 from fedscaffold.problems.convolutions import convolution, max_pool, min_pool, sum_pool
 from fedscaffold.problems.scans import adds_up_products, contract_after
 
@@ -156,6 +157,7 @@ def _rewrite(program: Any) -> Any:
     """Return a Jaxpr or ClosedJaxpr with every operation that has a rule replaced."""
     if isinstance(program, ClosedJaxpr):
         return program.replace(jaxpr=_rewrite(program.jaxpr))
+    program = put_channels_last(program)
     return program.replace(eqns=[_rewrite_equation(equation) for equation in program.eqns])
 
 
