@@ -224,6 +224,27 @@ def test_batches_that_leave_a_rest():
     np.testing.assert_allclose(ran(made, **more).vector, expected(made, **more), rtol=1e-11)
 
 
+@pytest.mark.slow
+def test_a_client_takes_its_own_steps_and_waits_for_no_other():
+    calls = []
+
+    def counted(params, batch):
+        jax.debug.callback(lambda: calls.append(None))
+        return summed(params, batch)
+
+    fs.simulate(
+        fs.scaffold(),
+        fs.Problem(counted, START, records(3, (5, 41)), coupled=True),
+        rounds=3,
+        local_epochs=1,
+        batch_size=4,
+        lr=0.01,
+        metrics=(),
+    )
+    jax.effects_barrier()
+    assert len(calls) == 3 * (2 + 11)  # batches of four and one of the rest
+
+
 def means(made, loss, run, clients):
     """Loss and gradient norm of the problem, from the user's own function on each client's data."""
     with jax.enable_x64(True):

@@ -88,7 +88,8 @@ def patch_bytes(function: Callable[..., Any], *arguments: Tree) -> int:
     >>> patch_bytes(lambda w, x: jnp.dot(w, x), jnp.ones(3), jnp.ones(3))
     0
     """
-    return _bytes_in(_rewrite(jax.make_jaxpr(function)(*arguments)).jaxpr)
+    closed = jax.make_jaxpr(function)(*arguments)
+    return _bytes_in(_rewrite(closed).jaxpr) if _has_rules(closed.jaxpr) else 0
 
 
 def _bytes_in(jaxpr: Any, rewritten: bool = False) -> int:

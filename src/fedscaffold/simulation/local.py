@@ -133,7 +133,8 @@ def _run_local_steps(
     cut = partial(_split_layers, spec)
     y, at_x, along = each(cut, start), cut(x), None if shift is None else each(cut, shift)
     collect = "d" in spec.exchange.reads and not spec.constant_step
-    waits = spec.unequal and (spec.block > 1 or spec.side_by_side)  # for others of its block
+    together = not spec.one_by_one and (spec.block > 1 or spec.side_by_side)
+    waits = spec.unequal and together  # for others of its block
 
     def step(k: Array, carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
         y, total, memory, buffers = carry

@@ -497,9 +497,9 @@ def train_block(
 ) -> tuple[Any, ClientState, Array]:
     """Run the local training of a block; return messages, the clients' new state and moves."""
     work, old = part
-    most = loop_length(spec, federation, draw, work)
 
     def client(own: tuple[ClientState, Work]) -> tuple[Any, ClientState, Array]:
+        most = loop_length(spec, federation, draw, own[1] if spec.one_by_one else work)
         return train(spec, federation, state, draw.lr, *own, most)
 
     reply: tuple[Any, ClientState, Array] = _compute_once(
