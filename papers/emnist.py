@@ -5,9 +5,10 @@ Pictures divided by similarity, tuned step sizes, seeds.
 A cell is a method, a number of epochs, a similarity and a cohort. Its step size is tuned on records
 held out of the
 training set, never on the test set: of a grid, the one that reaches the target first within a
-budget of rounds, or else has the highest accuracy over the second half of them. All step sizes are
-one compiled program. Then every seed is run on the test set until it reaches the target. A cell is
-kept as soon as it is done.
+budget of rounds, or else has the highest accuracy over the second half of them; without a target,
+the one with the best accuracy of any round, which is what such a cell is judged by. All step sizes
+are one compiled program. Then every seed is run on the test set until it reaches the target. A cell
+is kept as soon as it is done.
 
 EMNIST is read from the folder that FEDSCAFFOLD_DATA names; where it is not there, scikit-learn's
 digits stand in.
@@ -258,22 +259,21 @@ def tune(problem: Problem, name: str, epochs: int, cohort: Any, settings: Settin
         )
         if any(runs[0].reached_at for runs in found):
             break
-    scores = [_score(runs[0]) for runs in found]
+    to_target = settings["target"] is not None
+    scores = [_score(runs[0], to_target) for runs in found]
     best = min(range(len(grid)), key=lambda j: scores[j])
     listed = [[lr, *score] for lr, score in zip(grid, scores, strict=True)]
     return {"lr": grid[best], "edge": best in (0, len(grid) - 1), "scores": listed}
 
 
-def _score(run: Run) -> tuple[float, float]:
-    """Rounds to the target, or 1e9, then the accuracy missing in the second half."""
+def _score(run: Run, to_target: bool) -> tuple[float, float]:
+    """Rounds to the target, or 1e9, then the accuracy missing: in the second half, or at best."""
     accuracy = run.history["accuracy"].astype(float)
     accuracy = accuracy[np.isfinite(accuracy)]
-    lost = (
-        1.0
-        if run.diverged_at is not None or not len(accuracy)
-        else 1 - float(accuracy[len(accuracy) // 2 :].mean())
-    )
-    return float(run.reached_at or 1e9), lost
+    if run.diverged_at is not None or not len(accuracy):
+        return 1e9, 1.0
+    kept = accuracy[len(accuracy) // 2 :].mean() if to_target else accuracy.max()
+    return float(run.reached_at or 1e9), 1 - float(kept)
 
 
 def _seeds(

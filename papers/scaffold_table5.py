@@ -48,7 +48,9 @@ SIZES: dict[str, Settings] = {
         "rounds": 1000,
         "grid": [0.03, 0.1, 0.3, 1.0],
         "sgd_grid": [0.1, 0.3, 1.0, 3.0],
-        "tune_work": 300,
+        # on the rounds that are judged: fewer of them prefer smaller steps
+        "tune_least": 1000,
+        "tune_most": 1000,
         "evaluate_every": 5,
     },
 }
