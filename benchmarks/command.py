@@ -16,7 +16,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @app.command(epilog="Example: python -m benchmarks --only W1 --json")
 def bench(
     only: Annotated[
-        str | None, typer.Option(help="Work loads, with commas between: W1 to W9, as in W5,W9.")
+        str | None, typer.Option(help="Work loads, with commas between: W1 to W10, as in W5,W9.")
     ] = None,
     growth: Annotated[
         bool, typer.Option(help="Also measure how cost grows with N, cohort and K.")

@@ -1,6 +1,7 @@
 """Networks of the benchmark, as users of JAX and users of torch write them.
 
     lenet     5x5x32, pool, 5x5x64, pool, 512, classes
+    lenet5    5x5x6, pool, 5x5x16, pool, 120, classes: few features, as in the first of them
     cnn       3x3x32, 3x3x64, pool, 128, classes
     resnet8   3x3x16, residual blocks of 16, 32 and 64 features with group normalisation, mean
               over space, classes
@@ -102,16 +103,23 @@ def _dense(params: Params, x: Array) -> Array:
     return jax.nn.relu(x @ params["dense1"] + params["bias3"]) @ params["dense2"] + params["bias4"]
 
 
-def _two_layers(size: int, pools: tuple[bool, bool], pixels: int, width: int) -> Network:
+def _two_layers(
+    size: int,
+    pools: tuple[bool, bool],
+    pixels: int,
+    width: int,
+    features: tuple[int, int] = (32, 64),
+) -> Network:
     """Two convolutions and two dense layers."""
+    first, second = features
 
     def shapes(classes: int) -> dict[str, tuple[int, ...]]:
         return {
-            "conv1": (size, size, 1, 32),
-            "bias1": (32,),
-            "conv2": (size, size, 32, 64),
-            "bias2": (64,),
-            "dense1": (pixels * 64, width),
+            "conv1": (size, size, 1, first),
+            "bias1": (first,),
+            "conv2": (size, size, first, second),
+            "bias2": (second,),
+            "dense1": (pixels * second, width),
             "bias3": (width,),
             "dense2": (width, classes),
             "bias4": (classes,),
@@ -129,13 +137,18 @@ def _two_layers(size: int, pools: tuple[bool, bool], pixels: int, width: int) ->
         from torch import nn
 
         layers: list[Any] = []
-        for inputs, outputs, pooled in ((1, 32, pools[0]), (32, 64, pools[1])):
+        for inputs, outputs, pooled in ((1, first, pools[0]), (first, second, pools[1])):
             layers += [
                 nn.Conv2d(inputs, outputs, size),
                 nn.ReLU(),
                 *([nn.MaxPool2d(2)] if pooled else []),
             ]
-        dense = [nn.Flatten(), nn.Linear(pixels * 64, width), nn.ReLU(), nn.Linear(width, classes)]
+        dense = [
+            nn.Flatten(),
+            nn.Linear(pixels * second, width),
+            nn.ReLU(),
+            nn.Linear(width, classes),
+        ]
         return nn.Sequential(*layers, *dense)
 
     return Network(shapes, scores, module)
@@ -263,6 +276,7 @@ def _lstm_module(classes: int) -> Any:
 
 NETWORKS = {
     "lenet": _two_layers(5, (True, True), 16, 512),
+    "lenet5": _two_layers(5, (True, True), 16, 120, (6, 16)),
     "cnn": _two_layers(3, (False, True), 144, 128),
     "resnet8": Network(_resnet_shapes, _resnet_scores, _resnet_module),
     "lstm": Network(_lstm_shapes, _lstm_scores, _lstm_module),

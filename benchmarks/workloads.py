@@ -12,12 +12,13 @@ Float32 NumPy data with a fixed seed, the same for every contestant.
     w7    LSTM, characters  141 speakers         10      20           10     0.5   1
     w8    ResNet-8          20 x 100             5       5            32     0.05  3
     w9    w5 as a torch module
+    w10   LeNet-5           50 x 200             10      10           64     0.05  3
 
 Batches are drawn with replacement, cohorts without. Losses are means over the batch: cross-entropy
 for `mlp` (one ReLU layer) and `softmax`; for `logistic`, which has no bias, the logistic loss of
 labels in {0, 1} plus L2 / 2 |w|^2. The data are synthetic: only their shapes matter to the time a
-simulator takes. The networks of w5 to w9 are in `networks`; w5, w6 and w9 take EMNIST's pictures
-and w7 the speakers of tinyshakespeare where FEDSCAFFOLD_DATA has them, else random ones.
+simulator takes. The networks of w5 to w10 are in `networks`; w5, w6, w9 and w10 take EMNIST's
+pictures and w7 the speakers of tinyshakespeare where FEDSCAFFOLD_DATA has them, else random ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 from fedscaffold import checks
 
 __all__ = ["L2", "WORKLOADS", "Workload", "initial", "num_steps", "sampled"]
-__all__ += ["w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9", "widths"]
+__all__ += ["w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9", "w10", "widths"]
 
 Arrays: TypeAlias = list[NDArray[np.float32]]
 Indices: TypeAlias = NDArray[np.int64]
@@ -55,7 +56,7 @@ class Workload(NamedTuple):
 
     name: str
     clients: list[Client]
-    model: Literal["mlp", "softmax", "logistic", "lenet", "cnn", "resnet8", "lstm"]
+    model: Literal["mlp", "softmax", "logistic", "lenet", "lenet5", "cnn", "resnet8", "lstm"]
     hidden: int
     """Width of the one hidden layer; 0 where there is none."""
     classes: int
@@ -177,6 +178,11 @@ def w9() -> Workload:
     return w5()._replace(name="w9")
 
 
+def w10() -> Workload:
+    """The classic LeNet, with few features, on EMNIST."""
+    return w5()._replace(name="w10", model="lenet5", batch_size=64)
+
+
 def w8() -> Workload:
     """ResNet-8 on random pictures, 32 x 32, three colours."""
     rng = np.random.default_rng(DATA_SEED)
@@ -216,6 +222,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "w7": w7,
     "w8": w8,
     "w9": w9,
+    "w10": w10,
 }
 
 

@@ -167,7 +167,7 @@ def local(
 
     `inside`: momentum acts on the corrected gradient; else on the gradient, beside the correction.
     """
-    slope = jax.grad(lambda y, *batch: as_products(loss)(layout.unflatten(y), *batch))
+    slope = as_products(jax.grad(lambda y, *batch: loss(layout.unflatten(y), *batch)))
 
     def step(k: Any, carry: Any) -> Any:
         y, velocity, total = carry

@@ -204,7 +204,7 @@ def test_the_roofline_counts_the_model_and_its_batch(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lenet", "cnn", "resnet8"])
+@pytest.mark.parametrize("name", ["lenet", "lenet5", "cnn", "resnet8"])
 def test_networks_are_the_same_in_jax_and_torch(name):
     classes, size, channels = (10, 32, 3) if name == "resnet8" else (62, 28, 1)
     rng = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from cases import sharp
 from jax import lax
 
 import fedscaffold as fs
-from fedscaffold.problems import convolutions, rewriting
+from fedscaffold.problems import batch_last, convolutions, rewriting
 from fedscaffold.problems.rewriting import as_products, patch_bytes
 
 pytestmark = pytest.mark.slow
@@ -124,10 +124,35 @@ def assert_same(function, *arguments, ours=None):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * (1 + np.abs(b).max(initial=0)))
 
 
+@pytest.fixture
+def features_last(monkeypatch):
+    """No convolution has few features, so none is computed with the batch last."""
+    monkeypatch.setattr(batch_last, "FEW", 0)
+
+
 @pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_convolutions(case):
+def test_convolutions(case, features_last):
     lhs, rhs, how = CONVOLUTIONS[case]
     assert_same(partial(convolve, **how), *normal(lhs, rhs))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case, (_, _, how) in CONVOLUTIONS.items() if not any("group" in key for key in how)],
+)
+def test_convolutions_with_the_batch_last(case):
+    lhs, rhs, how = CONVOLUTIONS[case]
+    lhs, rhs = (tuple(size // 12 if size == 48 else size for size in one) for one in (lhs, rhs))
+    given = normal(lhs, rhs)
+    numbers = lax.conv_dimension_numbers(
+        lhs, rhs, how.get("dimension_numbers", ("NHWC", "HWIO", "NHWC"))
+    )
+    traced = str(jax.make_jaxpr(as_products(partial(convolve, **how)))(*given))
+    shape = jax.eval_shape(partial(convolve, **how), *given).shape
+    batch, features, *space = numbers.out_spec
+    laid = [shape[features], *(shape[axis] for axis in sorted(space)), shape[batch]]
+    assert f"f64[{','.join(map(str, laid))}]" in traced
+    assert_same(partial(convolve, **how), *given)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +258,9 @@ def test_gradients_in_single_precision(case, mapped):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * np.abs(b).max())
 
 
-def test_one_client_runs_in_the_direct_form_and_several_with_kernels_of_their_own_as_products():
+def test_one_client_runs_in_the_direct_form_and_several_with_kernels_of_their_own_as_products(
+    features_last,
+):
     x, w = (a.astype(jnp.float32) for a in normal((3, 8, 8, 16), (3, 3, 16, 8)))
     ours = as_products(partial(convolve, padding="SAME"))
     for clients, direct in ((1, 1), (2, 0)):
@@ -245,7 +272,7 @@ def test_one_client_runs_in_the_direct_form_and_several_with_kernels_of_their_ow
     assert "tensor<6x8x8x16xf32>" in shared  # the clients' images are one batch
 
 
-def test_gradients_of_kernels_take_one_product():
+def test_gradients_of_kernels_take_one_product(features_last):
     x, w = normal((2, 16, 16, 16), (3, 3, 16, 8))
 
     def slope(x, w):
@@ -258,7 +285,7 @@ def test_gradients_of_kernels_take_one_product():
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])
-def test_gradients_of_kernels_add_up_parts_that_fit_the_cache(together, monkeypatch):
+def test_gradients_of_kernels_add_up_parts_that_fit_the_cache(together, features_last, monkeypatch):
     """Five images, one, two or three at a time; the last part may be smaller."""
     lhs, rhs = (5, 8, 6, 4), (3, 3, 4, 2)
     copies = 8 * (8 * 6 * 9 * 4 + 8 * 6 * 2)  # of one image: windows, and the results' gradient
@@ -435,11 +462,16 @@ def test_where_no_rule_fits_one_line_says_so(caplog, monkeypatch):
     ]
 
 
-def test_patches_are_forecast():
+@pytest.mark.parametrize("layout", ["batch last", "features last"])
+def test_patches_are_forecast(layout, monkeypatch):
     x, w = normal((2, 6, 7, 3), (3, 2, 3, 4))
     results = 2 * 4 * 6 * 4
-    patches = 2 * 6 * 6 * (2 * 3) + 2 * 4 * 6 * (3 * 2 * 3)  # along the width, then along both
+    patches = 2 * 4 * 6 * (3 * 2 * 3)
+    if layout == "features last":
+        monkeypatch.setattr(batch_last, "FEW", 0)
+        patches += 2 * 6 * 6 * (2 * 3)  # along the width, before along both
     assert patch_bytes(convolve, x, w) == 8 * (patches + results)
+    assert patch_bytes(as_products(convolve), x, w) == 8 * (patches + results)
 
 
 def test_large_patches_make_small_blocks():

@@ -121,13 +121,13 @@ def value(
 
     `weights` is None for a batch without padding, as it must be for a coupled function.
     """
-    function = as_products(measured(function, state))
+    function = measured(function, state)
     if weights is None:
-        return call(function, kind, params, batch)
+        return as_products(partial(call, function, kind))(params, batch)
     if kind == "mean":
-        return weights @ record_values(function, params, batch)
+        return weights @ as_products(partial(record_values, function))(params, batch)
     assert kind == "weighted", "a coupled function is evaluated on real batches only"
-    return function(params, batch, weights=weights)
+    return as_products(function)(params, batch, weights=weights)
 
 
 def gradient(

@@ -33,6 +33,10 @@ from jax.custom_batching import custom_vmap
 
 __all__ = [
     "CACHED",
+    "DIRECT_FEATURES",
+    "MOST_PARTS",
+    "MOST_ZEROS",
+    "Sliding",
     "Windows",
     "convolution",
     "divisor_near",
@@ -124,6 +128,18 @@ class Sliding(NamedTuple):
     precision: Any
     dtype: Any
 
+    @classmethod
+    def of(cls, lhs: Array, rhs: Array, params: dict[str, Any]) -> Sliding:
+        """Return what the parameters of the primitive say."""
+        return cls(
+            tuple(params["window_strides"]),
+            tuple(params["padding"]),
+            tuple(params["lhs_dilation"]),
+            tuple(params["rhs_dilation"]),
+            params["precision"],
+            params.get("preferred_element_type") or jnp.result_type(lhs, rhs),
+        )
+
     def inflated(self, space: Sequence[int]) -> tuple[int, ...]:
         """Return the size of an image along each axis after its dilation."""
         return tuple(
@@ -189,6 +205,7 @@ def convolution(lhs: Array, rhs: Array, **params: Any) -> Array | None:
     """
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     outputs, inputs, *space = numbers.rhs_spec
+    sliding = Sliding.of(lhs, rhs, params)
     lhs = lax.transpose(lhs, (numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]))
     rhs = lax.transpose(rhs, (*space, inputs, outputs))
     if (
@@ -197,14 +214,6 @@ def convolution(lhs: Array, rhs: Array, **params: Any) -> Array | None:
         groups = params["batch_group_count"]
         lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
         lhs = lhs.reshape(*lhs.shape[:-2], -1)
-    sliding = Sliding(
-        tuple(params["window_strides"]),
-        tuple(params["padding"]),
-        tuple(params["lhs_dilation"]),
-        tuple(params["rhs_dilation"]),
-        params["precision"],
-        params.get("preferred_element_type") or jnp.result_type(lhs, rhs),
-    )
     found = _convolve(lhs, rhs, sliding, groups)
     if found is None:
         return None

@@ -22,8 +22,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.linear_util import wrap_init
 
-from fedscaffold.problems.channels_last import put_channels_last
+from fedscaffold.problems.batch_last import convolution_batch_last, suits_batch_last
 from fedscaffold.problems.convolutions import convolution, max_pool, min_pool, sum_pool
+from fedscaffold.problems.layouts import is_batch_last, lay_out
 from fedscaffold.problems.scans import adds_up_products, contract_after
 
 __all__ = ["as_products", "largest_result", "patch_bytes"]
@@ -89,7 +90,7 @@ def patch_bytes(function: Callable[..., Any], *arguments: Tree) -> int:
     0
     """
     closed = jax.make_jaxpr(function)(*arguments)
-    return _bytes_in(_rewrite(closed).jaxpr) if _has_rules(closed.jaxpr) else 0
+    return _bytes_in(_rewrite(closed).jaxpr if _has_rules(closed.jaxpr) else closed.jaxpr)
 
 
 def _bytes_in(jaxpr: Any, rewritten: bool = False) -> int:
@@ -158,7 +159,7 @@ def _rewrite(program: Any) -> Any:
     """Return a Jaxpr or ClosedJaxpr with every operation that has a rule replaced."""
     if isinstance(program, ClosedJaxpr):
         return program.replace(jaxpr=_rewrite(program.jaxpr))
-    program = put_channels_last(program)
+    program = lay_out(program)
     return program.replace(eqns=[_rewrite_equation(equation) for equation in program.eqns])
 
 
@@ -263,6 +264,13 @@ def _gather_add(tangents: Array, operand: Array, *, select_prim: Any, **params: 
     return jax.jvp(partial(_pool_of(select_prim), **params), (operand,), (tangents,))[1]
 
 
+def _convolution(lhs: Array, rhs: Array, **params: Any) -> Array | None:
+    """Convolution in the forms of the layout of its result."""
+    if is_batch_last(params) and suits_batch_last(lhs, rhs, params):
+        return convolution_batch_last(lhs, rhs, **params)
+    return convolution(lhs, rhs, **params)
+
+
 def _sum_in_turn(x: Array, *, axes: tuple[int, ...], **params: Any) -> Array:
     """Sum over separated axes, the last ones last: XLA would sum over all in plain loops."""
     last = _last_axes(x.shape, axes)
@@ -300,7 +308,7 @@ def _undilated(operand: Array) -> dict[str, Any]:
 
 
 _RULES: dict[str, Rule] = {
-    "conv_general_dilated": convolution,
+    "conv_general_dilated": _convolution,
     "reduce_window_max": max_pool,
     "reduce_window_min": min_pool,
     "reduce_window_sum": sum_pool,

@@ -1,15 +1,16 @@
-"""Convolutional networks with channels last, whatever layout they were written in.
+"""Layout of the arrays of convolutional networks, whatever layout they were written in.
 
-Convolutions are fast on CPUs if features are the last axis. A network that has them elsewhere, as
-torch's modules do, would be transposed before and after each of its convolutions, and pooling would
-run along the last axis. Here the results of convolutions stay as they were computed, with features
-last; operations that work in any layout follow them, and an array is transposed only where another
-operation reads it. Results are the same, up to the order of sums.
+Convolutions are fast on CPUs with features last, and those of networks with few features with the
+batch last. A network that is written in another layout, as torch's modules are, would be transposed
+before and after each of its convolutions, and pooling would run along the last axis. Here the
+results of convolutions stay as they were computed; operations that work in any layout follow them,
+and an array is transposed only where another operation reads it. Results are the same, up to the
+order of sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -17,7 +18,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, Literal, Var, jaxpr_as_fun
 
-__all__ = ["put_channels_last"]
+from fedscaffold.problems.batch_last import suits_batch_last
+
+__all__ = ["is_batch_last", "lay_out"]
 
 Array: TypeAlias = Any
 Order: TypeAlias = tuple[int, ...]
@@ -57,18 +60,25 @@ class Transposed(NamedTuple):
 Value: TypeAlias = Array | Transposed
 
 
-def put_channels_last(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the same function with the results of its convolutions laid out with features last.
+def lay_out(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the same function with its convolutions in the layout in which they are fast.
+
+    It is that with features first and the batch last if all convolutions have few features, else
+    that with the batch first and features last.
 
     Args:
         jaxpr: A traced function. Only its own equations are changed and those of functions compiled
             by themselves (`jax.jit`), not the bodies of loops and conditionals.
 
     Returns:
-        A function of the same arguments and results. It is the given one, if no convolution in it
-        has its features elsewhere.
+        A function of the same arguments and results. It is the given one, if it has no convolution
+        or is laid out so.
     """
-    if not any(_is_elsewhere(equation) for equation in jaxpr.eqns):
+    convolutions = list(_convolutions(jaxpr))
+    batch_last = all(
+        suits_batch_last(one.invars[0].aval, one.invars[1].aval, one.params) for one in convolutions
+    )
+    if not any(batch_last or _is_elsewhere(one) for one in convolutions):
         return jaxpr
     avals: list[Any] = [var.aval for var in (*jaxpr.constvars, *jaxpr.invars)]
     shapes = [
@@ -78,7 +88,8 @@ def put_channels_last(jaxpr: Jaxpr) -> Jaxpr:
 
     def moved(*arrays: Array) -> list[Array]:
         closed = ClosedJaxpr(jaxpr, arrays[:constants])
-        return [_transpose(one) for one in _evaluate(closed, arrays[constants:])]
+        found = _evaluate(closed, arrays[constants:], batch_last)
+        return [_transpose(one) for one in found]
 
     closed = jax.make_jaxpr(moved)(*shapes)
     if closed.consts:
@@ -94,20 +105,33 @@ def put_channels_last(jaxpr: Jaxpr) -> Jaxpr:
     return result
 
 
-def _is_elsewhere(equation: Any) -> bool:
-    """Return whether an equation is a convolution with the batch first and features not last.
+def _convolutions(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield the convolutions that `lay_out` may change."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == CONVOLUTION:
+            yield equation
+        elif equation.primitive.name == "jit":
+            yield from _convolutions(equation.params["jaxpr"].jaxpr)
 
-    Others are gradients of kernels, of which any network has some.
+
+def _is_elsewhere(equation: Any) -> bool:
+    """Return whether a convolution has the batch first and features not last.
+
+    If the batch is not first, it is the gradient of a kernel, of which any network has some.
     """
-    if equation.primitive.name == "jit":
-        return any(_is_elsewhere(inner) for inner in equation.params["jaxpr"].jaxpr.eqns)
-    if equation.primitive.name != CONVOLUTION:
-        return False
     batch, features, *_ = equation.params["dimension_numbers"].out_spec
     return bool(batch == 0 and features != len(equation.outvars[0].aval.shape) - 1)
 
 
-def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
+def is_batch_last(params: dict[str, Any]) -> bool:
+    """Return whether a convolution's result is laid out as (features, space, batch)."""
+    batch, features, *space = params["dimension_numbers"].out_spec
+    return bool(features == 0 and batch == len(space) + 1 and space == sorted(space))
+
+
+def _evaluate(
+    closed: ClosedJaxpr, arguments: Sequence[Value], batch_last: bool = False
+) -> list[Value]:
     """Run the equations of a function on values in any layout."""
     jaxpr = closed.jaxpr
     values: dict[Var, Value] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -117,7 +141,7 @@ def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        results = _apply(equation, [read(atom) for atom in equation.invars])
+        results = _apply(equation, [read(atom) for atom in equation.invars], batch_last)
         if results is None:
             for atom in equation.invars:
                 if isinstance(read(atom), Transposed):  # once, for whatever else reads it
@@ -140,14 +164,14 @@ def _run_alone(equation: Any, arrays: Sequence[Array]) -> list[Array]:
     return results
 
 
-def _apply(equation: Any, arguments: Sequence[Value]) -> Sequence[Value] | None:
+def _apply(equation: Any, arguments: Sequence[Value], batch_last: bool) -> Sequence[Value] | None:
     """Apply an operation in the layout of its arguments; None if that cannot be done."""
     name = equation.primitive.name
     if name == CONVOLUTION:
-        return [_convolve(equation, *arguments)]
+        return [_convolve(equation, arguments[0], arguments[1], batch_last)]
     waiting = any(isinstance(argument, Transposed) for argument in arguments)
-    if name == "jit" and (waiting or _is_elsewhere(equation)):
-        return _evaluate(equation.params["jaxpr"], arguments)
+    if name == "jit" and (waiting or any(_convolutions(equation.params["jaxpr"].jaxpr))):
+        return _evaluate(equation.params["jaxpr"], arguments, batch_last)
     if not waiting:
         return None
     if name == "custom_jvp_call" and _is_elementwise(equation.params["call_jaxpr"].jaxpr):
@@ -188,25 +212,21 @@ def _keep_derivative(equation: Any, arguments: Sequence[Value]) -> list[Value]:
     return waiting(function(*arrays))
 
 
-def _convolve(equation: Any, lhs: Value, rhs: Value) -> Value:
-    """Convolve arrays as they are laid out; the result has the batch first and features last."""
+def _convolve(equation: Any, lhs: Value, rhs: Value, batch_last: bool) -> Value:
+    """Convolve arrays as they are laid out; space is in the middle of the result."""
     numbers = equation.params["dimension_numbers"]
     (lhs, lhs_order), (rhs, rhs_order) = _waiting(lhs), _waiting(rhs)
     last = lhs.ndim - 1
-    out_spec = (0, last, *range(1, last))
-    found = equation.primitive.bind(
-        lhs,
-        rhs,
-        **equation.params
-        | {
-            "dimension_numbers": lax.ConvDimensionNumbers(
-                tuple(lhs_order[axis] for axis in numbers.lhs_spec),
-                tuple(rhs_order[axis] for axis in numbers.rhs_spec),
-                out_spec,
-            )
-        },
+    batch, features, *space = numbers.out_spec
+    at = {batch: last, features: 0} if batch_last else {batch: 0, features: last}
+    # space stays in the order in which it was written: ties of pooling windows go to the first
+    at |= {axis: place for place, axis in enumerate(sorted(space), 1)}
+    moved = lax.ConvDimensionNumbers(
+        tuple(lhs_order[axis] for axis in numbers.lhs_spec),
+        tuple(rhs_order[axis] for axis in numbers.rhs_spec),
+        tuple(at[axis] for axis in numbers.out_spec),
     )
-    at = dict(zip(numbers.out_spec, out_spec, strict=True))
+    found = equation.primitive.bind(lhs, rhs, **equation.params | {"dimension_numbers": moved})
     return _in_order(found, tuple(at[axis] for axis in range(last + 1)))
 
 

@@ -1,4 +1,4 @@
-"""Networks with channels first: as exact as they were, and not transposed around convolutions."""
+"""Networks in any layout: as exact as they were, and not transposed around convolutions."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from fedscaffold.problems.channels_last import put_channels_last
+from fedscaffold.problems import batch_last
+from fedscaffold.problems.layouts import lay_out
 from fedscaffold.problems.rewriting import as_products
 
 FIRST = ("NCHW", "OIHW", "NCHW")
@@ -116,8 +117,15 @@ def scalar(network):
     return loss
 
 
+@pytest.fixture(params=["batch last", "features last"])
+def layout(request, monkeypatch):
+    if request.param == "features last":
+        monkeypatch.setattr(batch_last, "FEW", 0)
+    return request.param
+
+
 @pytest.mark.parametrize("network", NETWORKS)
-def test_networks_are_the_same_functions(network):
+def test_networks_are_the_same_functions(network, layout):
     with jax.enable_x64():
         given = arrays(network)
         several = [np.stack([one, 1.5 * one]) for one in given]
@@ -138,11 +146,11 @@ def test_networks_are_the_same_functions(network):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_the_pass_alone_keeps_arguments_results_and_types(network):
+def test_the_pass_alone_keeps_arguments_results_and_types(network, layout):
     with jax.enable_x64():
         given = arrays(network)
         closed = jax.make_jaxpr(jax.grad(scalar(network), argnums=(0, 1, 2)))(*given)
-        moved = put_channels_last(closed.jaxpr)
+        moved = lay_out(closed.jaxpr)
         if network is not in_a_loop:  # whose body is passed by the rewriting
             assert moved is not closed.jaxpr
         for before, after in zip(closed.jaxpr.outvars, moved.outvars, strict=True):
@@ -152,7 +160,7 @@ def test_the_pass_alone_keeps_arguments_results_and_types(network):
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-def test_other_dimensions(rank):
+def test_other_dimensions(rank, layout):
     space = "HWD"[:rank]
     layout = tuple(letters + space for letters in ("NC", "OI", "NC"))
     rng = np.random.default_rng(1)
@@ -178,12 +186,15 @@ def transposed_sizes(jaxpr):
     return found
 
 
-def test_activations_are_transposed_where_the_network_flattens_them_and_nowhere_else():
+def test_activations_are_transposed_where_the_network_flattens_them_and_nowhere_else(layout):
     x, a, b = arrays(lenet)
     closed = jax.make_jaxpr(jax.grad(scalar(lenet), argnums=(1, 2)))(x, a, b)
     flat = len(x) * 6 * 2 * 2
-    moved = transposed_sizes(put_channels_last(closed.jaxpr))
+    moved = transposed_sizes(lay_out(closed.jaxpr))
     assert sorted(set(moved) - {a.size, b.size}) == [flat]
+    assert f"f32[{'6,8,8,4' if layout == 'batch last' else '4,8,8,6'}]" in str(
+        lay_out(closed.jaxpr)
+    )
     assert moved.count(flat) == 2  # forward, and the gradient on its way back
 
 
@@ -191,6 +202,17 @@ def test_networks_with_channels_last_are_left_as_they_are():
     def last(x, kernel):
         return jnp.sum(conv(x, kernel, ("NHWC", "HWIO", "NHWC")) ** 2)
 
-    given = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 4))
+    given = jnp.ones((2, 8, 8, 32)), jnp.ones((3, 3, 32, 48))
     jaxpr = jax.make_jaxpr(jax.grad(last, argnums=(0, 1)))(*given).jaxpr
-    assert put_channels_last(jaxpr) is jaxpr
+    assert lay_out(jaxpr) is jaxpr
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs", "last"),
+    [(4, 16, True), (64, 16, False), (64, 1, True), (4, 32, False)],
+)
+def test_the_batch_is_last_with_few_features_and_copies_that_are_not_too_large(batch, inputs, last):
+    shapes = (batch, inputs, 32, 32), (48, inputs, 3, 3)
+    x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    jaxpr = jax.make_jaxpr(conv)(x, kernel).jaxpr
+    assert (f"f32[48,32,32,{batch}]" in str(lay_out(jaxpr))) is last

@@ -1,0 +1,124 @@
+"""Convolution of arrays with features first and the batch last, for networks with few features.
+
+With few features, arrays that have them last are copied a few numbers at a time, and products with
+them fill a part of a vector register only. With the batch last, copies are long, and the columns of
+every product are places and records. The forms are those of `convolutions`:
+
+patched     The entries of every window are copied one below the other; one product contracts them
+            with the kernel.
+scattered   The transpose of the above, where results outnumber the operand's entries.
+correlated  Where windows are larger than the number of their places (gradients of kernels): one
+            product contracts space and the last axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedscaffold.problems.convolutions import DIRECT_FEATURES, MOST_PARTS, MOST_ZEROS, Sliding
+
+__all__ = ["convolution_batch_last", "suits_batch_last"]
+
+Array: TypeAlias = Any
+
+FEW = 32  # features below which products with features last are slow
+MOST_COPIES = 1 << 23  # bytes of patches above which XLA's own kernel, where it has one, is faster
+
+
+def suits_batch_last(lhs: Any, rhs: Any, params: dict[str, Any]) -> bool:
+    """Return whether a convolution is faster with the batch last, and has a form there.
+
+    Args:
+        lhs: The array, or its shape (`jax.ShapeDtypeStruct`).
+        rhs: The kernel, or its shape.
+        params: The parameters of the primitive.
+    """
+    if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
+        return False
+    numbers = params["dimension_numbers"]
+    outputs, inputs, *sizes = (rhs.shape[axis] for axis in numbers.rhs_spec)
+    space = [lhs.shape[axis] for axis in numbers.lhs_spec[2:]]
+    counts = Sliding.of(lhs, rhs, params).counts(space, sizes)
+    if prod(counts) < prod(sizes):  # the gradient of a kernel, whose features others tell
+        return prod(counts) <= MOST_PARTS
+    copies = lhs.size // max(1, prod(space)) * prod(counts) * prod(sizes) * lhs.dtype.itemsize
+    large = inputs >= DIRECT_FEATURES and copies > MOST_COPIES
+    return prod(sizes) <= MOST_PARTS and bool(min(inputs, outputs) < FEW) and not large
+
+
+def convolution_batch_last(lhs: Array, rhs: Array, **params: Any) -> Array:
+    """Compute `lax.conv_general_dilated` with the result laid out as (features, space, batch).
+
+    Args:
+        lhs: The array, in the layout of `dimension_numbers`.
+        rhs: The kernel.
+        **params: The parameters of the primitive; `suits_batch_last` says which there may be.
+    """
+    (batch, inputs, *space), (outputs, features, *window), _ = params["dimension_numbers"]
+    sliding = Sliding.of(lhs, rhs, params)
+    lhs = lax.transpose(lhs, (inputs, *space, batch))
+    rhs = lax.transpose(rhs, (outputs, *window, features))
+    counts = sliding.counts(lhs.shape[1:-1], rhs.shape[1:-1])
+    shape = (rhs.shape[0], *counts, lhs.shape[-1])
+    if 0 in shape or 0 in rhs.shape:
+        return jnp.zeros(shape, sliding.dtype)
+    if prod(counts) < prod(rhs.shape[1:-1]):
+        return _correlated(lhs, rhs, sliding)
+    if prod(counts) > MOST_ZEROS * prod(lhs.shape[1:-1]):
+        other = sliding.transposed(lhs.shape[1:-1], rhs.shape[1:-1], counts)
+        kernel = jnp.swapaxes(lax.rev(rhs, range(1, rhs.ndim - 1)), 0, -1).astype(sliding.dtype)
+        images = jax.ShapeDtypeStruct(shape, sliding.dtype)
+        scatter = jax.linear_transpose(lambda images: _patched(images, kernel, other), images)
+        return scatter(lhs.astype(sliding.dtype))[0]
+    # without the barrier XLA computes what is copied once for each copy
+    return _patched(lax.optimization_barrier(lhs), rhs, sliding)
+
+
+def _patched(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
+    """Contract the entries of every window with the kernel."""
+    lhs, windows = sliding.pad(lhs, rhs.shape[1:-1])
+    copies = []
+    for place in itertools.product(*(range(w.size) for w in windows)):
+        part = lhs
+        for axis, (w, k) in enumerate(zip(windows, place, strict=True), 1):
+            part = w.entries(part, axis, k)
+        copies.append(part)
+    patches = lax.concatenate(copies, 0) if len(copies) > 1 else copies[0]
+    product = _multiply(
+        rhs.reshape(len(rhs), -1), patches.reshape(len(patches), -1), (1, 0), sliding
+    )
+    return product.reshape(len(rhs), *patches.shape[1:])
+
+
+def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
+    """Contract all of a window, and the inputs, at each of its few places."""
+    images = lax.optimization_barrier(jnp.swapaxes(lhs, 0, -1))
+    images, windows = sliding.pad(images, rhs.shape[1:-1])
+    copies = []
+    for place in itertools.product(*(range(w.number) for w in windows)):
+        part = images
+        for axis, (w, j) in enumerate(zip(windows, place, strict=True), 1):
+            part = w.window(part, axis, j)
+        copies.append(part)
+    patches = lax.concatenate(copies, 0) if len(copies) > 1 else copies[0]
+    product = _multiply(
+        rhs.reshape(len(rhs), -1), patches.reshape(len(patches), -1), (1, 1), sliding
+    )
+    return product.reshape(len(rhs), *(w.number for w in windows), lhs.shape[-1])
+
+
+def _multiply(a: Array, b: Array, contracted: tuple[int, int], sliding: Sliding) -> Array:
+    (i, j), dtype = contracted, sliding.dtype
+    return lax.dot_general(
+        a,
+        b,
+        (((i,), (j,)), ((), ())),
+        precision=sliding.precision,
+        preferred_element_type=dtype,
+    )
