@@ -216,3 +216,17 @@ def test_the_batch_is_last_with_few_features_and_copies_that_are_not_too_large(b
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     jaxpr = jax.make_jaxpr(conv)(x, kernel).jaxpr
     assert (f"f32[48,32,32,{batch}]" in str(lay_out(jaxpr))) is last
+
+
+def test_the_network_of_torchs_tutorial_has_the_batch_last():
+    """Of whose convolutions the gradient for images would take the most copies, if it took any."""
+
+    def loss(a, b, x):
+        x = pool(jax.nn.relu(conv(x, a, padding="VALID")))
+        return jnp.sum(pool(jax.nn.relu(conv(x, b, padding="VALID"))) ** 2)
+
+    shapes = (6, 3, 5, 5), (16, 6, 5, 5), (32, 3, 32, 32)
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    text = str(lay_out(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*given).jaxpr))
+    assert "f32[16,10,10,32]" in text
+    assert "f32[6,14,14,32]" in text

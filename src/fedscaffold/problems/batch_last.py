@@ -47,9 +47,11 @@ def suits_batch_last(lhs: Any, rhs: Any, params: dict[str, Any]) -> bool:
     counts = Sliding.of(lhs, rhs, params).counts(space, sizes)
     if prod(counts) < prod(sizes):  # the gradient of a kernel, whose features others tell
         return prod(counts) <= MOST_PARTS
-    copies = lhs.size // max(1, prod(space)) * prod(counts) * prod(sizes) * lhs.dtype.itemsize
-    large = inputs >= DIRECT_FEATURES and copies > MOST_COPIES
-    return prod(sizes) <= MOST_PARTS and bool(min(inputs, outputs) < FEW) and not large
+    few = bool(prod(sizes) <= MOST_PARTS and min(inputs, outputs) < FEW)
+    if prod(counts) > MOST_ZEROS * prod(space) or inputs < DIRECT_FEATURES:
+        return few
+    copies = lhs.shape[numbers.lhs_spec[0]] * inputs * prod(counts) * prod(sizes)
+    return few and copies * lhs.dtype.itemsize <= MOST_COPIES
 
 
 def convolution_batch_last(lhs: Array, rhs: Array, **params: Any) -> Array:
@@ -76,8 +78,7 @@ def convolution_batch_last(lhs: Array, rhs: Array, **params: Any) -> Array:
         images = jax.ShapeDtypeStruct(shape, sliding.dtype)
         scatter = jax.linear_transpose(lambda images: _patched(images, kernel, other), images)
         return scatter(lhs.astype(sliding.dtype))[0]
-    # without the barrier XLA computes what is copied once for each copy
-    return _patched(lax.optimization_barrier(lhs), rhs, sliding)
+    return _patched(lhs, rhs, sliding)
 
 
 def _patched(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
@@ -98,8 +99,8 @@ def _patched(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
 
 def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
     """Contract all of a window, and the inputs, at each of its few places."""
-    images = lax.optimization_barrier(jnp.swapaxes(lhs, 0, -1))
-    images, windows = sliding.pad(images, rhs.shape[1:-1])
+    # the copies are those of the forward pass, which XLA then makes once
+    images, windows = sliding.pad(jnp.swapaxes(lhs, 0, -1), rhs.shape[1:-1])
     copies = []
     for place in itertools.product(*(range(w.number) for w in windows)):
         part = images
