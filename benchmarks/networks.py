@@ -1,7 +1,7 @@
 """Networks of the benchmark, as users of JAX and users of torch write them.
 
     lenet     5x5x32, pool, 5x5x64, pool, 512, classes
-    lenet5    5x5x6, pool, 5x5x16, pool, 120, classes: few features, as in the first of them
+    lenet5    5x5x6, pool, 5x5x16, pool, 120, classes: LeNet-5 without its layer of 84
     cnn       3x3x32, 3x3x64, pool, 128, classes
     resnet8   3x3x16, residual blocks of 16, 32 and 64 features with group normalisation, mean
               over space, classes

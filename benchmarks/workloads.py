@@ -178,17 +178,17 @@ def w9() -> Workload:
     return w5()._replace(name="w9")
 
 
-def w10() -> Workload:
-    """The classic LeNet, with few features, on EMNIST."""
-    return w5()._replace(name="w10", model="lenet5", batch_size=64)
-
-
 def w8() -> Workload:
     """ResNet-8 on random pictures, 32 x 32, three colours."""
     rng = np.random.default_rng(DATA_SEED)
     pictures = rng.standard_normal((2000, 32, 32, 3), np.float32)
     clients = divided(pictures, rng.integers(0, 10, 2000), np.full(20, 100))
     return Workload("w8", clients, "resnet8", 0, 10, 5, 5, 32, 0.05, 3)
+
+
+def w10() -> Workload:
+    """The classic LeNet, with few features, on EMNIST."""
+    return w5()._replace(name="w10", model="lenet5", batch_size=64)
 
 
 def _file(name: str) -> Path | None:

@@ -14,6 +14,7 @@ correlated  Where windows are larger than the number of their places (gradients 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -21,7 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedscaffold.problems.convolutions import DIRECT_FEATURES, MOST_PARTS, MOST_ZEROS, Sliding
+from fedscaffold.problems.convolutions import (
+    DIRECT_FEATURES,
+    MOST_PARTS,
+    MOST_ZEROS,
+    Sliding,
+    Windows,
+)
 
 __all__ = ["convolution_batch_last", "suits_batch_last"]
 
@@ -84,42 +91,43 @@ def convolution_batch_last(lhs: Array, rhs: Array, **params: Any) -> Array:
 def _patched(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
     """Contract the entries of every window with the kernel."""
     lhs, windows = sliding.pad(lhs, rhs.shape[1:-1])
-    copies = []
-    for place in itertools.product(*(range(w.size) for w in windows)):
-        part = lhs
-        for axis, (w, k) in enumerate(zip(windows, place, strict=True), 1):
-            part = w.entries(part, axis, k)
-        copies.append(part)
-    patches = lax.concatenate(copies, 0) if len(copies) > 1 else copies[0]
-    product = _multiply(
-        rhs.reshape(len(rhs), -1), patches.reshape(len(patches), -1), (1, 0), sliding
-    )
+    patches = _copy(lhs, windows, Windows.entries, [w.size for w in windows])
+    product = _multiply(rhs, patches.reshape(len(patches), -1), 0, sliding)
     return product.reshape(len(rhs), *patches.shape[1:])
 
 
 def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
     """Contract all of a window, and the inputs, at each of its few places."""
-    # the copies are those of the forward pass, which XLA then makes once
     images, windows = sliding.pad(jnp.swapaxes(lhs, 0, -1), rhs.shape[1:-1])
+    counts = [w.number for w in windows]
+    # the copies are those of the forward pass, which XLA then makes once
+    patches = _copy(images, windows, Windows.window, counts)
+    product = _multiply(rhs, patches.reshape(len(patches), -1), 1, sliding)
+    return product.reshape(len(rhs), *counts, lhs.shape[-1])
+
+
+def _copy(
+    images: Array,
+    windows: Sequence[Windows],
+    cut: Callable[[Windows, Array, int, int], Array],
+    numbers: Sequence[int],
+) -> Array:
+    """Join what `cut` takes of the images for each combination of `numbers`, along axis 0."""
     copies = []
-    for place in itertools.product(*(range(w.number) for w in windows)):
+    for place in itertools.product(*map(range, numbers)):
         part = images
-        for axis, (w, j) in enumerate(zip(windows, place, strict=True), 1):
-            part = w.window(part, axis, j)
+        for axis, (w, k) in enumerate(zip(windows, place, strict=True), 1):
+            part = cut(w, part, axis, k)
         copies.append(part)
-    patches = lax.concatenate(copies, 0) if len(copies) > 1 else copies[0]
-    product = _multiply(
-        rhs.reshape(len(rhs), -1), patches.reshape(len(patches), -1), (1, 1), sliding
-    )
-    return product.reshape(len(rhs), *(w.number for w in windows), lhs.shape[-1])
+    return lax.concatenate(copies, 0)
 
 
-def _multiply(a: Array, b: Array, contracted: tuple[int, int], sliding: Sliding) -> Array:
-    (i, j), dtype = contracted, sliding.dtype
+def _multiply(kernel: Array, patches: Array, contracted: int, sliding: Sliding) -> Array:
+    """Contract a kernel, all but its first axis, with one axis of the patches."""
     return lax.dot_general(
-        a,
-        b,
-        (((i,), (j,)), ((), ())),
+        kernel.reshape(len(kernel), -1),
+        patches,
+        (((1,), (contracted,)), ((), ())),
         precision=sliding.precision,
-        preferred_element_type=dtype,
+        preferred_element_type=sliding.dtype,
     )
