@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import nnls
 
 from fedscaffold import checks
 from fedscaffold.brief import brief
@@ -357,6 +356,8 @@ def _client_noise(view: _View, look: Look, x: Floats) -> tuple[Floats, Floats, F
 
 def _fitted(look: Look, x: Floats, other: Floats) -> tuple[float, float]:
     """Fit G and B by least squares over points around x and between x and another point."""
+    from scipy.optimize import nnls
+
     aside = np.random.default_rng(0).normal(size=(3, len(x)))
     radius = np.linalg.norm(other - x) or 1.0
     points = [x + t * (other - x) for t in (0.0, 0.1, 0.3, 0.6, 1.0)]

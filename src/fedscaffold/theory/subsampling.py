@@ -29,8 +29,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm as normal
-from scipy.stats import t as student
+from scipy.special import ndtr, stdtrit
 
 from fedscaffold.checks import InputError
 from fedscaffold.problems.problem import Floats, Problem
@@ -146,7 +145,7 @@ def _few(seen: int) -> float:
 
     It is Student's quantile at 2 sigma over the normal's.
     """
-    return float(student.ppf(normal.cdf(2), max(1, seen - 1)) / 2)
+    return float(stdtrit(max(1, seen - 1), ndtr(2)) / 2)
 
 
 def halved(look: Look, x: Floats, rng: np.random.Generator) -> Floats:
