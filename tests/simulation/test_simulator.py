@@ -1,10 +1,5 @@
 """Round by round: `Simulator` gives the bits of `simulate`, and its states are values."""
 
-import json
-import re
-from pathlib import Path
-
-import forkserver
 import jax
 import numpy as np
 import pytest
@@ -35,7 +30,6 @@ CASES = {
 }
 EVERY = pytest.mark.parametrize("name", CASES)
 ROUNDS = 24
-FILES, FUNCTIONS = 33, 237  # entered by a plain run that is the first one of a process
 
 
 def both(name, **more):
@@ -146,43 +140,3 @@ def test_the_state_of_another_simulator_is_refused():
     for state in (simulators[1].init(), None):
         with pytest.raises(fs.InputError, match="state must be one of this simulator"):
             simulators[0].step(state)
-
-
-FOLLOWED = """
-import inspect, json, sys
-from pathlib import Path
-import fedscaffold as fs
-source, entered = Path(fs.__file__).parent, {}
-
-def note(frame, event, argument):
-    code = frame.f_code
-    if event != "call" or not code.co_filename.startswith(str(source)):
-        return
-    if code.co_flags & inspect.CO_NEWLOCALS and not code.co_name.startswith("<"):
-        file = Path(code.co_filename).relative_to(source).as_posix()
-        entered.setdefault((file, code.co_qualname))
-
-problem = fs.problems.two_datasets("logistic", 4, records=20)
-sys.setprofile(note)
-fs.simulate(fs.scaffold(), problem, rounds=2, local_steps=2, batch_size=4, lr=0.1, cohort=2)
-sys.setprofile(None)
-print(json.dumps(list(entered)))
-"""
-
-
-@pytest.mark.process
-def test_the_way_of_a_plain_run_is_short_and_that_of_the_documentation():
-    """Functions of ours that the first run of a process enters, lambdas and the like apart."""
-    entered = json.loads(forkserver.run(FOLLOWED, check=True).stdout)
-    assert len({file for file, _ in entered}) <= FILES
-    assert len(entered) <= FUNCTIONS
-    page = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")
-    stated = re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \|", page, re.MULTILINE)
-    assert len(stated) > 10
-    passed = [
-        (function, file)
-        for file, name in entered
-        for function in dict.fromkeys((name.split(".")[0], name.split(".")[-1]))
-        if (function, file) in stated
-    ]
-    assert list(dict.fromkeys(passed)) == stated
