@@ -322,6 +322,10 @@ REFUSED = [
     ),
     ({"algorithm": fs.dane(), "compression": "top_k:0.1"}, "no error feedback"),
     ({"algorithm": fs.feddyn(), "compression": "top_k:0.1"}, "would count twice"),
+    (
+        {"algorithm": fs.scaffold()._replace(references=()), "compression": "top_k:0.1"},
+        "scaffold's clients remember d, .* count twice, .* references=",
+    ),
     ({"algorithm": fs.fedavg(), "stale": "decay:0.9"}, "keeps no control variates"),
     ({"algorithm": fs.scaffold_xi(), "stale": "drop:3"}, "hears all clients"),
     ({"algorithm": fs.feddyn(), "stale": "refresh:3", "cohort": 3}, "does not remember gradients"),

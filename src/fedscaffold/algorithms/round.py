@@ -50,6 +50,8 @@ class Exchange(NamedTuple):
     """Fields of the message that are numbers which the server cannot compute."""
     sums: bool = False
     """Whether a function sums over coordinates: what it returns is then not elementwise."""
+    remembered: tuple[str, ...] = ()
+    """Vectors of the message from which the client's new memory is computed."""
 
     def sent(self, plain: bool) -> tuple[str, ...]:
         """Return the vectors that a client sends when the server receives each message separately.
@@ -137,15 +139,20 @@ def _try_round(algorithm: Algorithm, x: _Vector) -> Exchange:
     message: Any = algorithm.message(walk, shift)
     checked("message", message, message)
     checked("update", server, algorithm.update(server, server, message, 1.0))
-    checked("remember", memory, algorithm.remember(memory, shift, message))
+    after = checked("remember", memory, algorithm.remember(memory, shift, message))
     at = {role: _fields_holding(message, getattr(traced, role)) for role in ("travel", "d", "move")}
     vectors = tuple(name for name, value in message._asdict().items() if isinstance(value, _Vector))
     numbers = tuple(name for name in message._fields if name not in {*vectors, *at["travel"]})
     first = {role: names[0] if names else None for role, names in at.items()}
     roles = at["travel"], first["d"], first["move"]
-    return Exchange(
-        type(message), frozenset(read), vectors, *roles, down, told, numbers, vector.summed
+    other = {name: message._replace(**{name: vector(6.5)}) for name in vectors}
+    remembered = tuple(
+        name for name in vectors if algorithm.remember(memory, shift, other[name]) != after
     )
+    return Exchange(
+        type(message), frozenset(read), vectors, *roles, down, told, numbers, vector.summed,
+        remembered,
+    )  # fmt: skip
 
 
 def _check_record(algorithm: str, function: str, before: Any, after: Any) -> Any:

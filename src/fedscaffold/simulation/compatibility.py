@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from fedscaffold.algorithms.base import Algorithm
 from fedscaffold.algorithms.round import exchange, needs, refuse_asynchronous
 from fedscaffold.checks import InputError, is_word
 from fedscaffold.privacy.clients import Clients
@@ -44,12 +45,9 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
         "plain server step": config.server_optimizer is not None,
         "synchronous rounds": config.buffer is not None,
     }
-    for condition, reason in algorithm.needs:
-        if condition not in unmet:
-            known = ", ".join(sorted(unmet))
-            raise InputError(f"{name} needs {condition!r}, which no engine knows; known: {known}")
-        if unmet[condition]:
-            raise InputError(f"{name} {reason}")
+    _refuse_unmet(algorithm, unmet)
+    if compressed:
+        _refuse_compressed_memory(algorithm)
     if config.local_optimizer is not None and "travel" in reads:
         raise InputError(
             f"{name} reads the sum of step sizes, which an optimizer does not have; give lr "
@@ -77,6 +75,30 @@ def refuse(config: RunConfig, steps: NDArray[np.int64], size: int, scheduled: bo
         _refuse_comparison(config, scheduled, compressed)
     if config.privacy is not None:
         _refuse_mechanism(config, steps)
+
+
+def _refuse_unmet(algorithm: Algorithm, unmet: dict[str, bool]) -> None:
+    """Raise an InputError if a condition that the algorithm needs is not met."""
+    for condition, reason in algorithm.needs:
+        if condition not in unmet:
+            known = ", ".join(sorted(unmet))
+            raise InputError(
+                f"{algorithm.name} needs {condition!r}, which no engine knows; known: {known}"
+            )
+        if unmet[condition]:
+            raise InputError(f"{algorithm.name} {reason}")
+
+
+def _refuse_compressed_memory(algorithm: Algorithm) -> None:
+    """Raise an InputError if error feedback would count again what the next message has."""
+    for name in exchange(algorithm).remembered:
+        if name not in dict(algorithm.references):
+            raise InputError(
+                f"{algorithm.name}'s clients remember {name}, so what compression leaves out of it "
+                "would count twice, in their memory and in the error feedback: give the algorithm "
+                f"references=(({name!r}, lambda server: ...),), which both sides know, or leave "
+                "compression out"
+            )
 
 
 def _refuse_asynchronous(config: RunConfig) -> None:
