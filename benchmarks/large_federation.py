@@ -32,7 +32,7 @@ KINDS = {  # words of a command line, and what the process is
     "flwr-clientapp": "messenger",
     "deploy.worker": "worker",
     "flwr-serverapp": "server app",
-    "flower-supernode": "node",
+    "deploy.flower_node": "node",
     "deploy.flower_link": "link",
 }
 PERIOD = 0.2  # seconds between looks at the processes

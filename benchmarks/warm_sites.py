@@ -28,7 +28,7 @@ KINDS = {  # words of a command line, and what the process is
     "deploy.worker": "workers",
     "flwr-serverapp": "server",
     "flower-superexec": "executors",
-    "flower-supernode": "nodes",
+    "deploy.flower_node": "nodes",
     "deploy.flower_link": "link",
 }
 PERIOD = 0.1  # seconds between looks at the processes; what one takes after the last is not counted

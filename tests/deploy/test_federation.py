@@ -290,6 +290,59 @@ def test_in_asynchronous_rounds_replies_to_earlier_requests_count(tmp_path, monk
     assert server.residual < 1e-14
 
 
+class Reading(Wire):
+    """South greets for the first time while the first round is under way, and is slow to read its data."""
+
+    def __init__(self, app, folder):
+        super().__init__(app, folder)
+        self.began, self.hellos, self.read = False, [], False
+
+    def get_nodes(self):
+        return super().get_nodes()[: 2 if self.began else 1]
+
+    def push_messages(self, messages):
+        ids = super().push_messages(messages)
+        for message, one in zip(messages, ids, strict=True):
+            if message.metadata.dst_node_id == 2 and message.content["facts"]["kind"] == "hello":
+                self.hellos.append(one)
+            elif self.hellos:
+                self.read = True  # a round later
+            self.began = self.began or message.content["facts"]["kind"] == "train"
+        return ids
+
+    def pull_messages(self, ids):
+        return super().pull_messages([one for one in ids if one not in self.hellos or self.read])
+
+
+@pytest.mark.slow
+def test_a_site_that_greets_for_longer_than_a_round_joins(tmp_path, monkeypatch):
+    """Its greeting used to be void with the next request to the others, and so with every round."""
+    engine_identity(monkeypatch)
+    toml = TOML.replace("quorum = 1.0", "quorum = 1").replace("wait = 120.0", "wait = 0.0")
+    app = write_app(tmp_path / "app", toml=toml)
+    settings, learner = open_app(app)
+    server = Server(settings, learner.schema, learner.start, tmp_path / "run")
+    wire, outcomes = Reading(app, tmp_path / "sites"), []
+    drive(server, flower_app.FlowerTransport(wire, 40.0), 3, outcomes.append)
+    assert [outcome.heard for outcome in outcomes] == [("north",), ("north",), ("north", "south")]
+    assert len(wire.hellos) == 1
+
+
+def test_a_greeting_that_comes_between_two_looks_is_not_asked_for_again(tmp_path, monkeypatch):
+    """The thread that pulls replies takes longer than it is waited for; each greeting opens the site's data anew."""
+    engine_identity(monkeypatch)
+    monkeypatch.setattr(flower_app, "GLANCE", 0.0)
+    wire, sent = Wire(write_app(tmp_path / "app"), tmp_path / "sites"), []
+    push = wire.push_messages
+    wire.push_messages = lambda messages: sent.extend(messages) or push(messages)
+    transport, said = flower_app.FlowerTransport(wire, 40.0), {}
+    while len(said) < 2:
+        said |= transport.greetings()
+        if transport.looking is not None:
+            transport.looking.join()
+    assert len(sent) == 2
+
+
 class Rotating(Wire):
     """After two requests to north its node is gone, and one with a new key has its name."""
 

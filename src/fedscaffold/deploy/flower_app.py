@@ -20,7 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.alerts import Alerts
-from fedscaffold.deploy.app_files import unpack_app
+from fedscaffold.deploy.app_files import digest_package, unpack_app
 from fedscaffold.deploy.apps import open_app
 from fedscaffold.deploy.event_log import EventLog, file_log
 from fedscaffold.deploy.flower_records import SPARE, from_record, package_folder, to_record
@@ -78,6 +78,8 @@ class FlowerTransport:
         self.asked: dict[str, tuple[int, str]] = {}
         """By message id: the node and the site it was sent to; site "" for a greeting."""
         self.found: list[tuple[int, str, Packet | str]] = []
+        self.greeted: list[tuple[int, str, Packet | str]] = []
+        """Greetings that came while a round was open."""
         self.lock = threading.Lock()
         self.looking: threading.Thread | None = None
         """The thread that asks for replies."""
@@ -91,7 +93,16 @@ class FlowerTransport:
             node.node_id: getattr(node, "name", "") or "" for node in _insist(self.grid.get_nodes)
         }
         self.online = set(nodes)
-        waiting = {node for node, site in self.asked.values() if site == ""}
+        with self.lock:
+            # a node that is gone will not reply; it is asked again when it is back
+            self.asked = {
+                message: (node, site)
+                for message, (node, site) in self.asked.items()
+                if site or node in self.online
+            }
+            # a reply that has come, but was not looked at yet, is waited for too
+            came = [(node, site) for node, site, _ in [*self.greeted, *self.found]]
+            waiting = {node for node, site in [*self.asked.values(), *came] if site == ""}
         now = time.monotonic()
         put_off = {node for node, (at, _) in self.later.items() if now < at}
         new = [node for node in nodes if node not in self.names and node not in waiting | put_off]
@@ -102,7 +113,8 @@ class FlowerTransport:
             if message is not None:
                 self.asked[message] = (node, "")
         out: dict[str, Packet] = {}
-        for node, site, reply in self._take_replies():
+        greeted, self.greeted = self.greeted, []
+        for node, site, reply in [*greeted, *self._take_replies()]:
             if site:
                 if self.asynchronous:  # for the next round; else it is late
                     self.found.append((node, site, reply))
@@ -134,11 +146,13 @@ class FlowerTransport:
 
     def send(self, requests: Mapping[str, Packet]) -> None:
         """Push the requests; one that cannot be pushed counts as a failed client."""
-        with self.lock:  # replies to older requests are ignored, unless their sites go on working
+        # replies to older requests are ignored, unless their sites go on working; those that greet
+        # take as long as they need, be it several rounds
+        with self.lock:
             self.asked = {
                 message: (node, site)
                 for message, (node, site) in self.asked.items()
-                if self.asynchronous and site and site not in requests
+                if not site or (self.asynchronous and site not in requests)
             }
         nodes = {site: node for node, site in self.names.items()}
         for site in requests:  # one by one: each holds vectors of the model's size
@@ -149,8 +163,10 @@ class FlowerTransport:
                 self.asked[message] = (nodes[site], site)
 
     def collect(self) -> list[tuple[str, Packet | str]]:
-        """Return the replies that have arrived."""
-        return [(site, reply) for _, site, reply in self._take_replies() if site]
+        """Return the replies that have arrived; greetings wait for the end of the round."""
+        came = self._take_replies()
+        self.greeted += [one for one in came if not one[1]]
+        return [(site, reply) for _, site, reply in came if site]
 
     def _push(self, packets: list[tuple[int, Packet]], kind: str) -> list[str | None]:
         """Push packets to nodes; return the message ids, None for those not pushed."""
@@ -253,7 +269,7 @@ def serve(grid: Grid, context: Context) -> None:
     home = Path(str(context.run_config["home"]))
     make_folder(home, private=True)
     with owned(home):
-        note_serving(home)
+        note_serving(home, digest_package(package_folder()))
         log = file_log("server", home / LOG)
         log("started", pid=os.getpid())
         try:

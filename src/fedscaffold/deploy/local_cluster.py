@@ -62,6 +62,8 @@ for large, which by default it no longer does once it has freed some.
 """
 LINK = ("-P", "-m", "fedscaffold.deploy.flower_link")
 """Python's arguments that run the link."""
+NODE = ("-P", "-m", "fedscaffold.deploy.flower_node")
+"""Python's arguments that run a site's SuperNode."""
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PJRT_NPROC")
 """Environment that bounds the threads of NumPy, torch and XLA."""
 
@@ -224,7 +226,7 @@ class Federation:
         trust = ["--root-certificates", self.secrets / "ca.crt"]
         trust += ["--auth-supernode-private-key", self.secrets / f"{site}.key"]
         config = f'site="{site}" folder="{folder}" files="{self.app}" worker="{self.worker}"'
-        words = ["flower-supernode", *place, *trust, "--node-config", config]
+        words = [sys.executable, *NODE, *place, *trust, "--node-config", config]
         self._start(f"site-{site}", words, self.at_sites)
 
     def submit(self) -> None:
