@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -99,6 +100,41 @@ def test_one_that_does_not_start_or_cannot_be_submitted_counts_as_dead(home, mon
     assert (run.look(), len(calls)) == (None, 3)
 
 
+@pytest.mark.process
+def test_settings_that_changed_end_the_server_app_at_work_and_the_same_do_not(home):
+    """A site that was added to a kit counts from the next `run.sh` on, though the run goes on for days."""
+    says = "from fedscaffold.deploy.kept_run import note_serving; from pathlib import Path; import time"
+    words = [
+        sys.executable,
+        "-c",
+        f"{says}; note_serving(Path({str(home)!r}), 'old'); time.sleep(600)",
+    ]
+    starts, told = [], []
+    submit = lambda: starts.append(1)  # noqa: E731
+    with subprocess.Popen(words) as serving:
+        try:
+            while not (home / kept_run.SERVING).exists():
+                assert serving.poll() is None
+                time.sleep(0.02)
+            for app in ("", "old"):
+                KeptRun(home, submit, EventLog("keeper", told.append), app).start()
+            assert (serving.poll(), starts, told) == (None, [], [])
+            KeptRun(home, submit, EventLog("keeper", told.append), "new").start()
+            assert serving.wait(20) == -signal.SIGTERM
+        finally:
+            serving.kill()
+    assert starts == [1]
+    assert "as the app is another" in told[0]
+
+
+def test_after_a_reboot_another_process_may_have_the_number_of_the_server_app(home):
+    kept_run.note_serving(home, "app")
+    starts, serving = [], json.loads((home / kept_run.SERVING).read_text())
+    (home / kept_run.SERVING).write_text(json.dumps(serving | {"started": "1"}))
+    KeptRun(home, lambda: starts.append(1), EventLog("keeper", str), "app").start()
+    assert starts == [1]
+
+
 @pytest.mark.parametrize("died", ["site-north", "worker-north", "link", "executor"])
 def test_a_server_app_is_started_again_without_waiting_for_sites(died, home):
     """A site that died stays away for over a minute; the server app only needs the link and its executor."""
@@ -131,10 +167,19 @@ def test_a_server_app_is_started_again_without_waiting_for_sites(died, home):
 
 @pytest.mark.process
 def test_the_command_tells_the_outcome_by_its_exit_code(home):
+    for name in ("bundle.json", "federation.toml"):  # the package
+        (home / name).write_text("")
     for lives, code in ((0, 0), (9, STOPPED)):
         (home / "died").write_text("x" * 9)
         command = [sys.executable, "-c", SERVER, str(home), str(lives)]
-        keeper = [sys.executable, "-m", "fedscaffold.deploy.kept_run", str(home), *command]
+        keeper = [
+            sys.executable,
+            "-m",
+            "fedscaffold.deploy.kept_run",
+            str(home),
+            str(home),
+            *command,
+        ]
         done = subprocess.run(keeper, capture_output=True, text=True, timeout=120)
         assert (done.returncode, "run ended" in done.stderr) == (code, True), done.stderr
 

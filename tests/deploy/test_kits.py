@@ -127,44 +127,60 @@ def test_a_key_is_rotated_and_a_site_revoked(tmp_path):
         rotate(path, tmp_path / "elsewhere", "south")
 
 
-def test_a_kit_is_installed_again_without_ending_a_run(tmp_path):
-    """A new key of a site is taken by a restart; link and executor, which carry the run, only start."""
+@pytest.fixture
+def installing(tmp_path):
+    """A function that installs a folder of a kit below `tmp_path`, and tells what it said and had systemd do."""
+    home, units, stubs = tmp_path / "opt", tmp_path / "units", tmp_path / "bin"
     new_kit(tmp_path)
-    site, server = (tmp_path / "kits" / name / "install.sh" for name in ("north", "server"))
-    restart = "systemctl restart fedscaffold-north.worker.service fedscaffold-north.service\n"
-    assert restart in site.read_text()
-    assert "restart" not in server.read_text()
-    units = "fedscaffold-link.service fedscaffold-executor.service fedscaffold-proxy.service"
-    assert f"systemctl enable --now {units}\n" in server.read_text()
+    for folder in (units, stubs):
+        folder.mkdir()
+    for name in ("id", "useradd", "chown", "systemctl"):  # what needs root, or another machine
+        (stubs / name).write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/{name}.calls\n')
+        (stubs / name).chmod(0o755)
+
+    def install(name, source=tmp_path / "kits"):
+        text = (tmp_path / "kits" / name / "install.sh").read_text()
+        places = {"/opt/fedscaffold": str(home), "/etc/systemd/system": str(units)}
+        for place, other in places.items():
+            text = text.replace(place, other)
+        script, calls = source / name / "install.sh", tmp_path / "systemctl.calls"
+        script.write_text(text)
+        calls.write_text("")
+        path = {"PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(["sh", script], env=path, capture_output=True, text=True, check=True)
+        return done.stderr, calls.read_text().replace("fedscaffold-", "").replace(".service", "")
+
+    return home, install
 
 
 @pytest.mark.process
-def test_rules_that_a_site_has_changed_outlive_another_installation(tmp_path):
-    new_kit(tmp_path)
-    kit, home, stubs = tmp_path / "kits" / "north", tmp_path / "opt", tmp_path / "bin"
-    script = kit / "install.sh"
-    units = tmp_path / "units"
-    units.mkdir()
-    script.write_text(
-        script.read_text()
-        .replace("/opt/fedscaffold", str(home))
-        .replace("/etc/systemd/system", str(units))
-    )
-    stubs.mkdir()
-    for name in ("id", "useradd", "chown", "systemctl"):  # what needs root, or another machine
-        (stubs / name).write_text("#!/bin/sh\n")
-        (stubs / name).chmod(0o755)
-    given, mine = kit / "state" / "secure" / "north", home / "north" / "state" / "secure" / "north"
+def test_a_kit_is_installed_again_without_ending_a_run(installing, tmp_path):
+    """A site takes a new key by a restart; what carries the run is restarted only for a new certificate."""
+    home, install = installing
+    units = "daemon-reload\nenable --now link executor proxy\n"
+    install("server")
+    assert install("server") == ("", units)
+    rotate(tmp_path / "sites.toml", tmp_path / "kits", "server")
+    # the executor has the server app, and no certificate of its own
+    assert install("server") == ("", f"{units}restart link proxy\n")
+    assert install("server") == ("", units)
+    assert install("server", source=home)[1] == f"{units}restart link proxy\n"  # carried there
+    for _ in range(2):
+        expected = "daemon-reload\nenable --now north.worker north\nrestart north.worker north\n"
+        assert install("north") == ("", expected)
+
+
+@pytest.mark.process
+def test_rules_that_a_site_has_changed_outlive_another_installation(installing, tmp_path):
+    home, install_kit = installing
+    given = tmp_path / "kits" / "north" / "state" / "secure" / "north"
+    mine = home / "north" / "state" / "secure" / "north"
     given.mkdir(parents=True)
 
     def install(rules):
         (given / "secure.toml").write_text(rules)
         (given / "identities.toml").write_text(rules)
-        path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(
-            ["sh", script], env={"PATH": path}, capture_output=True, text=True, check=True
-        )
-        return done.stderr
+        return install_kit("north")[0]
 
     assert install("minimum = 3\n") == ""
     (mine / "secure.toml").write_text("minimum = 5\n")
@@ -177,6 +193,54 @@ def test_rules_that_a_site_has_changed_outlive_another_installation(tmp_path):
     }
     (mine / "secure.toml").write_text("minimum = 2\n")
     assert install("minimum = 2\n") == ""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_scripts_and_checks_that_root_calls_run_as_the_user_of_the_folder(tmp_path):
+    """Else `sudo register-sites.sh` leaves files that the units cannot write, and data seem readable that are not."""
+    environment, said = tmp_path / "venv", tmp_path / "said"
+    new_kit(tmp_path, f'server = "localhost"\nport = 1\nenvironment = "{environment}"\n')
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python3").write_text(
+        f'#!/bin/sh\nid -u > {said}\necho "$HOME" >> {said}\n'
+    )
+    (environment / "bin" / "python3").chmod(0o755)
+    said.touch()
+    said.chmod(0o666)
+    hub, site, nobody = tmp_path / "kits" / "server", tmp_path / "kits" / "north", 65534
+    for folder in (tmp_path, *tmp_path.parents):  # pytest's own folders are the user's alone
+        if folder.stat().st_uid == 0 and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    (tmp_path / "kits").chmod(0o711)
+    for path in (hub, site, *hub.rglob("*"), *site.rglob("*")):
+        os.chown(path, nobody, nobody)
+    subprocess.run(["sh", hub / "register-sites.sh"], check=True, cwd="/")
+    assert said.read_text() == f"{nobody}\n{hub}\n"
+    assert {path.stat().st_uid for path in hub.rglob("*")} == {nobody}
+
+    secret = tmp_path / "records"
+    secret.write_text("1")
+    secret.chmod(0o600)  # root's
+    app = site / "app" / "app.py"
+    app.write_text(app.read_text().replace("return (np", f"open({str(secret)!r})\n    return (np"))
+    child = [sys.executable, "-c", CHECK, str(site), str(site.parent / "south")]
+    found = json.loads(subprocess.run(child, capture_output=True, check=True, text=True).stdout)
+    assert found["worker"][0]
+    assert not found["data"][0]
+    assert "Permission denied" in found["data"][1]
+    assert found["uid"] == 0
+    assert {path.stat().st_uid for path in site.rglob("*")} == {nobody}
+
+
+CHECK = """
+import json, os, sys
+from pathlib import Path
+from fedscaffold.deploy.provisioning import check
+check(Path(sys.argv[2]))  # imports what the other user may not be able to read
+found = {finding.what: (finding.good, finding.said) for finding in check(Path(sys.argv[1]))}
+print(json.dumps(found | {"uid": os.geteuid()}))
+"""
 
 
 def test_the_command_line_changes_a_kit(tmp_path, monkeypatch, capsys):
@@ -236,6 +300,23 @@ def test_units_are_valid_and_confined(tmp_path):
         assert said.returncode == 0, said.stdout  # an exposure of at most 3 of 10
         assert "User=fedscaffold" in unit.read_text()
         assert "PATH=/opt/fedscaffold/venv/bin:" in unit.read_text()
+
+
+def test_a_port_of_roots_is_given_to_who_listens_there(tmp_path):
+    """Sites often get out to 443 only; the units run without root's rights."""
+    folders = new_kit(tmp_path, 'server = "localhost"\nport = 443\n')
+    rights = {
+        unit.name: [line for line in unit.read_text().splitlines() if "Capabilit" in line]
+        for folder in folders
+        for unit in folder.glob("*.service")
+    }
+    bind = "CAP_NET_BIND_SERVICE"
+    for name in ("link", "proxy"):  # the link listens on 444
+        assert rights.pop(f"fedscaffold-{name}.service") == [
+            f"CapabilityBoundingSet={bind}",
+            f"AmbientCapabilities={bind}",
+        ]
+    assert set(map(tuple, rights.values())) == {("CapabilityBoundingSet=",)}
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ __all__ = [
     "TOML",
     "app_files",
     "copy_app",
+    "digest_package",
     "fingerprints",
     "pack_app",
     "unpack_app",
@@ -153,6 +154,12 @@ def pack_app(app: Path, target: Path) -> list[str]:
     return [path for path, content in data.items() if content is None]
 
 
+def digest_package(package: Path) -> str:
+    """Return a digest of a packed app, its settings included."""
+    text = (package / BUNDLE).read_bytes() + (package / TOML).read_bytes()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
 def unpack_app(package: Path, folder: Path, beside: Path | None) -> Path:
     """Unpack an app, unless that was done before, and return its folder.
 
@@ -164,8 +171,7 @@ def unpack_app(package: Path, folder: Path, beside: Path | None) -> Path:
     Raises:
         InputError: If such a file is missing in the copy, or another one.
     """
-    text = (package / BUNDLE).read_bytes() + (package / TOML).read_bytes()
-    target = folder / hashlib.sha256(text).hexdigest()[:16]
+    target = folder / digest_package(package)
     if target.is_dir():
         return target
     temporary = folder / f"{target.name}.{os.getpid()}.part"

@@ -3,23 +3,27 @@
 The server app runs below Flower's executor. It ends when the link is lost, when the executor ends,
 or with an error; none of these is an outcome. A new one resumes from the last commit.
 
-`python -m fedscaffold.deploy.kept_run HOME COMMAND ...` starts the server app by a command, and
-exits when the run has ended: with 0, or with 3 if it stopped before its last round.
+`python -m fedscaffold.deploy.kept_run HOME PACKAGE COMMAND ...` starts the server app by a command,
+and exits when the run has ended: with 0, or with 3 if it stopped before its last round. A server
+app that is at work with another package, of a site more, say, is ended first.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedscaffold.deploy.app_files import digest_package
 from fedscaffold.deploy.event_log import EventLog, stderr_log
-from fedscaffold.deploy.processes import is_alive
+from fedscaffold.deploy.processes import Kin, end_processes, is_alive, start_of
 from fedscaffold.state.files import make_folder, write_private
 
 __all__ = ["LOG", "STOPPED", "Backoff", "Gone", "KeptRun", "note_outcome", "note_serving"]
@@ -70,10 +74,13 @@ class KeptRun:
         home: Folder of the server.
         submit: Starts the server app; raises RuntimeError if that fails.
         log: Where deaths are told.
+        app: Digest of the app that is submitted; "" for any.
     """
 
-    def __init__(self, home: Path, submit: Callable[[], object], log: EventLog) -> None:
-        self.home, self.submit, self.log = home, submit, log
+    def __init__(
+        self, home: Path, submit: Callable[[], object], log: EventLog, app: str = ""
+    ) -> None:
+        self.home, self.submit, self.log, self.app = home, submit, log, app
         self.backoff = Backoff("server app", home / LOG)
         self.old: dict[str, Any] | None = None
         """The server app before the one that was submitted."""
@@ -83,17 +90,23 @@ class KeptRun:
         self.round = -1
 
     def start(self) -> None:
-        """Start the server app, unless one is at work.
+        """Start the server app, unless one is at work with the same app.
 
         Raises:
             RuntimeError: It could not be started.
         """
         (self.home / OUTCOME).unlink(missing_ok=True)
         serving = _read(self.home / SERVING)
-        self.since = time.monotonic()
-        if serving is None or not is_alive(serving["pid"]):
-            self.old = serving
-            self.submit()
+        if serving is not None and _serves(serving):
+            if self.app in ("", serving.get("app")):
+                self.since = time.monotonic()
+                return
+            self.log("server app ends, as the app is another", pid=serving["pid"])
+            with suppress(ProcessLookupError):
+                os.kill(serving["pid"], signal.SIGTERM)
+            end_processes([Kin(serving["pid"], serving.get("started", ""))])
+        self.old, self.since = serving, time.monotonic()
+        self.submit()
 
     def look(self, ready: bool = True) -> dict[str, Any] | None:
         """Return the outcome; None while there is none.
@@ -105,7 +118,7 @@ class KeptRun:
             Gone: The server app died too often, without a round in between.
         """
         serving = _read(self.home / SERVING)
-        alive = serving is not None and is_alive(serving["pid"])
+        alive = serving is not None and _serves(serving)
         if (outcome := _read(self.home / OUTCOME)) is not None:  # read last: it may just have ended
             return outcome
         now = time.monotonic()
@@ -137,9 +150,16 @@ class KeptRun:
         self.due = now + pause
 
 
-def note_serving(home: Path) -> None:
-    """Note that this process is the server app."""
-    write_private(home / SERVING, json.dumps({"pid": os.getpid(), "at": time.time()}))
+def note_serving(home: Path, app: str = "") -> None:
+    """Note that this process is the server app, and the digest of its app."""
+    pid = os.getpid()
+    told = {"pid": pid, "started": start_of(pid), "at": time.time(), "app": app}
+    write_private(home / SERVING, json.dumps(told))
+
+
+def _serves(serving: dict[str, Any]) -> bool:
+    """Return whether a server app is at work."""
+    return is_alive(serving["pid"], serving.get("started", ""))
 
 
 def note_outcome(home: Path, outcome: dict[str, Any]) -> None:
@@ -157,7 +177,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def main() -> None:
     """Keep a run going until it has an outcome."""
-    home, command = Path(sys.argv[1]), sys.argv[2:]
+    home, package, command = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     log = stderr_log("run")
 
     def submit() -> None:
@@ -166,7 +186,7 @@ def main() -> None:
             raise RuntimeError((done.stderr or done.stdout)[-300:].strip())
 
     make_folder(home, private=True)
-    run = KeptRun(home, submit, log)
+    run = KeptRun(home, submit, log, digest_package(package))
     try:
         run.start()
         while (outcome := run.look()) is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedscaffold.deploy.flower_process import write_command
 from fedscaffold.deploy.kept_run import STOPPED
-from fedscaffold.deploy.local_cluster import LINK, SWITCHES
+from fedscaffold.deploy.local_cluster import LINK, NODE, SWITCHES
 from fedscaffold.deploy.worker_wire import WORKER
 from fedscaffold.state.files import write_private
 
@@ -21,7 +21,10 @@ set -eu
 umask 077
 here="$(cd "$(dirname "$0")" && pwd)"
 cd "$here"
-export FLWR_HOME="$here/engine"
+if [ "$(id -u)" = 0 ] && [ "$(stat -c %U .)" != root ]; then  # installed: as the folder's user
+  exec runuser -u "$(stat -c %U .)" -- env HOME="$here" sh "$here/$(basename "$0")" "$@"
+fi
+export PATH="{environment}/bin:$PATH" FLWR_HOME="$here/engine"
 """ + "".join(f"export {name}={value}\n" for name, value in SWITCHES.items())
 # Memory that is written and then executed stays allowed, as XLA and torch compile, and devices
 # stay visible, as some sites have accelerators.
@@ -42,8 +45,8 @@ Environment=PATH={environment}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin HOME={
 ExecStart=/bin/sh {folder}/{script}
 Restart={restart}
 RestartSec={pause}
-CapabilityBoundingSet=
-LockPersonality=true
+CapabilityBoundingSet={capability}
+{ambient}LockPersonality=true
 NoNewPrivileges=true
 PrivateTmp=true
 ProtectClock=true
@@ -77,7 +80,7 @@ id fedscaffold >/dev/null 2>&1 ||
   useradd --system --home-dir {home} --shell /usr/sbin/nologin fedscaffold
 install -d -m 0755 {home}
 install -d -m 0700 {folder}
-if [ "$here" != {folder} ]; then
+{before}if [ "$here" != {folder} ]; then
   rm -rf {folder}/app
   # rules are the site's own: those that it has stay, and others are put beside them
   rules=$(cd {folder} && find . -name privacy.toml -o -name secure.toml)
@@ -97,6 +100,13 @@ install -m 0644 {folder}/*.service /etc/systemd/system/
 systemctl daemon-reload
 systemctl enable --now {units}
 {restart}"""
+CERTIFICATE = """\
+certificate=new
+if [ "$here" != {folder} ] && cmp -s "$here/server.crt" {folder}/server.crt; then
+  certificate=kept
+fi
+"""
+PRIVILEGED = 1024  # ports below are root's
 PROXY = """\
 # What sites may reach of the link: its fleet interface and its health, and nothing else. Whoever
 # reaches the control interface can run code at every site.
@@ -152,15 +162,17 @@ def write_site_files(
         data: Folder of its data there; "" if its app knows it.
     """
     given = f"export FEDSCAFFOLD_DATA={shlex.quote(data)}\n" if data else ""
+    head = HEAD.format(environment=environment) + given
     start = (
-        f'{HEAD}{given}mkdir -p state\nexport PATH="$here/bin:$PATH"\n'
-        f'exec flower-supernode --superlink "{server}:{port}" --root-certificates ca.crt \\\n'
+        f'{head}mkdir -p state\nexport PATH="$here/bin:$PATH"\n'
+        f'exec python3 {" ".join(NODE)} --superlink "{server}:{port}" \\\n'
+        "  --root-certificates ca.crt \\\n"
         f"  --auth-supernode-private-key site.key --host 127.0.0.1 --port "
         f"${{FEDSCAFFOLD_PORT:-9094}} \\\n"
         f'  --node-config "site=\\"{site}\\" folder=\\"$here/state\\" files=\\"$here/app\\" '
         f'worker=\\"${{FEDSCAFFOLD_WORKER:-own}}\\""\n'
     )
-    work = f'{HEAD}{given}mkdir -p state\nexec python3 {" ".join(WORKER)} "$here/state" --kept\n'
+    work = f'{head}mkdir -p state\nexec python3 {" ".join(WORKER)} "$here/state" --kept\n'
     write_command(folder / "bin")
     _write_script(folder / "start.sh", start)
     _write_script(folder / "start-worker.sh", work)
@@ -169,7 +181,8 @@ def write_site_files(
     after, kept = f" fedscaffold-{worker}.service", " FEDSCAFFOLD_WORKER=kept"
     _write_unit(folder, site, "start.sh", environment, pause=70, after=after, given=kept)
     _write_unit(folder, worker, "start-worker.sh", environment, pause=1)
-    _write_install(folder, [worker, site], restart=True)  # with a new key
+    names = " ".join(map(_unit, (worker, site)))
+    _write_install(folder, [worker, site], f"systemctl restart {names}\n")  # with a new key
 
 
 def write_server_files(folder: Path, port: int, proxied: bool, environment: str) -> None:
@@ -203,10 +216,11 @@ def write_server_files(folder: Path, port: int, proxied: bool, environment: str)
         "python3 -m fedscaffold.deploy.registration keys hub\n"
     )
     run = (
-        "# starts the run, or goes on with the one in run/ after a crash, until it ends: with\n"
-        f"# exit code {STOPPED} if it stopped before its last round\n"
+        "# starts the run, or goes on with the one in run/, after a crash or with changed\n"
+        "# settings, until it ends: with exit code "
+        f"{STOPPED} if it stopped before its last round\n"
         "python3 -m fedscaffold.deploy.app_files app package\n"
-        'exec python3 -m fedscaffold.deploy.kept_run "$here/run" \\\n'
+        'exec python3 -m fedscaffold.deploy.kept_run "$here/run" package \\\n'
         '  flwr run package hub --run-config "home=\\"$here/run\\" files=\\"$here/app\\"" '
         "--format json\n"
     )
@@ -222,14 +236,18 @@ def write_server_files(folder: Path, port: int, proxied: bool, environment: str)
         scripts["start-proxy.sh"] = 'mkdir -p proxy\nexec nginx -p "$here" -c nginx.conf\n'
         units.append("proxy")
     for name, text in scripts.items():
-        _write_script(folder / name, HEAD + text)
+        _write_script(folder / name, HEAD.format(environment=environment) + text)
     for name in units:
-        _write_unit(folder, name, f"start-{name}.sh", environment, pause=5)
+        low = name != "executor" and min(port, link_port) < PRIVILEGED
+        _write_unit(folder, name, f"start-{name}.sh", environment, pause=5, low=low)
     # started once the sites are registered, and again with the machine
     after = " fedscaffold-link.service fedscaffold-executor.service"
     until = f"on-failure\nRestartPreventExitStatus={STOPPED}"
     _write_unit(folder, "run", "run.sh", environment, pause=10, restart=until, after=after)
-    _write_install(folder, units, restart=False)
+    # what carries a run is started, and started again only to take a new certificate
+    serving = " ".join(_unit(name) for name in units if name != "executor")
+    again = f'[ "$certificate" = kept ] || systemctl restart {serving}\n'
+    _write_install(folder, units, again, CERTIFICATE, ", and a run under way goes on")
 
 
 def _write_unit(
@@ -242,7 +260,9 @@ def _write_unit(
     restart: str = "always",
     after: str = "",
     given: str = "",
+    low: bool = False,
 ) -> None:
+    capability = "CAP_NET_BIND_SERVICE" if low else ""  # for a port that is root's otherwise
     unit = UNIT.format(
         name=name,
         folder=f"{HOME}/{folder.name}",
@@ -252,18 +272,26 @@ def _write_unit(
         restart=restart,
         after=after,
         given=given,
+        capability=capability,
+        ambient=f"AmbientCapabilities={capability}\n" if low else "",
     )
-    write_private(folder / f"fedscaffold-{name}.service", unit)
+    write_private(folder / _unit(name), unit)
 
 
-def _write_install(folder: Path, units: list[str], restart: bool) -> None:
-    names = " ".join(f"fedscaffold-{name}.service" for name in units)
+def _unit(name: str) -> str:
+    return f"fedscaffold-{name}.service"
+
+
+def _write_install(
+    folder: Path, units: list[str], restart: str, before: str = "", running: str = ""
+) -> None:
     text = INSTALL.format(
         home=HOME,
         folder=f"{HOME}/{folder.name}",
-        units=names,
-        restart=f"systemctl restart {names}\n" if restart else "",
-        running="" if restart else ", and a run under way goes on",
+        units=" ".join(map(_unit, units)),
+        before=before.format(folder=f"{HOME}/{folder.name}"),
+        restart=restart,
+        running=running,
     )
     _write_script(folder / "install.sh", text)
 

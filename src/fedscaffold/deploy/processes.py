@@ -19,6 +19,7 @@ __all__ = [
     "has_ended",
     "is_alive",
     "signal_group",
+    "start_of",
 ]
 
 
@@ -46,17 +47,26 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid: int, started: str = "") -> bool:
     """Return whether a process (not a child) exists and is not a zombie.
 
-    >>> is_alive(os.getpid())
-    True
+    Args:
+        pid: Its id.
+        started: Its start time, as after a reboot another may have the id; "" for any.
+
+    >>> is_alive(os.getpid()), is_alive(os.getpid(), start_of(os.getpid()))
+    (True, True)
     """
     try:
         os.kill(pid, 0)
     except OSError:
         return False
-    return _stat(pid)[:1] != ["Z"]
+    return _stat(pid)[:1] != ["Z"] and started in ("", start_of(pid))
+
+
+def start_of(pid: int) -> str:
+    """Return the start time of a process; "" where /proc does not tell."""
+    return "".join(_stat(pid)[19:20])
 
 
 def signal_group(pid: int, number: int) -> None:

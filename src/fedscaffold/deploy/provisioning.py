@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import email.utils
 import json
+import os
 import platform
 import ssl
 import stat
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -311,7 +314,34 @@ def _next_free(folder: Path, name: str, suffix: str) -> Path:
 
 
 def check(folder: Path) -> list[Finding]:
-    """Check a site's folder: versions, certificate, server, clock, app, data and key."""
+    """Check a site's folder: versions, certificate, server, clock, app, data and key.
+
+    Root checks as the folder's user, as root could read what the site cannot.
+    """
+    with _as_owner(folder):
+        return _check_site(folder)
+
+
+@contextmanager
+def _as_owner(folder: Path) -> Iterator[None]:
+    """Be the user of a folder, as far as root can."""
+    owner = folder.stat()
+    if os.geteuid() != 0 or owner.st_uid == 0:
+        yield
+        return
+    groups, group = os.getgroups(), os.getegid()
+    os.setgroups([owner.st_gid])
+    os.setegid(owner.st_gid)
+    os.seteuid(owner.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+        os.setgroups(groups)
+
+
+def _check_site(folder: Path) -> list[Finding]:
     facts = record(folder / "site.json", site=str, server=str, port=int)
     left = keys.days_left(folder / "ca.crt")
     findings = [
