@@ -186,8 +186,10 @@ def kit(
         }
         ((name, site),) = asked.items()
         folders = change[name](path, out, site)
-        hint = "carry what changed to its machine and run install.sh there; on the server then " + (
-            "restart the link and the proxy" if site == "server" else "register-sites.sh and run.sh"
+        hint = "carry what changed to its machine and run install.sh there" + (
+            ", which restarts the link and the proxy"
+            if site == "server"
+            else "; on the server then register-sites.sh and run.sh"
         )
     lines = [f"{folder}/" for folder in folders]
     print_answer({"folders": [str(folder) for folder in folders]}, [*lines, hint], as_json)
