@@ -144,15 +144,23 @@ def _try_round(algorithm: Algorithm, x: _Vector) -> Exchange:
     vectors = tuple(name for name, value in message._asdict().items() if isinstance(value, _Vector))
     numbers = tuple(name for name in message._fields if name not in {*vectors, *at["travel"]})
     first = {role: names[0] if names else None for role, names in at.items()}
-    roles = at["travel"], first["d"], first["move"]
     other = {name: message._replace(**{name: vector(6.5)}) for name in vectors}
     remembered = tuple(
         name for name in vectors if algorithm.remember(memory, shift, other[name]) != after
     )
     return Exchange(
-        type(message), frozenset(read), vectors, *roles, down, told, numbers, vector.summed,
-        remembered,
-    )  # fmt: skip
+        record=type(message),
+        reads=frozenset(read),
+        vectors=vectors,
+        travel=at["travel"],
+        d=first["d"],
+        move=first["move"],
+        down=down,
+        told=told,
+        numbers=numbers,
+        sums=vector.summed,
+        remembered=remembered,
+    )
 
 
 def _check_record(algorithm: str, function: str, before: Any, after: Any) -> Any:

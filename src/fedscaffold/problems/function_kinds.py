@@ -65,7 +65,9 @@ def inspect_functions(problem: Problem) -> Kinds:
         InputError: An array of the parameters holds batch statistics.
     """
     kinds, statistics = Kinds(), _named_statistics(problem.params)
-    if not statistics:
+    given = [function for function in problem.functions if function is not None]
+    stated = problem.coupled is False and not any(map(taken_by_name, given))
+    if not statistics and not stated:
         with warnings.catch_warnings():  # of double precision in a model that is written in single
             warnings.simplefilter("ignore")
             kinds, statistics = _inspect_unnamed(problem)

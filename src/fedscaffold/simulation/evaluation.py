@@ -121,30 +121,28 @@ def sum_records(
             lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape),
         )
 
-    def everywhere(kind: Kind, measure: Callable[..., Any]) -> Any:
-        found = total(
-            federation.records, federation.record_weights, federation.evaluation, kind, measure
-        )
-        return found if spec.mesh is None else sum_over_devices(spec, found)
-
     def of_batch(batch: Any, weights: Array) -> Any:
         return gradient(spec, leaves, batch, weights, buffers=buffers, train=False)[0]
 
-    totals: Totals = {}
+    measured: dict[str, tuple[Kind, Callable[..., Any]]] = {}
+    tested: dict[str, tuple[Kind, Callable[..., Any]]] = {}
     if asked & {"loss", "gap"}:
         loss = partial(value, spec.functions.loss, kinds.loss, params, state=buffers)
-        totals["loss"] = everywhere(kinds.loss, loss)
+        measured["loss"] = kinds.loss, loss
     if "grad_norm" in asked:
-        totals["gradient"] = everywhere(kinds.gradient, of_batch)
+        measured["gradient"] = kinds.gradient, of_batch
     if "accuracy" in asked:
         assert spec.functions.accuracy is not None
         right = partial(value, spec.functions.accuracy, kinds.accuracy, params, state=buffers)
-        totals["accuracy"] = everywhere(kinds.accuracy, right) if federation.test is None else None
-        if federation.test is not None:
-            size = len(jax.tree.leaves(federation.test)[0])
-            weights = jnp.full(size, 1 / size, state.x.dtype)
-            batches = federation.test_evaluation
-            totals["accuracy"] = total(federation.test, weights, batches, kinds.accuracy, right)
+        (measured if federation.test is None else tested)["accuracy"] = kinds.accuracy, right
+    data = federation.records, federation.record_weights, federation.evaluation
+    totals: Totals = {name: total(*data, *one) for name, one in measured.items()}
+    if spec.mesh is not None and totals:
+        totals = sum_over_devices(spec, totals)
+    if tested:  # every device has all test data
+        size = len(jax.tree.leaves(federation.test)[0])
+        data = federation.test, jnp.full(size, 1 / size, state.x.dtype), federation.test_evaluation
+        totals |= {name: total(*data, *one) for name, one in tested.items()}
     return totals
 
 
