@@ -14,7 +14,7 @@ import fedscaffold as fs
 from fedscaffold import cli
 from fedscaffold.checks import InputError
 from fedscaffold.cli.diagnose import print_diagnosis
-from fedscaffold.diagnose.control_checks import Diagnosis, longest_absence
+from fedscaffold.diagnose.control_checks import NUMBERS, Diagnosis, longest_absence
 from fedscaffold.diagnose.diagnose_run import diagnose
 from fedscaffold.diagnose.read_checkpoint import open_checkpoint
 from fedscaffold.diagnose.state_checks import examine_run
@@ -140,9 +140,7 @@ def test_a_schedule_over_rounds_is_judged_by_the_present_rounds_step_size(tmp_pa
             x = np.asarray(standing.state.x)
         lr = LR / number
         reach = STEPS * lr * np.linalg.norm(np.einsum("nij,j->ni", a, x) - b, axis=1)
-        assert (
-            f"K steps along their own gradients: {np.median(reach):.2g})" in found["drift"].sentence
-        )
+        assert f"gradients alone would lead to {np.median(reach):.2g}" in found["drift"].sentence
         stable = stable_step(problem, lr=lr, local_steps=STEPS, exact=True).lr
         assert found["step size"].number == pytest.approx(lr / stable)
 
@@ -247,11 +245,14 @@ def test_a_client_that_is_heard_no_more_is_found_and_where_that_ends(tmp_path, l
         f"training ends at a gradient of {pull:.2g} (now {pull:.2g})" in one.sentence
     )  # as it has
     assert np.linalg.norm(a.mean(0) @ x - b.mean(0)) == pytest.approx(pull, rel=1e-9)
-    assert (found["progress"].severity, "stands still" in found["progress"].sentence) == (
+    assert (found["progress"].severity, "has stalled" in found["progress"].sentence) == (
         "watch",
         True,
     )
     assert found["residual"].severity == "ok"  # c is the mean of the c_i all the same
+    assert found["progress"].number_name == "norm of the gradient"
+    for one in found.values():  # every number has a name in words
+        assert one.number is None or one.number_name or NUMBERS[one.about]
 
 
 def test_sampling_explains_ages_as_often_as_it_says():
@@ -272,7 +273,7 @@ def test_a_method_without_memory_is_judged_by_its_course(tmp_path):
         ran(tmp_path / "run", "algorithm.name=fedavg", "cohort.size=1.0", "rounds=100")
     )
     assert "residual" not in found
-    assert (found["progress"].severity, "beside the optimum" in found["progress"].sentence) == (
+    assert (found["progress"].severity, "away from the optimum" in found["progress"].sentence) == (
         "watch",
         True,
     )

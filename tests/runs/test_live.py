@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from fedscaffold.deploy import drive, server_loop
 from fedscaffold.deploy.schema import Packet, blob
 from fedscaffold.runs import RunRecord, Study, trackers, write
 from fedscaffold.runs.deployed import Deployed
-from fedscaffold.runs.live import source_of
+from fedscaffold.runs.live import source_of, sources
 from fedscaffold.runs.live_server import Server
 from fedscaffold.runs.log_writer import LogWriter
 from fedscaffold.runs.round_log import NAME, STOP, RoundLog
@@ -264,6 +265,23 @@ def _folder_with_log(folder):
     lines = [begin, {"round": 1, "loss": 1.0, "residual": 0.0, "heard": [0]}]
     (folder / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def test_a_run_that_has_not_ended_is_reported_as_it_is(tmp_path, quiet):
+    running, over = tmp_path / "running", tmp_path / "over"
+    running.mkdir()
+    _folder_with_log(running)
+    [source] = sources([running])
+    assert source.study.runs[0].columns["loss"].tolist() == [1.0]
+    assert (source.progress.phase, source.progress.stoppable) == ("unfinished", False)
+    record = RunRecord(algorithm="scaffold", seed=3, columns=quiet[0].history)
+    write(Study(problem="quadratics", runs=[record]), over)
+    both = {Path(source.folder).name: source for source in sources([tmp_path])}
+    assert both.keys() == {"running", "over"}
+    assert all(source.progress is None for source in both.values())
+    (over / "run.json").unlink()  # interrupted: its log is there
+    [source] = sources([over])
+    assert source.progress.round == len(source.study.runs[0].columns["round"]) == ROUNDS
 
 
 def test_the_server_answers_nobody_but_its_page(tmp_path):

@@ -37,7 +37,10 @@ def print_diagnosis(folder: Path, data: str | None, as_json: bool) -> int:
         )
     from fedscaffold.diagnose.control_checks import NUMBERS
 
-    found, severity = done.findings, done.severity
+    found = [
+        one._replace(number_name=one.number_name or NUMBERS.get(one.about)) for one in done.findings
+    ]
+    severity = done.severity
     counts = Counter(one.severity for one in found)
     verdict = {
         "ok": "nothing is wrong",
@@ -48,13 +51,11 @@ def print_diagnosis(folder: Path, data: str | None, as_json: bool) -> int:
     for one in found:
         lines += [f"{MARKS[one.severity]}  {one.about}: {one.sentence}"]
         lines += [f"         -> {one.do}"] if one.do else []
-    numbers = [
-        (one.number, NUMBERS.get(one.about, one.about)) for one in found if one.number is not None
-    ]
+    numbers = [one for one in found if one.number is not None]
     lines += ["numbers:"] if numbers else []
-    lines += [f"  {number:>9.3g}  {name}" for number, name in numbers]
+    lines += [f"  {one.number:>9.3g}  {one.number_name or one.about}" for one in numbers]
     answer = {"folder": str(folder), "title": done.title, "round": done.round, "severity": severity}
-    listed = [one._asdict() | {"number_name": NUMBERS.get(one.about)} for one in found]
+    listed = [one._asdict() for one in found]
     print_answer(answer | {"findings": listed}, lines, as_json)
     return 1 if severity == "wrong" else 0
 

@@ -34,16 +34,15 @@ __all__ = [
 ]
 
 NUMBERS = {
-    "residual": "mismatch, |c - sum p_i c_i|",
+    "residual": "norm of the mismatch, |c - sum p_i c_i|",
     "lost": "clients whose control variate is exactly zero",
-    "ages": "rounds since the client that is away for longest was heard",
+    "ages": "most rounds since any client was last heard",
     "norms": "largest norm of a control variate, |c_i|",
-    "alignment": "share of the clients' difference that the control variates leave",
-    "visits": "rounds in which a client is heard, on average over the planned ones",
-    "regime": "noise of control variates over the clients' difference, sigma^2 / (K G^2)",
-    "drift": "distance from the model that the furthest client goes in a local round",
-    "step size": "step size as a share of the largest stable one",
-    "progress": "last value that it is about: metric, gradient norm, or round of divergence",
+    "alignment": "share of the clients' gradient differences that is left after correction",
+    "visits": "planned rounds in which a client is heard, on average",
+    "regime": "noise of the control variates over the clients' differences, sigma^2 / (K G^2)",
+    "drift": "largest distance of a client from the model after one local round",
+    "step size": "step size, as a multiple of the largest stable one",
     "rounds": "rounds abandoned in a row",
     "refusals": "replies refused",
     "audit": "rounds committed",
@@ -71,6 +70,8 @@ class Finding(NamedTuple):
     do: str = ""
     number: float | None = None
     clients: tuple[str, ...] = ()
+    number_name: str | None = None
+    """What the number is, if that depends on the run; else `NUMBERS` says it."""
 
 
 class Diagnosis(NamedTuple):
@@ -213,7 +214,7 @@ def check_residual(
 
 def _residual_ok(residual: float, level: float) -> Finding:
     said = (
-        f"c is the mean of the c_i: they differ by {residual:.2g}, and rounding explains "
+        f"c equals the mean of the c_i: they differ by {residual:.2g}, and rounding explains up to "
         f"{level:.2g}."
     )
     return Finding("residual", "ok", said, number=residual)
@@ -223,12 +224,11 @@ def _residual_noised(residual: float, scale: float = math.inf) -> Finding:
     """Say what the residual is where whole clients are private; `scale` is the size of the c_i."""
     said = (
         "Whole clients are private: c is the server's own and holds the noise of all rounds, so it "
-        f"differs from the mean of the c_i by {residual:.3g}. That is no fault, and rounding is "
-        "not its measure"
+        f"differs from the mean of the c_i by {residual:.3g}. This is expected"
     )
     if residual <= scale:
         return Finding("residual", "ok", f"{said}.", number=residual)
-    said += f"; but it is more than the c_i themselves ({scale:.3g}): they lead the model astray."
+    said += f", but it is larger than the c_i themselves ({scale:.3g}), so it misleads the model."
     do = "take fewer rounds, less noise or more clients; or fedavg, whose noise does not add up"
     return Finding("residual", "watch", said, do, residual)
 
@@ -242,7 +242,7 @@ def check_privacy(held: Mapping[str, Any]) -> Finding:
     >>> held = {"unit": "record", "epsilon": 2.5, "delta": 1e-5, "stop_at_epsilon": 3.0}
     >>> check_privacy(held | {"quantiles": [1.0, 1.2, 1.5, 2.0, 2.5]}).sentence
     'Epsilon 2.5 of a budget of 3 is spent at delta 1e-05, for single records; clients spent 1 to
-        2.5, 1.5 in the middle. A simulated epsilon protects nobody.'
+        2.5, with median 1.5. A simulated epsilon protects nobody.'
     """
     unit = {"record": "single records", "client": "whole clients"}[held["unit"]]
     spent, budget, among = held.get("epsilon"), held.get("stop_at_epsilon"), held.get("quantiles")
@@ -252,7 +252,7 @@ def check_privacy(held: Mapping[str, Any]) -> Finding:
     said = f"Epsilon {spent:.4g}" + ("" if budget is None else f" of a budget of {budget:g}")
     said += f" is spent at delta {held['delta']:g}, for {unit}"
     if among is not None and None not in among:
-        said += f"; clients spent {among[0]:.4g} to {among[-1]:.4g}, {among[2]:.4g} in the middle"
+        said += f"; clients spent {among[0]:.4g} to {among[-1]:.4g}, with median {among[2]:.4g}"
     if held.get("before"):
         said += f"; {held['before']:.4g} of it was spent by other runs before"
     said += ". A simulated epsilon protects nobody."
@@ -333,13 +333,13 @@ def check_ages(
     late, silent = overdue(memory), memory.heard_at == 0
     never, stale = _client_names(memory, late & silent), _client_names(memory, late & ~silent)
     usual = (
-        f"the mean age is {age.mean():.3g} rounds, the oldest {age.max()}; sampling explains "
-        f"{longest:.3g}"
+        f"clients were last heard {age.mean():.3g} rounds ago on average and {age.max()} at most; "
+        f"sampling explains up to {longest:.3g}"
     )
     if not never and not stale:
-        rest = f"; {silent.sum()} of {len(age)} clients are not heard yet" if silent.any() else ""
+        rest = f"; {silent.sum()} of {len(age)} were not heard yet" if silent.any() else ""
         return Finding(
-            "ages", "ok", f"Nobody is away for long: {usual}{rest}.", number=float(age.max())
+            "ages", "ok", f"No client is overdue: {usual}{rest}.", number=float(age.max())
         )
     parts = [f"{join_names(never)} never heard in {memory.round} rounds"] if never else []
     parts += (
@@ -390,7 +390,7 @@ def check_norms(memory: Memory, gradients: NDArray[Any] | None = None) -> Findin
     heard = (memory.heard_at > 0) & (memory.norms > 0)
     norms = memory.norms[heard]
     if not len(norms):
-        return Finding("norms", "ok", "No control variate is there yet.", number=0.0)
+        return Finding("norms", "ok", "There are no control variates yet.", number=0.0)
     middle, top = float(np.median(norms)), float(norms.max())
     spread = 1.4826 * float(np.median(np.abs(np.log(norms / middle))))
     out = (
@@ -402,7 +402,8 @@ def check_norms(memory: Memory, gradients: NDArray[Any] | None = None) -> Findin
         out &= ~(memory.norms <= 3 * gradients)  # NaN compares false and explains nothing
     who = _client_names(memory, out)
     said = (
-        f"The control variates measure {norms.min():.2g} to {top:.2g}, {middle:.2g} in the middle"
+        f"The norms of the control variates are {norms.min():.2g} to {top:.2g}, with median "
+        f"{middle:.2g}"
     )
     if not who:
         return Finding("norms", "ok", f"{said}.", number=top)
@@ -413,7 +414,7 @@ def check_norms(memory: Memory, gradients: NDArray[Any] | None = None) -> Findin
     return Finding(
         "norms",
         "watch",
-        f"{said}: {join_names(who)} stands out, {top / middle:.2g} times that.",
+        f"{said}: {join_names(who)} stands out, with {top / middle:.2g} times the median.",
         do,
         top,
         who,

@@ -147,15 +147,16 @@ def check_drift(
     far = [name(int(i)) for i in clients[(lengths > OUTLIER * middle) & (lengths > 3 * reach)]]
     last = name(int(clients[lengths.argmax()]))
     said = (
-        f"One local round takes clients {middle:.2g} away from the model, {last} the furthest, "
-        f"{top:.2g}"
+        f"After one local round clients are {middle:.2g} (median) from the model, at most "
+        f"{top:.2g} ({last})"
     )
-    said += f" (K steps along their own gradients: {np.median(reach):.2g})" if reach.any() else ""
+    if reach.any():
+        said += f"; steps along their own gradients alone would lead to {np.median(reach):.2g}"
     if not far:
         return Finding("drift", "ok", f"{said}.", number=top)
     do = "its correction c - c_i drives it, not its gradient: see the residual and the ages"
     return Finding(
-        "drift", "watch", f"{said}: {top / middle:.2g} times the middle.", do, top, tuple(far)
+        "drift", "watch", f"{said}: {top / middle:.2g} times the median.", do, top, tuple(far)
     )
 
 
@@ -178,8 +179,8 @@ def check_alignment(
         f"{with_c.min():.2g} to "
     )
     said = (
-        f"The control variates leave {found.left:.2g} of the clients' difference at x ({of}; "
-        f"{cosine}"
+        f"After correction by the control variates, {found.left:.2g} of the differences between "
+        f"the clients' gradients at x is left ({of}; {cosine}"
     )
     said += f"{with_c.max():.2g})"
     if found.left < 1:
@@ -188,7 +189,7 @@ def check_alignment(
         return Finding(
             "alignment",
             "ok",
-            f"{said}: no more than the noise of batches, {found.noise:.2g}.",
+            f"{said}: the noise of batches, {found.noise:.2g}, explains it.",
             number=found.left,
         )
     said += (
@@ -217,30 +218,27 @@ def check_progress(
     """
     if diverged_at is not None:
         said = f"The run diverged at round {diverged_at}."
-        return Finding("progress", "wrong", said, "take a smaller step size", float(diverged_at))
+        do = "take a smaller step size"
+        return Finding("progress", "wrong", said, do, diverged_at, (), "round of divergence")
     metric = next((name for name in FALLING if name in columns), None)
     values = np.array([]) if metric is None else _finite(columns, metric)[1]
     if metric is None or not len(values):
         return None
     last = float(values[-1])
     where = f"{metric} {values[0]:.4g} at first, {last:.4g} now"
+    named = (last, (), f"last {metric}")
     if len(values) < FEWEST:
-        return Finding("progress", "ok", f"Too early to say: {where}.", number=last)
+        return Finding("progress", "ok", f"Too early to say: {where}.", "", *named)
     if (lost := _lost_share(values)) > 0.5:
         severity = "wrong" if lost > 1 else "watch"
-        said = f"The run gets worse: {where}, {min(values):.4g} at best."
-        return Finding(
-            "progress", severity, said, "take a smaller local.lr or fewer local steps", last
-        )
+        said = f"The run is getting worse: {where}, {min(values):.4g} at best."
+        do = "take a smaller local.lr or fewer local steps"
+        return Finding("progress", severity, said, do, *named)
     if slope is not None and slope.now <= math.sqrt(float(np.finfo(dtype).eps)) * slope.start:
-        return Finding(
-            "progress",
-            "ok",
-            f"The run has arrived, at a gradient of {slope.now:.2g}: {where}.",
-            number=last,
-        )
+        said = f"The run has converged, to a gradient norm of {slope.now:.2g}: {where}."
+        return Finding("progress", "ok", said, "", *named)
     if slope is None or not _has_stalled(columns, slope, dtype):
-        return Finding("progress", "ok", f"The run gets on: {where}.", number=last)
+        return Finding("progress", "ok", f"The run is making progress: {where}.", "", *named)
     return _stalled_finding(where, slope, noisy, remembers)
 
 
@@ -280,20 +278,21 @@ def _has_stalled(columns: Mapping[str, NDArray[Any]], slope: Slope, dtype: Any) 
 def _stalled_finding(where: str, slope: Slope, noisy: bool, remembers: bool) -> Finding:
     share = slope.now / slope.start if slope.start > 0 else math.inf
     said = (
-        f"The run stands still at a gradient of {slope.now:.2g}, {share:.2g} of that at the start "
-        f"({where})"
+        f"The run has stalled at a gradient norm of {slope.now:.2g}, {share:.2g} of that at the "
+        f"start ({where})"
     )
+    named = (slope.now, (), "norm of the gradient")
     if noisy:
         why = "noise of batches keeps it there; a smaller step or larger batches go lower"
-        return Finding("progress", "ok", f"{said}: {why}.", number=slope.now)
+        return Finding("progress", "ok", f"{said}: {why}.", "", *named)
     if remembers:
         do = (
             "see the residual and the ages: a c that is not the mean of the c_i, or clients no "
             "longer heard, end so"
         )
-        return Finding("progress", "watch", f"{said}, and no noise explains it.", do, slope.now)
+        return Finding("progress", "watch", f"{said}, and noise does not explain it.", do, *named)
     do = (
         "this is the bias of a method without control variates: algorithm.name = 'scaffold', or "
         "fewer local steps"
     )
-    return Finding("progress", "watch", f"{said}, beside the optimum.", do, slope.now)
+    return Finding("progress", "watch", f"{said}, away from the optimum.", do, *named)

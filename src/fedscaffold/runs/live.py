@@ -1,7 +1,7 @@
 """Sources of the run page: runs, comparisons and deployed servers, read without JAX.
 
-`source_of` opens one folder, which `poll` reads incrementally; `sources` reads any number of
-finished runs.
+`source_of` opens one folder, which `poll` reads incrementally; `sources` reads any number of them
+as they are now.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -166,11 +167,23 @@ def source_of(folder: Path) -> LiveSource:
 
 
 def sources(paths: Sequence[Path]) -> list[Source]:
-    """Read all runs and comparisons in or below the given paths.
+    """Read all runs and comparisons in or below the given paths, as they are now.
 
     A single run is read with its progress.
     """
     found = find_studies(list(paths))
-    if len(found) == 1 and (found[0] / RUN).is_file():
-        return [Source(str(found[0]), read(found[0]), Simulated(found[0]).poll().progress)]
-    return [Source(str(folder), read(folder)) for folder in found]
+    given = [_read_source(folder) for folder in found]
+    return given if len(given) == 1 else [source._replace(progress=None) for source in given]
+
+
+def _read_source(folder: Path) -> Source:
+    """Read a comparison, or a run with its progress, whether it has ended or not."""
+    if (folder / INDEX).is_file() or (folder / "study.json").is_file():
+        return Source(str(folder), read(folder))
+    ended = (folder / RUN).is_file()
+    study = read(folder) if ended else None  # raises if it cannot be read
+    source = Simulated(folder).poll()
+    progress = source.progress
+    if progress is not None and progress.phase in ("starting", "running"):
+        progress = replace(progress, phase="unfinished", stoppable=False)
+    return Source(source.folder, study or source.study, progress)

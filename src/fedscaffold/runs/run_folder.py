@@ -277,7 +277,7 @@ def _write_json(path: Path, about: dict[str, Any]) -> None:
 
 
 def find_studies(paths: list[Path]) -> list[Path]:
-    """Find all runs and comparisons in or below the given paths, each once.
+    """Find all runs, ended or not, and comparisons in or below the given paths, each once.
 
     >>> find_studies([Path("nowhere")])
     Traceback (most recent call last):
@@ -285,9 +285,9 @@ def find_studies(paths: list[Path]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for path in paths:
+        _refuse_old(path)
         here = [path] if _is_study(path) else _find_below(path)
         if not here:
-            _refuse_old(path)
             raise FileNotFoundError(
                 f"{path} holds no run: {RUN} is missing, there and in all folders below"
             )
@@ -296,13 +296,13 @@ def find_studies(paths: list[Path]) -> list[Path]:
 
 
 def _is_study(folder: Path) -> bool:
-    return (folder / INDEX).is_file() or (folder / RUN).is_file()
+    return any((folder / name).is_file() for name in (INDEX, RUN, NAME))
 
 
 def _find_below(path: Path) -> list[Path]:
     """Return the comparisons and runs below a folder, without the runs of comparisons."""
     compared = {one.parent for one in path.rglob(INDEX)}
-    alone = {one.parent for one in path.rglob(RUN)}
+    alone = {one.parent for name in (RUN, NAME) for one in path.rglob(name)}
     return sorted(compared | {one for one in alone if not compared & set(one.parents)})
 
 

@@ -55,8 +55,8 @@ class Progress:
 
     Attributes:
         kind: simulation or deployment.
-        phase: starting, running, silent (its process is gone), or the outcome: see
-            `round_log.ENDS`.
+        phase: starting, running, silent (its process is gone), unfinished (it was running when a
+            page that does not change was written), or the outcome: see `round_log.ENDS`.
         round: Rounds done.
         rounds: Rounds planned, or None.
         first: The round of the first entry of `marks`.

@@ -171,7 +171,7 @@ const Page = typeof document === "undefined" ? null : (() => {
     byId("gauge").hidden = !data.groups.length;
     byId("judged").replaceChildren(...judged);
     const gauged = data.groups.flatMap(group => group.runs).filter(run => run.explained > 0 && run.columns.residual), noised = gauged.length > 0 && gauged.every(run => run.health === "noised");
-    set("meant", noised ? "" : "The server's control variate must be the mean of the clients', c = sum p_i c_i. A mismatch never heals: training then ends beside the optimum, without any other sign.");
+    set("meant", noised ? "" : "The server's control variate must be the mean of the clients', c = sum p_i c_i. A mismatch never heals: training then ends away from the optimum, without any other sign.");
     if (!gauged.length) { byId("residuals").replaceChildren(); return; }
     const [one] = place("residuals", ["residual"]), title = noised ? "Noise in c: |c - sum p_i c_i|" : "Mismatch |c - sum p_i c_i|, as a multiple of what rounding explains";
     const times = (v, run) => run.explained > 0 && run.health !== "noised" ? v / run.explained : NaN;

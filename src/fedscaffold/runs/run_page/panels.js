@@ -5,7 +5,7 @@ const Panels = (() => {
   const byId = id => document.getElementById(id);
   const ROWS = 40;  // clients on the map at once
   const PHASES = {
-    starting: "Starting", running: "Running", silent: "Its process is gone", finished: "Finished", target: "Target reached",
+    starting: "Starting", running: "Running", silent: "Its process is gone", unfinished: "Running when this page was written", finished: "Finished", target: "Target reached",
     diverged: "Diverged", budget: "Privacy budget spent", stopped: "Stopped", failed: "Failed",
   };
   const QUANTILES = ["least", "lower quartile", "median", "upper quartile", "largest"];
