@@ -59,6 +59,16 @@ def test_a_bundle_has_the_facts_and_nothing_private(run, tmp_path):
     assert made.left_out > 0
 
 
+def test_a_bundle_has_what_was_started_again_and_why_the_server_died(run, tmp_path):
+    for name in ("server.log", "logs/keeper.log", "logs/worker-ant.log"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(f"{name} crashed\n")
+    held = contents(write_bundle(run, tmp_path / "bundle.zip").path)
+    assert held["server.log"] == b"server.log crashed\n"
+    assert held["logs/keeper.log"] == b"logs/keeper.log crashed\n"
+    assert "logs/worker-ant.log" not in held  # of a site
+
+
 def test_a_bundle_of_something_else_is_refused_and_none_is_overwritten(run, tmp_path):
     with pytest.raises(InputError, match="is not the folder of a deployment"):
         write_bundle(tmp_path / "run" / "secrets", tmp_path / "bundle.zip")

@@ -33,6 +33,8 @@ TAKEN = (
     "registered.json",
     "link.log",
     "executor.log",
+    "keeper.log",
+    "server.log",
 )
 MARKS = ("deployment.json", "status.json", "site.json", "start-link.sh")
 """Files of a deployment's folder, of a site's and of a server's in a kit: one of them is there."""
