@@ -180,6 +180,17 @@ def test_what_is_not_finite_is_refused_and_hides_nobody(filter, bad):
     assert everyone.all()  # divergence is a result
 
 
+@pytest.mark.parametrize(("spoilt", "others"), [(1, 1), (2, 0), (3, 0), (9, 0)])
+def test_liars_that_are_not_finite_are_of_the_fifth_that_krum_refuses(spoilt, others):
+    """Else each of them would cost an honest client its place."""
+    parts = random_parts(0)
+    parts[1][:spoilt] = np.nan
+    with np.errstate(invalid="ignore"):
+        accepted = robust.judge(robust.krum(0.2), cohort_of(parts), np).accepted
+    assert not accepted[:spoilt].any()
+    assert (~accepted[spoilt:]).sum() == others
+
+
 def test_distances_of_pieces_add_up_to_those_of_vectors():
     rows = np.random.default_rng(0).normal(size=(6, 9))
     rows[5] *= 1e12  # an outlier costs the others no digits

@@ -66,6 +66,8 @@ class Cohort(NamedTuple):
     """(P,) weighted medians of the norms that all clients sent last."""
     apart: Array
     """(S, S) squared distances, each part divided by its usual norm."""
+    lost: Array = 0.0
+    """Share of the cohort's weight whose messages are not finite, and refused already."""
 
 
 class Verdict(NamedTuple):
@@ -111,12 +113,13 @@ def krum(most: float = 0.2) -> Filter:
 
     def judge(cohort: Cohort, xp: Any, repeat: Repeat) -> Verdict:
         share, count = cohort.p / cohort.p.sum(), (cohort.p > 0).sum()
-        room = xp.maximum(1 - most - 2 / count, 1 / count)
+        left = xp.maximum(most - cohort.lost, 0) / (1 - cohort.lost)  # of those that are finite
+        room = xp.maximum(1 - left - 2 / count, 1 / count)
         score = _nearest_sum(cohort.apart, share, room, xp)
-        known = (share > 0) & (share <= most + SLACK)
+        known = (share > 0) & (share <= left + SLACK)
         order = xp.argsort(xp.where(known, -score, xp.inf))
         taken = xp.cumsum(xp.where(known, share, 0)[order])
-        refused = known[order] & (taken <= most + SLACK)
+        refused = known[order] & (taken <= left + SLACK)
         accepted = ~refused[xp.argsort(order)]
         return Verdict(accepted, _relative(score, median(score, share, xp), xp))
 
@@ -221,7 +224,9 @@ def judge(filter: Filter, cohort: Cohort, xp: Any, repeat: Repeat | None = None)
         p=xp.where(finite, cohort.p, 0),
         norms=xp.where(finite[:, None], cohort.norms, 0),
         apart=xp.where(both, cohort.apart, 0),
+        lost=xp.where(finite, 0, cohort.p).sum() / xp.where(some.any(), cohort.p.sum(), 1),
     )
+    seen = seen._replace(lost=xp.where(seen.lost < 1, seen.lost, 0))  # all are: see below
     # with no weight at all the verdict is not used, and must not be NaN
     seen = seen._replace(p=xp.where((seen.p > 0).any(), seen.p, 1))
     found = filter.judge(seen, xp, repeat or _loop)

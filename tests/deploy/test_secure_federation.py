@@ -1,6 +1,9 @@
 """Secure sums in a real federation of processes, with TLS and keys: one site is killed between masking and unmasking."""
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,3 +99,96 @@ def test_a_site_is_killed_between_masking_and_unmasking(tmp_path):
     assert [e["heard"] for e in events if e["event"] == "committed"] == [["ant", "bee", "cow"]]
     assert np.isfinite(summary["metrics"]["loss"])
     assert json.loads((home / "server" / "status.json").read_text())["exchange"] == ""
+
+
+FIVE = ("ant", "bee", "cow", "dog", "elk")
+# In round 2 elk deals shares of noise. In round 3 the server has the shares of all seeds, and asks for those of ant's key.
+GARBAGE = """
+import numpy as np
+from pathlib import Path
+from fedscaffold.deploy import secure_site
+honest = secure_site.SecureSite._shares
+
+def deal(self, session, request):
+    made = honest(self, session, request)
+    if request.facts["round"] == 2:
+        noise = np.random.default_rng(0).integers(0, 256, made["shares"].shape, np.uint8)
+        return {"shares": secure_site.blob(noise)}
+    return made
+
+secure_site.SecureSite._shares = deal
+"""
+BOTH = """
+from fedscaffold.deploy import secure_round
+honest, lied = secure_round.SecureRound.advance, []
+
+def advance(self, heard):
+    if self.exchange == "reveal" and '"train",3' in self.sum.context and not lied:
+        lied.append(1)
+        self.exchange = "survivors"
+        self.sum.masked.pop("ant")
+        self.sum.signatures.clear()
+        return sorted(heard)
+    return honest(self, heard)
+
+secure_round.SecureRound.advance = advance
+"""
+
+
+class Tampered(Federation):
+    """A federation whose server, and the worker of whose last site, run other code."""
+
+    def __init__(self, app, home, folder):
+        super().__init__(app, home)
+        for name, code in (("server", BOTH), ("site", GARBAGE)):
+            (folder / name).mkdir()
+            (folder / name / "sitecustomize.py").write_text(code)
+        self.folder = folder
+
+    def start_worker(self, site):
+        honest = self.at_sites
+        if site == FIVE[-1]:
+            self.at_sites = honest | self.path("site")
+        super().start_worker(site)
+        self.at_sites = honest
+
+    def start_executor(self):
+        honest = self.environment
+        self.environment = honest | self.path("server")
+        super().start_executor()
+        self.environment = honest
+
+    def path(self, name):
+        return {"PYTHONPATH": f"{self.folder / name}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+# each of them alone, without processes: test_secure_sums.py and test_secure_lies.py
+@pytest.mark.soak
+@pytest.mark.process
+def test_two_of_five_die_one_sends_garbage_and_the_server_lies(tmp_path):
+    app, home = tmp_path / "app", tmp_path / "home"
+    app.mkdir()
+    more = ', "dog": np.array([0.5, 1.5]), "elk": np.array([-1.0, -1.0])}'
+    (app / "app.py").write_text(APP.replace('"cow": np.array([2.0, 2.5])}', f'"cow": np.array([2.0, 2.5]){more}'))
+    toml = TOML.replace("rounds = 1", "rounds = 3").replace('["ant", "bee", "cow"]', json.dumps(FIVE))
+    toml = toml.replace("quorum = 1.0", "quorum = 0.5\nretries = 30").replace("wait = 120.0", "wait = 400.0")
+    (app / "federation.toml").write_text(toml.replace("deadline = 60.0", "deadline = 90.0"))
+    killed = []
+    with Tampered(app, home, tmp_path) as federation:
+
+        def tell(status):
+            if status["exchange"] == "survivors" and status["round"] == 0 and not killed:
+                for site in ("cow", "dog"):  # started again, in time for another round
+                    for part in (f"worker-{site}", f"site-{site}"):
+                        os.kill(federation.processes[part].pid, signal.SIGKILL)
+                    killed.append(site)
+
+        federation.up()
+        federation.submit()
+        summary = federation.outcome(timeout=2400, tell=tell)
+    assert killed == ["cow", "dog"]
+    assert summary["rounds"] == 3
+    events = read_verified(home / "server" / "audit.jsonl")
+    done = [event for event in events if event["event"] == "committed"]
+    Path(tmp_path / "events.json").write_text(json.dumps(events))
+    assert done[0]["heard"] == list(FIVE)  # their vectors had arrived
