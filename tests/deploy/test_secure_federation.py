@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,7 +104,6 @@ FIVE = ("ant", "bee", "cow", "dog", "elk")
 # In round 2 elk deals shares of noise. In round 3 the server has the shares of all seeds, and asks for those of ant's key.
 GARBAGE = """
 import numpy as np
-from pathlib import Path
 from fedscaffold.deploy import secure_site
 honest = secure_site.SecureSite._shares
 
@@ -126,7 +124,7 @@ def advance(self, heard):
     if self.exchange == "reveal" and '"train",3' in self.sum.context and not lied:
         lied.append(1)
         self.exchange = "survivors"
-        self.sum.masked.pop("ant")
+        self.sum.masked.remove("ant")
         self.sum.signatures.clear()
         return sorted(heard)
     return honest(self, heard)
@@ -169,9 +167,15 @@ def test_two_of_five_die_one_sends_garbage_and_the_server_lies(tmp_path):
     app, home = tmp_path / "app", tmp_path / "home"
     app.mkdir()
     more = ', "dog": np.array([0.5, 1.5]), "elk": np.array([-1.0, -1.0])}'
-    (app / "app.py").write_text(APP.replace('"cow": np.array([2.0, 2.5])}', f'"cow": np.array([2.0, 2.5]){more}'))
-    toml = TOML.replace("rounds = 1", "rounds = 3").replace('["ant", "bee", "cow"]', json.dumps(FIVE))
-    toml = toml.replace("quorum = 1.0", "quorum = 0.5\nretries = 30").replace("wait = 120.0", "wait = 400.0")
+    (app / "app.py").write_text(
+        APP.replace('"cow": np.array([2.0, 2.5])}', f'"cow": np.array([2.0, 2.5]){more}')
+    )
+    toml = TOML.replace("rounds = 1", "rounds = 3").replace(
+        '["ant", "bee", "cow"]', json.dumps(FIVE)
+    )
+    toml = toml.replace("quorum = 1.0", "quorum = 0.5\nretries = 30").replace(
+        "wait = 120.0", "wait = 400.0"
+    )
     (app / "federation.toml").write_text(toml.replace("deadline = 60.0", "deadline = 90.0"))
     killed = []
     with Tampered(app, home, tmp_path) as federation:
@@ -190,5 +194,16 @@ def test_two_of_five_die_one_sends_garbage_and_the_server_lies(tmp_path):
     assert summary["rounds"] == 3
     events = read_verified(home / "server" / "audit.jsonl")
     done = [event for event in events if event["event"] == "committed"]
-    Path(tmp_path / "events.json").write_text(json.dumps(events))
     assert done[0]["heard"] == list(FIVE)  # their vectors had arrived
+    assert done[1]["heard"] == list(FIVE[:4])
+    named = {event["site"]: event["reason"] for event in events if event["event"] == "refused"}
+    assert named == {
+        "elk": "garbage: the shares that elk dealt do not give what it has committed to"
+    }
+    asked = [
+        event["site"]
+        for event in events
+        if event["event"] == "failed" and event["round"] == 3 and "survivors" in event["reason"]
+    ]
+    assert sorted(asked) == list(FIVE[:4])  # each has signed one list, and signs no other
+    assert done[2]["heard"] == list(FIVE[:4])  # by a new attempt, with new keys

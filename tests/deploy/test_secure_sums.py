@@ -110,6 +110,17 @@ def test_two_of_five_die_between_masking_and_unmasking(tmp_path):
         assert case.gap() < 1e-12
 
 
+def test_a_round_is_of_those_that_are_there_when_two_of_five_are_away(tmp_path):
+    """The threshold of three alone would be two, and sums of two are below what the sites' rules allow."""
+    case = Case(tmp_path)
+    outcome = case.play(present=SITES[:3])
+    assert (outcome.committed, outcome.heard) == (True, SITES[:3])
+    # and then all of them must stay
+    died = case.play(SITES[:3], lambda step, site: site != "bee" or step in EXCHANGES[:4])
+    assert not died.committed
+    assert case.gap() < 1e-12
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES[:3])
 def test_a_site_that_dies_before_its_vector_arrives_is_left_out(tmp_path, exchange):
     """As in a plain round without it: x, c and the divisor are those of the four that were heard."""

@@ -24,7 +24,7 @@ from fedscaffold import checks
 from fedscaffold.checks import InputError
 from fedscaffold.deploy.gate import Refused
 from fedscaffold.deploy.schema import digest_inputs
-from fedscaffold.deploy.secure_vector import threshold_of
+from fedscaffold.deploy.secure_vector import smallest_sum
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.parsing import format_of, text_of, toml
 from fedscaffold.state.files import make_folder, write_private
@@ -177,9 +177,7 @@ def write_secure_rules(
     """
     place = secure_place(folder, site)
     write_identities(place / IDENTITIES, public)
-    count, share = len(settings.deploy.sites), settings.cohort
-    cohort = min(count, share) if isinstance(share, int) else max(1, round(share * count))
-    facts = {"format": FORMAT, "key": key, "minimum": max(2, threshold_of(settings, cohort))}
+    facts = {"format": FORMAT, "key": key, "minimum": smallest_sum(settings)}
     if settings.app:
         facts["app"] = digest_inputs(settings.app, {})
     if (place / RULES).exists():

@@ -33,6 +33,7 @@ __all__ = [
     "join_metrics",
     "layout_of",
     "sent_fields",
+    "smallest_sum",
     "split_metrics",
     "threshold_of",
 ]
@@ -225,3 +226,18 @@ def threshold_of(settings: Settings, sites: int) -> int:
     asked = settings.deploy.threshold
     number = asked if isinstance(asked, int) else math.ceil(asked * sites - 1e-9)
     return max(number, sites // 2 + 1)
+
+
+def smallest_sum(settings: Settings) -> int:
+    r"""Return from how many sites on the rules of a kit let a site take part in a sum.
+
+    It is the threshold of a whole cohort: a round in which some are away takes the others only if
+    as many stay to the end.
+
+    >>> from fedscaffold.deploy.settings import parse
+    >>> smallest_sum(parse("[deploy]\nsites = ['ant', 'bee', 'cow', 'dog', 'elk']"))
+    3
+    """
+    count, share = len(settings.deploy.sites), settings.cohort
+    cohort = min(count, share) if isinstance(share, int) else max(1, round(share * count))
+    return max(2, threshold_of(settings, cohort))

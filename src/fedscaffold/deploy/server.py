@@ -47,7 +47,7 @@ from fedscaffold.deploy.cohort import quorum_of, sample_sites
 from fedscaffold.deploy.gate import Asked, Refused, Update
 from fedscaffold.deploy.requests import Asker, Requests
 from fedscaffold.deploy.schema import Array, Packet, Schema, fingerprint
-from fedscaffold.deploy.secure_vector import threshold_of
+from fedscaffold.deploy.secure_vector import smallest_sum, threshold_of
 from fedscaffold.deploy.server_state import SavedState, load_state, save_state
 from fedscaffold.deploy.settings import Settings
 from fedscaffold.metrics import complaint
@@ -618,7 +618,8 @@ class Server:
             self.algorithm,
             read_identities(self.folder / IDENTITIES),
             self.asker.common_facts(kind, self.state.round + 1),
-            threshold_of(self.settings, cohort),
+            # sites of a kit refuse sums of fewer than half of a whole cohort, also if some are away
+            max(threshold_of(self.settings, cohort), min(cohort, smallest_sum(self.settings))),
             need,
         )
 
