@@ -631,6 +631,25 @@ def test_rows_of_clients_are_written_in_place(block):
     assert not re.search(r"= f32\[7,11\]\S* copy\(", program)
 
 
+def test_a_local_step_updates_a_large_model_in_place():
+    rng = np.random.default_rng(0)
+    clients = [(rng.normal(size=(4, 9)), rng.normal(size=(4, 301))) for _ in range(3)]
+
+    def loss(params, batch):
+        hidden = jnp.tanh(batch[0] @ params["first"])
+        return jnp.mean((hidden @ params["second"] - batch[1]) ** 2)
+
+    start = {"first": rng.normal(size=(9, 257)), "second": rng.normal(size=(257, 301))}
+    problem = fs.Problem(loss, start, clients)
+    simulator = fs.Simulator(
+        fs.scaffold(), problem, local_steps=3, batch_size=2, lr=0.1, metrics=()
+    )
+    assert simulator.ready.spec.heavy
+    program = simulator._engine.program.as_text()
+    assert "f32[257,301]" in program
+    assert not re.search(r"= f32\[257,301\]\S* copy\(", program)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "sizes"),

@@ -327,11 +327,16 @@ def _correlated(lhs: Array, rhs: Array, sliding: Sliding) -> Array:
     if size == number:
         return correlate(lhs, rhs)
     whole = number // size * size
-    parts = [one[:whole].reshape(-1, size, *one.shape[1:]) for one in (lhs, rhs)]
+    # an axis of one would be laid out elsewhere than before the loop, and XLA would copy both
+    group = (size,) if size > 1 else ()
+    parts = [one[:whole].reshape(-1, *group, *one.shape[1:]) for one in (lhs, rhs)]
     shape = jax.eval_shape(correlate, lhs, rhs)
-    total, _ = lax.scan(
-        lambda total, part: (total + correlate(*part), None), jnp.zeros_like(shape), parts
-    )
+
+    def add(total: Array, part: list[Array]) -> tuple[Array, None]:
+        lhs, rhs = (one.reshape(size, *one.shape[len(group) :]) for one in part)
+        return total + correlate(lhs, rhs), None
+
+    total, _ = lax.scan(add, jnp.zeros_like(shape), parts)
     return total if whole == number else total + correlate(lhs[whole:], rhs[whole:])
 
 

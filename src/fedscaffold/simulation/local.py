@@ -152,6 +152,7 @@ def _run_local_steps(
                 g = _private_gradient(spec, federation, z.parts, work, k, batch, key)
             else:
                 g, seen = gradient(spec, z.parts, *batch, key=key, buffers=buffers)
+                g = _complete(k, g) if spec.heavy and not batch[2] else g
                 new = new if z is at_x else seen  # a gradient at x leaves no trace
             return Leaves(g) if noise is None else Leaves(g) + cut(take_row(noise, k))
 
@@ -189,6 +190,16 @@ def _repeat(step: Callable[[Array, Any], Any], number: Array, carry: Any, unroll
     if unroll:
         carry = jax.lax.fori_loop(0, joined, several, carry)
     return jax.lax.fori_loop(UNROLL * joined, number, step, carry)
+
+
+def _complete(k: Array, g: list[Any]) -> list[Any]:
+    """Return a gradient unchanged, as the result of a conditional, which is computed first.
+
+    Otherwise XLA cannot tell that all products with a layer are computed before the layer is
+    updated in place, and copies the model at each step. k is not negative, which it does not know.
+    """
+    same: list[Any] = jax.lax.cond(k < 0, lambda g: jax.tree.map(jnp.zeros_like, g), lambda g: g, g)
+    return same
 
 
 def _clip(most: float, d: Leaves) -> Leaves:
