@@ -1,13 +1,15 @@
 """The signature of an algorithm, proved on the cases that it was made for: each against a loop that knows no algorithm."""
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from fedscaffold.algorithms import fednova, scaffnew, scaffold
+from fedscaffold.algorithms import fedavg, fednova, scaffnew, scaffold
 from fedscaffold.algorithms.reference import Federation, begin, descend, mean_of, play
 from fedscaffold.algorithms.round import exchange, rebuild, reply_of
+from fedscaffold.checks import InputError
 
 RNG = np.random.default_rng(7)
 N, D, K, LR, ROUNDS = 5, 3, 4, 0.1, 60
@@ -258,3 +260,49 @@ def test_fednova_with_unequal_steps():
         steps = np.array(counts)[cohort]
         x = x - 0.9 * (share @ steps) * (share @ ((x - np.stack(ys)) / steps[:, None]))
         np.testing.assert_allclose(server.x, x, **CLOSE)
+
+
+class Pair(NamedTuple):
+    """A server's record with a second field, which mistakes are made about."""
+
+    x: object
+    v: object
+
+
+def mistaken(update, init=lambda x: Pair(x, 0 * x)):
+    """FedAvg with a second field at the server."""
+    return fedavg()._replace(name="mistaken", init=init, update=update, form=None)
+
+
+MISTAKES = {
+    "v begins as a number and becomes a vector; write 0 \\* x": mistaken(
+        lambda server, sent, mean, heard: Pair(server.x - mean.move, server.v + mean.move),
+        init=lambda x: Pair(x, 0.0),
+    ),
+    "v begins as a vector and becomes a number": mistaken(
+        lambda server, sent, mean, heard: Pair(server.x - mean.move, heard)
+    ),
+    "cannot be run: .* ufunc.*; use \\+ - \\* / on vectors": mistaken(
+        lambda server, sent, mean, heard: Pair(server.x - np.sqrt(mean.move), server.v)
+    ),
+    "cannot be run: a vector is not true or false": mistaken(
+        lambda server, sent, mean, heard: Pair(server.x if mean.move > 0 else sent.x, server.v)
+    ),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_what_a_compiled_round_cannot_do_is_refused_in_a_line(words):
+    with pytest.raises(InputError, match=words) as refusal:
+        exchange(MISTAKES[words])
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_parameter_of_numpy_and_comparisons_leave_vectors_vectors():
+    half = np.float64(0.5)
+    algorithm = mistaken(
+        lambda server, sent, mean, heard: Pair(
+            server.x - half * mean.move, abs(half * (mean.move > 0) * mean.move**2)
+        )
+    )
+    assert exchange(algorithm).vectors == ("move",)

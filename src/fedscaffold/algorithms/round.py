@@ -171,7 +171,13 @@ def _check_record(algorithm: str, function: str, before: Any, after: Any) -> Any
         wanted = "" if fields is None else f" with the fields {', '.join(fields)}"
         what = type(after).__name__ if got is None else f"the fields {', '.join(got)}"
         raise InputError(f"{must}{wanted}, got {what}")
-    for name, value in zip(fields or (), after or (), strict=True):
+    for name, first, value in zip(fields or (), before or (), after or (), strict=True):
+        kinds = ["vector" if isinstance(one, _Vector) else "number" for one in (first, value)]
+        if kinds[0] != kinds[1]:
+            raise InputError(
+                f"{must} like the first one: {name} begins as a {kinds[0]} and becomes a {kinds[1]}"
+                "; write 0 * x for a vector of zeros"
+            )
         if getattr(value, "shape", ()) != ():
             raise InputError(
                 f"{must} of numbers and vectors like x; {name} has the shape {value.shape}, "
@@ -183,9 +189,11 @@ def _check_record(algorithm: str, function: str, before: Any, after: Any) -> Any
 class _Vector(float):
     """A scalar that stands for a vector.
 
-    Arithmetic yields a vector of the same type; multiplying by True returns the same object.
+    Arithmetic and comparisons yield a vector of the same type; multiplying by True returns the same
+    object. Functions of NumPy and Python's `if` are refused, as they are in a compiled round.
     """
 
+    __array_ufunc__ = None
     summed = False
     """Whether a vector of this type was summed over its coordinates."""
 
@@ -201,9 +209,18 @@ class _Vector(float):
     __sub__, __rsub__ = _lift("__sub__"), _lift("__rsub__")
     __mul__, __rmul__ = _lift("__mul__"), _lift("__rmul__")
     __truediv__, __rtruediv__ = _lift("__truediv__"), _lift("__rtruediv__")
+    __pow__ = _lift("__pow__")  # type: ignore[assignment]
+    __lt__, __le__ = _lift("__lt__"), _lift("__le__")
+    __gt__, __ge__ = _lift("__gt__"), _lift("__ge__")
 
     def __neg__(self) -> _Vector:
         return type(self)(-float(self))
+
+    def __abs__(self) -> _Vector:
+        return type(self)(abs(float(self)))
+
+    def __bool__(self) -> bool:
+        raise TypeError("a vector is not true or false")
 
     def sum(self) -> float:
         """Return a number."""
