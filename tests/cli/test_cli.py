@@ -221,6 +221,7 @@ MISTAKES = [
     (["report", "nowhere"], "holds no run"),
     (["data", "show", "--split", "dirichlet:-1"], "dirichlet"),
     (["data", "show", "--out", "split.doc"], ".png"),
+    (["data", "show", "--clients", "0"], "--clients must be a whole number of at least 1, got 0"),
     (["conform", "--target", "nothing:here"], "nothing"),
     (["fly"], "No such command"),
 ]

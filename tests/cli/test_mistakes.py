@@ -165,11 +165,16 @@ def test_a_port_in_use(monkeypatch, capsys):
 def test_other_failures_of_the_system_are_one_line_too_and_a_traceback_for_those_who_ask(
     monkeypatch, capsys
 ):
-    def refused(*words):
-        raise OSError(errno.EIO, "Input/output error", "disk")
+    for number, line in (
+        (errno.ENOENT, "disk: No such file or directory; check the path"),
+        (errno.EIO, "disk: Input/output error"),
+    ):
 
-    monkeypatch.setattr(cli, "_run", refused)
-    assert told(["run"], monkeypatch, capsys) == (2, "", "fedscaffold: disk: Input/output error\n")
+        def refused(*words, number=number):
+            raise OSError(number, os.strerror(number), "disk")
+
+        monkeypatch.setattr(cli, "_run", refused)
+        assert told(["run"], monkeypatch, capsys) == (2, "", f"fedscaffold: {line}\n")
     monkeypatch.setenv("FEDSCAFFOLD_DEBUG", "1")
     with pytest.raises(OSError, match="Input/output"):
         cli.main()

@@ -33,6 +33,7 @@ REMEDIES |= dict.fromkeys(
     (errno.EEXIST, errno.ENOTDIR), "a file is in the way: choose another folder"
 )
 REMEDIES |= {
+    errno.ENOENT: "check the path",
     errno.ENAMETOOLONG: "give a shorter path",
     errno.ELOOP: "a symbolic link is in the way: give the file or folder itself",
     errno.EMFILE: "this process has too many files open: raise the limit, ulimit -n",
@@ -70,7 +71,7 @@ def _exit_code(name: str, load: Callable[[], typer.Typer]) -> int:
     except (InputError, FileNotFoundError) as error:
         if debug:
             raise
-        return _print_error(str(error), 2)
+        return _print_error(_line_of(error), 2)
     except MemoryError as error:
         if debug:
             raise
@@ -91,13 +92,20 @@ def _exit_code(name: str, load: Callable[[], typer.Typer]) -> int:
     except OSError as error:
         if error.errno is None or debug:
             raise
-        where = "" if error.filename is None else f"{shown(error.filename)[1:-1]}: "
-        mend = REMEDIES.get(error.errno)
-        return _print_error(f"{where}{error.strerror}{f'; {mend}' if mend else ''}", 2)
+        return _print_error(_line_of(error), 2)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) or debug:  # JAX's message when out of memory
             raise
         return _print_error("not enough memory for this: take a smaller problem, batch or block", 2)
+
+
+def _line_of(error: Exception) -> str:
+    """Return an error in one line; what the system refused with the path and what to do."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    where = "" if error.filename is None else f"{shown(error.filename)[1:-1]}: "
+    mend = REMEDIES.get(error.errno)
+    return f"{where}{error.strerror}{f'; {mend}' if mend else ''}"
 
 
 def _verbs() -> typer.Typer:

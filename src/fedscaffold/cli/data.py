@@ -29,6 +29,7 @@ def show(
     checks.choice("dataset", dataset, data.DATASETS)
     if clients is None and not split.startswith("natural"):
         clients = 20
+    clients = clients if clients is None else checks.whole("--clients", clients)
     federated = data.federate(data.load(dataset, folder), split, clients, seed=seed)
     facts = data.describe(federated)
     line = (
