@@ -3,6 +3,9 @@
 Results are npz files of JSON and arrays, without pickle, each with a checksum of its contents. A
 key encodes everything its result depends on: the claim, its settings, the text of the module that
 measures it and the package's version. Damaged or incomplete files count as absent.
+
+Several processes may measure a claim at a time: a part is locked by the process that measures it,
+and the others take the next one. The lock of a process that was killed is free again.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 
 import fedscaffold
 from fedscaffold.state.files import write_whole
+from fedscaffold.state.platforms import CLOSE, lock
 
 if TYPE_CHECKING:
     from papers.claim import Claim
@@ -36,6 +41,7 @@ Tell: TypeAlias = Callable[[int, int, float], None]  # (parts done, parts, secon
 TEXT = "json"  # npz member with everything but the arrays
 CHECKSUM = "sha256"  # npz member with the digest of all others
 ARRAY = "array "  # prefix of a reference to an array in the JSON
+PAUSE = 0.2  # seconds until a part that another process measures is looked at again
 
 
 def home() -> Path:
@@ -88,9 +94,12 @@ class Part(NamedTuple):
     """A part of a measurement, kept as soon as it is done."""
 
     key: str
-    make: Callable[[], Data]
+    make: Callable[..., Data]
+    """Called with the results of the parts that it comes after."""
     size: float = 1.0
     """Its work in comparison with other parts."""
+    after: Sequence[str] = ()
+    """Keys of the parts whose results it needs."""
 
 
 class Memo(Protocol):
@@ -106,6 +115,12 @@ class Memo(Protocol):
 class Store:
     """Memo that caches results in a folder.
 
+    Args:
+        folder: The folder.
+        tell: Called after every part that was measured meanwhile, with the parts done, the parts
+            and the seconds left.
+        processes: Tells how many processes measure at present.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     store = Store(Path(folder))
@@ -119,17 +134,17 @@ class Store:
         self,
         folder: Path,
         *,
-        fresh: bool = False,
         tell: Tell = lambda done, parts, left: None,
+        processes: Callable[[], int] = lambda: 1,
     ) -> None:
-        self.folder, self.fresh, self.tell = folder, fresh, tell
+        self.folder, self.tell, self.processes = folder, tell, processes
         self.made: list[str] = []
         """Keys that were computed rather than found."""
 
     def __call__(self, key: str, make: Callable[[], Data]) -> Data:
         """Return the cached result of a key, or compute and cache it."""
-        path = self.folder / f"{key}.npz"
-        kept = None if self.fresh and key not in self.made else read(path)
+        path = self._path(key)
+        kept = read(path)
         if kept is not None:
             return kept
         began = time.perf_counter()
@@ -141,33 +156,78 @@ class Store:
         return found
 
     def all(self, parts: Sequence[Part]) -> list[Data]:
-        """Return the results of all parts, computed or cached.
+        """Return the results of all parts, computed here, by another process, or cached.
 
-        The remaining time is estimated from the parts that were computed here.
+        The remaining time is estimated from the parts that were measured since the call.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     store = Store(Path(folder), tell=lambda *told: print(*map(round, told)))
-        ...     found = store.all([Part(key, lambda: {"x": 1}) for key in "ab"])
-        1 2 0
-        2 2 0
+        ...     last = Part("c", lambda a, b: {"x": a["x"] + b["x"]}, after=["a", "b"])
+        ...     found = store.all([last, *(Part(key, lambda: {"x": 1}) for key in "ab")])
+        1 3 0
+        2 3 0
+        3 3 0
+        >>> [one["x"] for one in found]
+        [2, 1, 1]
         """
-        results: list[Data] = []
-        left, worked, spent = sum(part.size for part in parts), 0.0, 0.0
-        for number, part in enumerate(parts, 1):
-            began = time.perf_counter()
-            results.append(self(part.key, part.make))
-            left -= part.size
-            if part.key in self.made:
-                worked, spent = worked + part.size, spent + time.perf_counter() - began
-                self.tell(number, len(parts), spent / worked * left)
-        return results
+        kept = {part.key: read(self._path(part.key)) for part in parts}
+        results = {key: data for key, data in kept.items() if data is not None}
+        missing = [part for part in parts if part.key not in results]
+        worked, spent = 0.0, 0.0
+        while missing:
+            part, data = self._next(missing, results)
+            missing.remove(part)
+            results[part.key] = data
+            worked, spent = worked + part.size, spent + data["seconds"]
+            at_once = max(1, min(self.processes(), len(missing)))
+            left = spent / worked * sum(one.size for one in missing) / at_once
+            self.tell(len(parts) - len(missing), len(parts), left)
+        return [results[part.key] for part in parts]
+
+    def _next(self, missing: Sequence[Part], results: dict[str, Data]) -> tuple[Part, Data]:
+        """Return the first part that can be had: measured here, or meanwhile by another process."""
+        ready = [part for part in missing if all(key in results for key in part.after)]
+        if not ready:
+            raise ValueError(f"{missing[0].key} comes after parts that are not there")
+        while True:
+            for part in ready:
+                with _locked(self.folder / f"{part.key}.lock") as mine:
+                    if mine:
+                        needed = [results[key] for key in part.after]
+                        return part, self(part.key, partial(part.make, *needed))
+            time.sleep(PAUSE)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.npz"
 
     def within(self, name: str) -> Store:
         """Return the cache of a subfolder."""
-        inner = Store(self.folder / name, fresh=self.fresh, tell=self.tell)
+        inner = Store(self.folder / name, tell=self.tell, processes=self.processes)
         inner.made = self.made
         return inner
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Lock a file, or tell that another process has locked it.
+
+    The file is removed once the work is done. Who has opened it before then locks a file that is no
+    longer there, and finds the work done.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | CLOSE, 0o600)
+    try:
+        try:
+            lock(fd)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+            with suppress(OSError):  # Windows removes no file that is open
+                path.unlink()
+    finally:
+        os.close(fd)
 
 
 def write(path: Path, data: Data) -> None:

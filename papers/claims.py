@@ -8,14 +8,17 @@ A new claim is one file with a `CLAIM` and one row in `CLAIMS`.
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fedscaffold import checks
 from papers.cache import Store, Tell, key_of
 from papers.claim import Claim, Data, Drawing, Outcome, verdict
+from papers.helper import helping
 
-__all__ = ["ALIASES", "CLAIMS", "find", "judged", "reproduce"]
+__all__ = ["ALIASES", "CLAIMS", "find", "judged", "measured", "reproduce"]
 
 CLAIMS = {
     "quadratics-fig1": "quadratics_fig1",
@@ -39,6 +42,7 @@ CLAIMS = {
     "flamby-tcga": "flamby_tcga",
     "cyclic": "cyclic",
     "niid-bench": "niid_bench",
+    "niid-tuned": "niid_tuned",
     "femnist-writers": "femnist_writers",
     "where-it-loses": "where_it_loses",
     "table3-settings": "table3_settings",
@@ -69,10 +73,17 @@ def reproduce(
     *,
     fresh: bool = False,
     tell: Tell = lambda done, parts, left: None,
+    processes: int = 1,
 ) -> tuple[Outcome, Sequence[Drawing]]:
-    """Measure a claim, or find it measured in the cache `folder`, judge it and draw it.
+    """Measure a claim, or find it measured in the cache, judge it and draw it.
 
-    `tell` is called after every part that was measured: parts done, parts, seconds left.
+    Args:
+        claim: The claim; if there are several processes, one of `CLAIMS`.
+        size: "quick" or "full".
+        folder: The cache.
+        fresh: Whether to remove first what the cache has of it.
+        tell: Called after every part that was measured: parts done, parts, seconds left.
+        processes: How many processes measure parts, with this one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -80,16 +91,34 @@ def reproduce(
     >>> outcome.verdict, len(drawings)
     ('reproduced', 1)
     """
-    settings = claim.settings(checks.choice("size", size, claim.sizes))
-    store = Store(folder / claim.name, fresh=fresh, tell=tell)
+    checks.choice("size", size, claim.sizes)
     key = key_of(claim, size)
-    data = store(key, lambda: claim.measure(settings, store.within(key + "-cells")))
-    outcome = judged(claim, size, data)._replace(cached=not store.made)
+    kept = folder / claim.name / f"{key}.npz"
+    if fresh:
+        kept.unlink(missing_ok=True)
+        shutil.rmtree(kept.with_name(f"{key}-cells"), ignore_errors=True)
+    with helping(claim.name, size, folder, 0 if kept.exists() else processes - 1) as helpers:
+        data, made = measured(claim, size, folder, tell=tell, processes=lambda: 1 + helpers())
+    outcome = judged(claim, size, data)._replace(cached=not made)
     from papers import plotting
 
     with plotting.style():
         drawings = claim.draw(data)
     return outcome._replace(figures=[(one.name, one.caption) for one in drawings]), drawings
+
+
+def measured(claim: Claim, size: str, folder: Path, **store: Any) -> tuple[Data, list[str]]:
+    """Return a claim's data, measured or found in the cache, and the keys of what was measured.
+
+    Args:
+        claim: The claim.
+        size: "quick" or "full".
+        folder: The cache.
+        **store: Arguments of `Store`.
+    """
+    kept, key = Store(folder / claim.name, **store), key_of(claim, size)
+    inner = kept.within(f"{key}-cells")
+    return kept(key, lambda: claim.measure(claim.settings(size), inner)), kept.made
 
 
 def judged(claim: Claim, size: str, data: Data) -> Outcome:

@@ -6,6 +6,7 @@ Exit codes are those of the library's command line: 0 done, 1 a criterion failed
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,12 +20,15 @@ from fedscaffold.cli.interrupts import exit_with_line
 from fedscaffold.cli.verbs import Json, print_answer
 from fedscaffold.parsing import plain
 from fedscaffold.state.files import write_whole
+from fedscaffold.state.platforms import cores
 from fedscaffold.status_line import StatusLine
 
 if TYPE_CHECKING:
     from papers.claim import Claim, Outcome
 
 __all__ = ["app", "reproduce"]
+
+MOST = 8  # processes of --full, as each needs memory of its own
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -42,6 +46,10 @@ def reproduce(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again, whatever the cache has.")
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", min=1, help="Default: 1, with --full a process per core."),
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", help="Folder for the page, figures and results.")
     ] = Path("runs/papers"),
@@ -60,11 +68,12 @@ def reproduce(
     if everything == bool(names):
         raise InputError("give the names of claims, or --all; --list names them")
     claims = [find(name) for name in (CLAIMS if everything else dict.fromkeys(names or []))]
-    _settle()
+    number = processes or (min(cores(), MOST) if full else 1)
+    _settle(number)
     began = time.perf_counter()
     again = "without --fresh " if fresh else ""
     with exit_with_line(f"stopped; what was measured is kept: the same command {again}goes on"):
-        outcomes = _run(claims, size, out, fresh, as_json, everything)
+        outcomes = _run(claims, size, out, fresh, number, as_json, everything)
         facts = _facts(time.perf_counter() - began)
         page = _keep(outcomes, out, facts)
     from papers.page import terminal
@@ -90,14 +99,26 @@ def _list(as_json: bool) -> int:
     return 0
 
 
-def _settle() -> None:
+def _settle(processes: int) -> None:
+    """Set JAX up, with one thread: results do not depend on the cores, nor on the processes."""
     from fedscaffold.experiments.build_problem import cache_programs
+    from fedscaffold.grids.worker import environment
+    from fedscaffold.simulation.threads import choose_threads
 
+    if processes > 1:
+        os.environ.update(environment(os.environ))
     cache_programs()
+    choose_threads()
 
 
 def _run(
-    claims: Sequence[Claim], size: str, out: Path, fresh: bool, as_json: bool, everything: bool
+    claims: Sequence[Claim],
+    size: str,
+    out: Path,
+    fresh: bool,
+    processes: int,
+    as_json: bool,
+    everything: bool,
 ) -> list[Outcome]:
     """One claim after the other, each kept as soon as it is done.
 
@@ -116,7 +137,9 @@ def _run(
     for i, claim in enumerate(claims, 1):
         line.keep(f"{i}/{len(claims)} {claim.name}: {claim.title}")
         try:
-            outcome, drawings = run(claim, size, home(), fresh=fresh, tell=tell)
+            outcome, drawings = run(
+                claim, size, home(), fresh=fresh, tell=tell, processes=processes
+            )
         except FileNotFoundError as missing:
             if not everything:
                 raise

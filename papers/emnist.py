@@ -6,9 +6,9 @@ A cell is a method, a number of epochs, a similarity and a cohort. Its step size
 held out of the
 training set, never on the test set: of a grid, the one that reaches the target first within a
 budget of rounds, or else has the highest accuracy over the second half of them; without a target,
-the one with the best accuracy of any round, which is what such a cell is judged by. All step sizes
-are one compiled program. Then every seed is run on the test set until it reaches the target. A cell
-is kept as soon as it is done.
+the one with the best accuracy of any round, which is what such a cell is judged by. Then every seed
+is run on the test set until it reaches the target. All step sizes of a cell are one part, as it is
+enough that one of them arrives, and so are its seeds; without a target every run is a part.
 
 EMNIST is read from the folder that FEDSCAFFOLD_DATA names; where it is not there, scikit-learn's
 digits stand in.
@@ -17,6 +17,7 @@ digits stand in.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -118,60 +119,108 @@ def _pictures(settings: Settings) -> Pictures:
     )
 
 
+class Cell(NamedTuple):
+    """A method, its epochs, the similarity of the clients, and the cohort."""
+
+    similarity: int
+    method: str
+    epochs: int
+    cohort: float | int
+    lr: float | None
+    """The step size; None if it is tuned."""
+
+    def key(self, data: str, part: str) -> str:
+        """Name of a part of it."""
+        method = self.method if self.lr is None else f"{self.method}-{self.lr}"
+        return f"{data[:8]}-{self.similarity}-{method}-{self.epochs}-{self.cohort}-{part}"
+
+    def grid(self, settings: Settings) -> list[float]:
+        """Step sizes to try."""
+        grid = settings["sgd_grid"] if self.method == "sgd" else settings["grid"]
+        return list(grid) if self.lr is None else []
+
+
 def measure(settings: Settings, memo: Memo) -> Data:
     """All cells, in the order of the table's rows.
 
     Then those of `fixed`, whose step size is given and not tuned.
     """
     held = _pictures(settings)
-    asked: list[tuple[Data, float | None]] = []
-    parts: list[Part] = []
+    cells: list[Cell] = []
     for similarity in settings["similarities"]:
-        # only made where a cell is not kept yet
-        both = cache(partial(_problems, held, similarity, settings))
-        tuned = [(*row, cohort, None) for row in settings["rows"] for cohort in settings["cohorts"]]
-        given = [(*row[:2], settings["cohorts"][0], row[2]) for row in settings.get("fixed", ())]
-        for name, epochs, cohort, lr in [*tuned, *given]:
-            about = {"method": name, "epochs": epochs, "similarity": similarity, "cohort": cohort}
-            asked.append((about, lr))
-            kept = partial(_within, memo, held.key, similarity, name, epochs, lr)
-            make = partial(_cell, both, name, epochs, cohort, settings, kept, lr)
-            size = cohort * epochs * _rounds(name, epochs, lr is None, settings)
-            parts.append(
-                Part(_key(held.key, similarity, name, epochs, lr, str(cohort)), make, size)
-            )
-    made = [(about | cell, lr) for (about, lr), cell in zip(asked, memo.all(parts), strict=True)]
-    cells = [cell for cell, lr in made if lr is None]
-    fixed = [cell for cell, lr in made if lr is not None]
+        cohorts = settings["cohorts"]
+        rows = [(row[0], row[1], k) for row in settings["rows"] for k in cohorts]
+        cells += [Cell(similarity, name, epochs, k, None) for name, epochs, k in rows]
+        given = settings.get("fixed", ())
+        cells += [Cell(similarity, row[0], row[1], cohorts[0], row[2]) for row in given]
+    # only made where a part is not kept yet
+    both = {s: cache(partial(_problems, held, s, settings)) for s in settings["similarities"]}
+    parts = {cell: _parts(cell, both[cell.similarity], held.key, settings, memo) for cell in cells}
+    listed = [part for some in parts.values() for part in some]
+    found = dict(zip((part.key for part in listed), memo.all(listed), strict=True))
+    made = [_gathered(cell, [found[p.key] for p in parts[cell]], settings) for cell in cells]
     facts = {"dataset": held.train.name, "target": settings["target"], "rounds": settings["rounds"]}
-    return {"cells": cells, "fixed": fixed, "about": [held.about], **facts}
+    return {
+        "cells": [told for cell, told in zip(cells, made, strict=True) if cell.lr is None],
+        "fixed": [told for cell, told in zip(cells, made, strict=True) if cell.lr is not None],
+        "about": [held.about],
+        **facts,
+    }
 
 
-def _within(
-    memo: Memo,
-    data_key: str,
-    similarity: int,
-    name: str,
-    epochs: int,
-    lr: float | None,
-    part: str,
-    make: Any,
-) -> Data:
-    return memo(_key(data_key, similarity, name, epochs, lr, part), make)
+def _parts(cell: Cell, both: Any, data_key: str, settings: Settings, memo: Memo) -> list[Part]:
+    """The parts of a cell: its step sizes, then its seeds, each told the scores of the former."""
+    grid, seeds, once = cell.grid(settings), list(settings["seeds"]), settings["at_once"]
+    groups = [seeds[i : i + once] for i in range(0, len(seeds), once)]
+    tried, rounds = [[lr] for lr in grid], settings["rounds"]
+    work, name = cell.cohort * cell.epochs, partial(cell.key, data_key)
+    if settings["target"] is not None:
+        tried = [grid] if grid else []
+    first = [
+        Part(
+            name("tuned" if some == grid else f"tuned-{some[0]:g}"),
+            partial(_tried, both, cell, some, settings),
+            work * len(some) * _tuning_rounds(cell.epochs, settings),
+        )
+        for some in tried
+    ]
+    keys = [part.key for part in first]
+    kept = partial(_kept, memo, name)
+    if settings["target"] is not None:
+        make = partial(_to_target, both, cell, groups, settings, kept)
+        return [*first, Part(name("seeds"), make, work * rounds * len(seeds), keys)]
+    return first + [
+        Part(
+            name(f"seeds-{some[0]}-{some[-1]}"),
+            partial(_seeds, both, cell, some, settings),
+            work * rounds * len(some),
+            keys,
+        )
+        for some in groups
+    ]
 
 
-def _key(
-    data_key: str, similarity: int, name: str, epochs: int, lr: float | None, part: str
-) -> str:
-    method = name if lr is None else f"{name}-{lr}"
-    return f"{data_key[:8]}-{similarity}-{method}-{epochs}-{part}"
+def _kept(memo: Memo, name: Any, part: str, make: Any) -> Data:
+    return memo(name(part), make)
 
 
-def _rounds(name: str, epochs: int, tuned: bool, settings: Settings) -> int:
-    """The most rounds of a cell, over step sizes and seeds."""
-    grid = settings["sgd_grid"] if name == "sgd" else settings["grid"]
-    tuning = len(grid) * _tuning_rounds(epochs, settings) if tuned else 0
-    return tuning + len(settings["seeds"]) * int(settings["rounds"])
+def _gathered(cell: Cell, found: list[Data], settings: Settings) -> Data:
+    """What is told of a cell, from the results of its parts."""
+    tuned = [one for one in found if "scores" in one]
+    lr, edge, scores = _chosen(cell, tuned)
+    about = {"method": cell.method, "epochs": cell.epochs, "similarity": cell.similarity}
+    runs = [run for one in found[len(tuned) :] for run in one["runs"]]
+    told = {"lr": lr, "edge": edge, "tuning": scores, "runs": runs}
+    return about | {"cohort": cell.cohort, "seeds": len(settings["seeds"])} | told
+
+
+def _chosen(cell: Cell, tuned: Sequence[Data]) -> tuple[float, bool, list[list[float]]]:
+    """The step size, whether it is the first or last that was tried, and the scores of all."""
+    if cell.lr is not None:
+        return cell.lr, False, []
+    scores = [score for one in tuned for score in one["scores"]]
+    best = min(range(len(scores)), key=lambda j: scores[j][1:])
+    return scores[best][0], best in (0, len(scores) - 1), scores
 
 
 def _tuning_rounds(epochs: int, settings: Settings) -> int:
@@ -195,75 +244,46 @@ def _problems(held: Pictures, similarity: int, settings: Settings) -> tuple[Prob
     return made[0], made[1]
 
 
-def _cell(
-    both: Any,
-    name: str,
-    epochs: int,
-    cohort: float | int,
-    settings: Settings,
-    memo: Any,
-    lr: float | None = None,
+def _to_target(
+    both: Any, cell: Cell, groups: list[list[int]], settings: Settings, kept: Any, *tuned: Data
 ) -> Data:
-    """Tune, then run every seed.
-
-    A seed more changes no median once most of them have not reached the target.
-    """
-    tuned: Data = {"lr": lr, "edge": False, "scores": []}
-    if lr is None:
-        tuned = memo(f"{cohort}-tuned", lambda: tune(both()[0], name, epochs, cohort, settings))
-    seeds, at_once, runs = list(settings["seeds"]), settings["at_once"], []
-    for i in range(0, len(seeds), at_once):
-        some = seeds[i : i + at_once]
-        make = partial(_seeds, both, name, epochs, cohort, tuned["lr"], some, settings)
-        part = memo(f"{cohort}-seeds-{some[0]}-{some[-1]}", make)
-        runs += part["runs"]
+    """Run the seeds, until one more could not change the median of the rounds to the target."""
+    runs: list[Data] = []
+    for some in groups:
+        make = partial(_seeds, both, cell, some, settings, *tuned)
+        runs += kept(f"seeds-{some[0]}-{some[-1]}", make)["runs"]
         missed = sum(run["reached"] is None for run in runs)
-        if settings["target"] is not None and 2 * missed > len(seeds):
+        if 2 * missed > len(settings["seeds"]):
             break
-    return {
-        "lr": tuned["lr"],
-        "edge": tuned["edge"],
-        "tuning": tuned["scores"],
-        "runs": runs,
-        "seeds": len(seeds),
-    }
+    return {"runs": runs}
 
 
-def _swept(
-    problem: Problem, name: str, epochs: int, cohort: Any, settings: Settings, **more: Any
-) -> list[list[Run]]:
-    algorithm = algorithms.make(name)
-    every = settings.get("evaluate_every", 1)
+def _swept(problem: Problem, cell: Cell, settings: Settings, **more: Any) -> list[list[Run]]:
     return sweep(
-        algorithm,
+        algorithms.make(cell.method),
         problem,
-        local_epochs=epochs,
+        local_epochs=cell.epochs,
         batch_size=settings["batch"],
-        cohort=cohort,
+        cohort=cell.cohort,
         stop_at=None if settings["target"] is None else ("accuracy", settings["target"]),
         metrics=["accuracy"],
-        evaluate_every=every,
+        evaluate_every=settings.get("evaluate_every", 1),
         progress=False,
         **more,
     ).runs
 
 
-def tune(problem: Problem, name: str, epochs: int, cohort: Any, settings: Settings) -> Data:
-    """The step size of a cell, by held-out records only."""
-    grid = list(settings["sgd_grid"] if name == "sgd" else settings["grid"])
+def _tried(both: Any, cell: Cell, lrs: list[float], settings: Settings) -> Data:
+    """The scores of step sizes, by held-out records only."""
+    to_target = settings["target"] is not None
     # with a target, the first to arrive is the best: no need to go on
-    for part in (8, 3, 1) if settings["target"] is not None else (1,):
-        budget = max(1, _tuning_rounds(epochs, settings) // part)
-        found = _swept(
-            problem, name, epochs, cohort, settings, lr=grid, seeds=[TUNING_SEED], rounds=budget
-        )
+    for part in (8, 3, 1) if to_target else (1,):
+        rounds = max(1, _tuning_rounds(cell.epochs, settings) // part)
+        found = _swept(both()[0], cell, settings, lr=lrs, seeds=[TUNING_SEED], rounds=rounds)
         if any(runs[0].reached_at for runs in found):
             break
-    to_target = settings["target"] is not None
     scores = [_score(runs[0], to_target) for runs in found]
-    best = min(range(len(grid)), key=lambda j: scores[j])
-    listed = [[lr, *score] for lr, score in zip(grid, scores, strict=True)]
-    return {"lr": grid[best], "edge": best in (0, len(grid) - 1), "scores": listed}
+    return {"scores": [[lr, *score] for lr, score in zip(lrs, scores, strict=True)]}
 
 
 def _score(run: Run, to_target: bool) -> tuple[float, float]:
@@ -276,12 +296,9 @@ def _score(run: Run, to_target: bool) -> tuple[float, float]:
     return float(run.reached_at or 1e9), 1 - float(kept)
 
 
-def _seeds(
-    both: Any, name: str, epochs: int, cohort: Any, lr: float, seeds: list[int], settings: Settings
-) -> Data:
-    (runs,) = _swept(
-        both()[1], name, epochs, cohort, settings, lr=[lr], seeds=seeds, rounds=settings["rounds"]
-    )
+def _seeds(both: Any, cell: Cell, seeds: list[int], settings: Settings, *tuned: Data) -> Data:
+    lr, rounds = _chosen(cell, tuned)[0], settings["rounds"]
+    (runs,) = _swept(both()[1], cell, settings, lr=[lr], seeds=seeds, rounds=rounds)
     return {"runs": [_told(run) for run in runs]}
 
 

@@ -3,6 +3,10 @@
 import json
 import re
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import forkserver
 import numpy as np
@@ -19,6 +23,7 @@ from papers.by_hand import play, quadratic_gradients
 from papers.claim import Check, Claim, Table, verdict
 from papers.claims import ALIASES, CLAIMS, find, judged, reproduce
 from papers.criteria import at_least, at_most
+from papers.helper import helping
 from papers.page import page, terminal
 
 NAMES = (
@@ -38,7 +43,7 @@ NAMES = (
 )
 
 # they read data that do not come with the package: test_contested.py
-CONTESTED = ("flamby-heart", "flamby-tcga", "cyclic", "niid-bench", "femnist-writers")
+CONTESTED = ("flamby-heart", "flamby-tcga", "cyclic", "niid-bench", "niid-tuned", "femnist-writers")
 SEARCHED = ("where-it-loses", "table3-settings")  # each in a file of its own
 
 
@@ -290,6 +295,76 @@ def test_the_time_left_follows_what_was_measured_in_this_run(tmp_path, monkeypat
     assert told == [(2, 4, 10 / 1 * 3), (3, 4, 60 / 3 * 1), (4, 4, 0.0)]
 
 
+def test_the_time_left_counts_the_processes_at_work(tmp_path, monkeypatch):
+    clock, told, at_work = [0.0], [], [3]
+    monkeypatch.setattr(cache.time, "perf_counter", lambda: clock[0])
+
+    def part(key):
+        def make():
+            clock[0] += 10
+            at_work[0] -= key == "b"  # one of them has ended
+            return {}
+
+        return cache.Part(key, make)
+
+    tell = lambda done, parts, left: told.append(left)  # noqa: E731
+    store = cache.Store(tmp_path, tell=tell, processes=lambda: at_work[0])
+    store.all([part(key) for key in "abcde"])
+    # four are left for three, three for two, two for two, one for one
+    assert told == [10 * 4 / 3, 10 * 3 / 2, 10, 10, 0]
+
+
+def test_processes_share_the_parts_and_make_each_once(tmp_path):
+    """Two stores of one folder, each in a thread of its own: locks are those of open files."""
+    made, both = [], threading.Barrier(2, timeout=60)
+
+    def parts(name):
+        def make(i, *needed):
+            if i < 2:
+                both.wait()  # each of the two has one of the first two parts
+            made.append((name, i))
+            return {"value": i + sum(one["value"] for one in needed)}
+
+        first = [cache.Part(f"{i}", partial(make, i)) for i in range(4)]
+        return [*first, cache.Part("sum", partial(make, 4), after=["0", "1", "2", "3"])]
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(cache.Store(tmp_path, tell=lambda *told: None).all, parts(name))
+            for name in "ab"
+        ]
+        found = [[one["value"] for one in run.result(60)] for run in runs]
+    assert found == [[0, 1, 2, 3, 4 + 6]] * 2
+    assert sorted(i for _, i in made) == [0, 1, 2, 3, 4]
+    assert {name for name, _ in made} == {"a", "b"}
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_the_part_of_a_process_that_died_is_made_by_another(tmp_path):
+    (tmp_path / "one.lock").touch()  # it was killed: its lock is free
+    [found] = cache.Store(tmp_path).all([cache.Part("one", lambda: {"value": 1})])
+    assert found["value"] == 1
+    with pytest.raises(ValueError, match="two comes after parts that are not there"):
+        cache.Store(tmp_path).all([cache.Part("two", dict, after=["three"])])
+
+
+@pytest.mark.process
+def test_a_helper_measures_a_claim_and_ends_with_the_first_process(tmp_path):
+    """All of it, as nobody else does: the first process finds the result."""
+    claim = find("theorem2-lower-bound")
+    kept = tmp_path / claim.name
+    with helping(claim.name, "quick", tmp_path, 1) as at_work:
+        assert at_work() == 1
+        until = time.monotonic() + 120
+        while not (kept / f"{cache.key_of(claim, 'quick')}.npz").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    assert at_work() == 0
+    outcome, _ = reproduce(claim, "quick", tmp_path)
+    assert outcome.cached
+    assert outcome.verdict == "reproduced"
+
+
 def test_a_damaged_result_is_made_again_and_no_pickle_is_read(tmp_path):
     calls = []
     reproduce(small(calls), "quick", tmp_path)
@@ -367,6 +442,55 @@ def without_data(monkeypatch):
     emnist.pictures.cache_clear()
     yield
     emnist.pictures.cache_clear()
+
+
+@pytest.mark.slow
+def test_every_run_of_table_5_is_kept(tmp_path, monkeypatch, without_data):
+    """Broken off in any run, it goes on with that run; the best step size by held-out records is that of the seeds."""
+    settings = dict(find("table5").settings("quick")) | {
+        "similarities": [0],
+        "rows": [["scaffold", 5]],
+        "grid": [0.1, 1.0, 30.0],
+        "seeds": [0, 1],
+        "at_once": 1,
+        "rounds": 6,
+        "tune_least": 6,
+        "tune_most": 6,
+        "hidden": 10,
+        "clients": 30,
+    }
+    asked, swept = [], emnist._swept
+
+    def watched(problem, cell, settings, *, lr, seeds, rounds):
+        asked.append((tuple(lr), tuple(seeds), rounds))
+        if len(asked) == 2 or (len(asked) == 5 and seeds == [0]):
+            raise KeyboardInterrupt
+        return swept(problem, cell, settings, lr=lr, seeds=seeds, rounds=rounds)
+
+    monkeypatch.setattr(emnist, "_swept", watched)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            emnist.measure(settings, cache.Store(tmp_path))
+    data = emnist.measure(settings, cache.Store(tmp_path))
+    [cell] = data["cells"]
+    best = min(cell["tuning"], key=lambda one: one[1:])[0]
+    assert cell["lr"] == best
+    assert len(cell["runs"]) == 2
+    seed = emnist.TUNING_SEED
+    tried = [((lr,), (seed,), 6) for lr in (0.1, 1.0, 1.0, 30.0)]  # the second one twice
+    assert asked == [*tried, *(((best,), (seed,), 6) for seed in (0, 0, 1))]
+    # the same as all step sizes, and all seeds, in one sweep
+    monkeypatch.setattr(emnist, "_swept", swept)
+    both = emnist._problems(emnist._pictures(settings), 0, settings)
+    given = {"settings": settings, "cell": emnist.Cell(0, "scaffold", 5, 0.2, None)}
+    grid = swept(both[0], **given, lr=settings["grid"], seeds=[seed], rounds=6)
+    whole = [
+        [lr, *emnist._score(runs[0], False)]
+        for lr, runs in zip(settings["grid"], grid, strict=True)
+    ]
+    assert cell["tuning"] == whole
+    [runs] = swept(both[1], **given, lr=[best], seeds=[0, 1], rounds=6)
+    assert [run["best"] for run in cell["runs"]] == [emnist._told(run)["best"] for run in runs]
 
 
 @pytest.mark.slow
@@ -513,7 +637,9 @@ def test_a_long_claim_says_how_far_it_is_and_how_to_go_on(tmp_path, monkeypatch,
     calls = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("fedscaffold.status_line.LOG", 0.0)  # a line for every part
-    monkeypatch.setattr("papers.command._settle", lambda: None)  # JAX is set up for the other tests
+    monkeypatch.setattr(
+        "papers.command._settle", lambda processes: None
+    )  # JAX is set up for the other tests
     monkeypatch.setattr("papers.claims.find", lambda name: small(calls, fail_at=2))
     code, _, said = command(monkeypatch, capsys, "small", "--out", str(tmp_path))
     assert code == 130
@@ -548,7 +674,9 @@ def test_all_leaves_out_a_claim_whose_data_are_not_there(tmp_path, monkeypatch, 
         raise FileNotFoundError("heart not found")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("papers.command._settle", lambda: None)  # JAX is set up for the other tests
+    monkeypatch.setattr(
+        "papers.command._settle", lambda processes: None
+    )  # JAX is set up for the other tests
     monkeypatch.setattr("papers.claims.CLAIMS", {"small": "", "heart": ""})
     claims = {"small": small([]), "heart": small([])._replace(name="heart", depends=absent)}
     monkeypatch.setattr("papers.claims.find", claims.get)

@@ -1,0 +1,69 @@
+"""Processes that measure parts of a claim beside the one that was asked to.
+
+A helper, `python -m papers.helper NAME SIZE FOLDER`, goes through the parts of the claim and takes
+those that no other process has locked. It ends with its standard input, so that none outlives the
+process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedscaffold.grids.worker import environment
+
+__all__ = ["helping"]
+
+
+@contextmanager
+def helping(name: str, size: str, folder: Path, number: int) -> Iterator[Callable[[], int]]:
+    """Run helpers, and yield a function that tells how many of them are at work.
+
+    Args:
+        name: The claim.
+        size: "quick" or "full".
+        folder: The cache.
+        number: How many.
+    """
+    path = os.pathsep.join(dict.fromkeys(part or str(Path.cwd()) for part in sys.path))
+    words = [sys.executable, "-m", "papers.helper", name, size, str(folder.resolve())]
+    started = [
+        subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # a part that fails is tried, and fails, in this process too
+            env=environment(os.environ) | {"PYTHONPATH": path},
+            start_new_session=True,  # an interrupt is for the process that was asked
+        )
+        for _ in range(number)
+    ]
+    try:
+        yield lambda: sum(one.poll() is None for one in started)
+    finally:
+        for one in started:
+            with one:  # which closes its input and waits for its end
+                one.kill()
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """Measure what is left of a claim."""
+    from papers.claims import find, measured
+
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    name, size, folder = sys.argv[1:]
+    measured(find(name), size, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
