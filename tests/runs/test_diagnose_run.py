@@ -17,12 +17,14 @@ from fedscaffold.cli.diagnose import print_diagnosis
 from fedscaffold.diagnose.control_checks import NUMBERS, Diagnosis, longest_absence
 from fedscaffold.diagnose.diagnose_run import diagnose
 from fedscaffold.diagnose.read_checkpoint import open_checkpoint
+from fedscaffold.diagnose.regime import noise_of_means
 from fedscaffold.diagnose.state_checks import examine_run
 from fedscaffold.experiments import compare
 from fedscaffold.experiments.build_problem import build
 from fedscaffold.experiments.config_file import load, parse, to_toml
 from fedscaffold.run_config import RunConfig
 from fedscaffold.runs import read
+from fedscaffold.simulation.program import prepare
 from fedscaffold.state import commit, latest
 from fedscaffold.theory.round_map import client_quadratics
 from fedscaffold.theory.stable_step import stable_step
@@ -120,6 +122,56 @@ def test_a_run_in_which_control_variates_do_not_pay_is_told(tmp_path, changes, s
         g = np.einsum("nij,j->ni", a, latest(folder / "checkpoint").arrays["state.server.x"]) - b
         apart = np.mean(np.sum((g - g.mean(0)) ** 2, axis=1))
         assert found["regime"].number == pytest.approx(4 * 2000 / STEPS / apart, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"local_steps": 5},
+        {"local_steps": 5, "draw": "shuffle"},
+        {"local_epochs": 2},
+        {"local_epochs": 2, "drop_last": True},
+        {"local_steps": 5, "accumulate": 2},
+    ],
+    ids=str,
+)
+def test_the_noise_of_a_mean_gradient_is_that_of_the_draws(way):
+    """Of gradients x - b at x = 0, so of records: the simulator's own draws, within 4 standard errors."""
+    values = [np.array([0.0, 1.0, 5.0, -2.0, 3.0, 3.0, 7.0]), np.array([1.0, -4.0, 2.0])]
+    problem = fs.problems.Problem(
+        lambda x, batch: ((x - batch) ** 2).mean() / 2, np.zeros(1), [v[:, None] for v in values]
+    )
+    config = RunConfig(fs.scaffold(), problem, rounds=1, lr=0.1, batch_size=2, **way)
+    found = noise_of_means(config, problem, np.arange(2), [0.0])
+    rounds, drawer = 4000, prepare(config, [0]).drawer
+    draws, flat = drawer.draw(0, 0, rounds, rounds), np.concatenate(values)
+    for i, own in enumerate(values):
+        k = drawer.steps[i]
+        share = 1 / drawer.batch[i] if draws.row_weights is None else draws.row_weights[:, i, :k]
+        means = (share * flat[draws.rows[:, i, :k]]).sum(axis=2).mean(axis=1)
+        errors = np.square(means - own.mean())
+        assert found[i] == pytest.approx(
+            errors.mean(), abs=4 * errors.std() / np.sqrt(rounds) + 1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    ("way", "told"), [({"local_steps": 6}, True), ({"local_epochs": 1}, False)]
+)
+def test_whole_passes_have_no_noise_of_batches(tmp_path, way, told):
+    """Clients that are nearly equal, and much noise from record to record: batches make the regime, passes do not."""
+    rng = np.random.default_rng(0)
+    held = [rng.normal(size=(6, 2)) for _ in range(N)]
+    clients = [own - own.mean(axis=0) + 0.1 * rng.normal(size=2) for own in held]
+    problem = fs.problems.Problem(
+        lambda x, batch: ((x - batch) ** 2).sum(axis=1).mean() / 2, np.ones(2), clients
+    )
+    given = {"rounds": 20, "lr": 0.05, "batch_size": 1, "cohort": 0.5, "metrics": ("loss",), **way}
+    fs.simulate(fs.scaffold(), problem, checkpoint=tmp_path, **given)
+    config = RunConfig(fs.scaffold(), problem, **given)
+    with open_checkpoint(tmp_path, config) as standing:
+        found = {one.about: one for one in examine_run(config, standing)}
+    assert ("regime" in found) == told
 
 
 def test_a_schedule_over_rounds_is_judged_by_the_present_rounds_step_size(tmp_path):

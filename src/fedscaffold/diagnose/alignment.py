@@ -3,13 +3,13 @@
 With g_i = grad f_i(x), g = sum p_i g_i, and rms over clients weighted by p_i:
 
     left       rms |(c_i - c) - (g_i - g)| / rms |g_i - g|
-    noise      rms of sqrt(tr C_i / K_i) / rms |g_i - g|
+    noise      rms over clients of the noise of a round's mean gradient / rms |g_i - g|
     cosines    <c_i, g_i> / (|c_i| |g_i|)
     pull       sum over clients heard no more of p_i (g_i - c_i)
 
 `left` is what the corrections leave of the clients' difference: 0 is ideal, 1 is as without them,
-and above 1 they do harm. `noise` is the part of it that batches explain, as c_i is a mean of K_i of
-them, each of covariance C_i.
+and above 1 they do harm. `noise` is the part of it that batches explain, as c_i is the mean of the
+gradients of K_i of them.
 
 The pull is where training ends: the c_i of the clients that are heard become their g_i, and the
 model rests where c = 0, that is grad f(x) = pull, however long it trains.
@@ -38,7 +38,7 @@ class Alignment(NamedTuple):
 
 
 def alignment(p: Floats, c: Floats, c_i: Floats, gradients: Floats, noise: Floats) -> Alignment:
-    """Compare control variates with gradients; `noise` holds tr C_i / K_i.
+    """Compare control variates with gradients; `noise` has the variance of each client's mean.
 
     Clients of weight 0 do not count.
 

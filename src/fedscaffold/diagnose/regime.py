@@ -9,6 +9,12 @@ With S of N clients a round, K local steps, sigma^2 the variance of a gradient a
 so that SCAFFOLD is behind where sigma^2 / K > G^2. If all clients take part, the corrections sum to
 zero and their noise leaves x alone, unless the local optimizer is not linear in the gradient. And a
 client's control variate serves from the second round on in which the client is heard.
+
+sigma^2 / K stands for the variance of a mean of K gradients. Batches that are drawn with
+replacement have it; batches of shuffled passes over n records have less, and none after whole
+passes with batches of one size. In a pass, record j enters the sum of the gradients with the
+weight a_j, one over the size of its batch, or 0 if the steps end before it. With v the mean over
+records of |g_j - g|^2, this sum has the variance v n / (n - 1) sum_j (a_j - mean a)^2.
 """
 
 from __future__ import annotations
@@ -16,11 +22,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fedscaffold.diagnose.control_checks import Finding
+from fedscaffold.problems import Problem
+from fedscaffold.problems.problem import Floats
 from fedscaffold.run_config import RunConfig
+from fedscaffold.simulation.resolve import local_work
+from fedscaffold.theory.derivatives import noise_level
 
-__all__ = ["check_noise_of_controls", "check_visits", "has_linear_steps"]
+__all__ = ["check_noise_of_controls", "check_visits", "has_linear_steps", "noise_of_means"]
 
 INSTEAD = "algorithm.name = 'fedavg' sends two vectors a round for three"
 
@@ -70,6 +81,43 @@ def has_linear_steps(config: RunConfig) -> bool:
         return taken
 
     return np.allclose(steps(2.0), 2 * np.asarray(steps(1.0)), rtol=1e-5, atol=0)
+
+
+def noise_of_means(
+    config: RunConfig, part: Problem, clients: NDArray[np.int64], x: ArrayLike
+) -> Floats:
+    """Return E |mean of a round's K_i gradients at x - grad f_i(x)|^2 of some clients.
+
+    Args:
+        config: The run, which says how batches are drawn.
+        part: The problem of these clients.
+        clients: Their numbers.
+        x: The point.
+
+    >>> import fedscaffold as fs
+    >>> records = [np.arange(4.0)[:, None]]
+    >>> problem = Problem(lambda x, batch: ((x - batch) ** 2).mean() / 2, np.zeros(1), records)
+    >>> same = {"rounds": 1, "lr": 0.1, "batch_size": 1}
+    >>> ways = {"local_steps": 2}, {"local_steps": 2, "draw": "shuffle"}, {"local_epochs": 1}
+    >>> runs = [RunConfig(fs.scaffold(), problem, **same, **way) for way in ways]
+    >>> [round(float(noise_of_means(run, problem, np.array([0]), [0.0])[0]), 3) for run in runs]
+    [0.625, 0.417, 0.0]
+    """
+    plan = local_work(config)
+    steps, additive = plan.steps[clients], noise_level(part, x)
+    if plan.batch is None:
+        return additive / steps
+    variance, batch = noise_level(part, x, 1) - additive, plan.batch[clients]
+    if not plan.shuffle:
+        return (additive + variance / batch) / steps
+    n = part.counts
+    used = n if plan.used is None else plan.used[clients]
+    whole, last = np.divmod(used, batch)
+    per_pass = whole + (last > 0)
+    passes, rest = np.divmod(steps, per_pass)
+    squares = whole / batch + np.where(last > 0, 1 / np.maximum(last, 1), 0) - per_pass**2 / n
+    squares = passes * squares + rest / batch - rest**2 / n
+    return additive / steps + variance * n / np.maximum(n - 1, 1) * squares / steps**2
 
 
 def check_noise_of_controls(noise: float, share: float, linear: bool) -> Finding | None:

@@ -30,11 +30,12 @@ from fedscaffold.diagnose.regime import (
     check_noise_of_controls,
     check_visits,
     has_linear_steps,
+    noise_of_means,
 )
 from fedscaffold.privacy.records import Records
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
-from fedscaffold.theory.derivatives import client_gradients, noise_level
+from fedscaffold.theory.derivatives import client_gradients
 from fedscaffold.theory.privacy import noise_deviation
 from fedscaffold.theory.stable_step import StableStep, stable_step
 
@@ -229,12 +230,12 @@ def _examine_memory(
     q = np.where(heard, view.q, 0.0) / view.q[heard].sum()
     noise, x = np.zeros(len(q)), np.asarray(run.state.x, np.float64)
     if request.problem.functions.has_loss:  # noise needs gradients of single records
-        noise = noise_level(view.part, x, request.batch_size)
+        noise = noise_of_means(request, view.part, view.clients, x)
     if isinstance(request.privacy, Records):
-        noise = noise + request.problem.dim * noise_deviation(request)[view.clients] ** 2
-    steps = run.ready.drawer.steps[view.clients]
+        steps = run.ready.drawer.steps[view.clients]
+        noise = noise + request.problem.dim * noise_deviation(request)[view.clients] ** 2 / steps
     c = memory.mean if noised else memory.c
-    one = alignment(q, c, view.c_i, view.gradients, noise / steps)
+    one = alignment(q, c, view.c_i, view.gradients, noise)
     one = one._replace(cosines=one.cosines[heard], errors=one.errors[heard])
     members, age = view.clients[heard], (memory.round - memory.heard_at)[view.clients[heard]]
     of = f"{len(members)} of {len(memory.p)} clients"
