@@ -378,6 +378,8 @@ _ALL = (
         caveats=(
             "Unequal steps by unequal data; its slow clients are judged apart.",
             "The random choice of lost replies is replaced by the case's.",
+            "With a random join ratio `num_join_clients` is the smallest cohort, which has one "
+            "client in the case with changing cohorts: hence the 1 in the suite's sentence.",
         ),
         findings=(
             Finding(

@@ -19,7 +19,7 @@ from papers.peers.judge import (
     prepare_environment,
     save_verdicts,
 )
-from papers.peers.page import PAGE, count, write_page
+from papers.peers.page import PAGE, changes, count, write_page
 
 __all__ = ["app", "judge_peers"]
 
@@ -61,6 +61,7 @@ def judge_peers(
         print_answer({"page": str(PAGE)}, [f"page: {PAGE}"], as_json)
         return 0
     line, answers, lines = StatusLine(not as_json), {}, []
+    recorded = load_verdicts(VERDICTS)
     with exit_with_line("stopped; the verdicts so far are kept, and the same command goes on"):
         for peer in [find(name) for name in dict.fromkeys(names or [])]:
             line.show(f"{peer.name}: environment")
@@ -70,7 +71,7 @@ def judge_peers(
             path = save_verdicts(verdicts, out)
             line.keep(f"{peer.name}: {path}")
             answers[peer.name] = verdicts
-            lines += _describe(verdicts)
+            lines += [*_describe(verdicts), f"  {changes(verdicts, recorded.get(peer.name))}"]
     print_answer({"peers": answers}, lines, as_json)
     return 0
 

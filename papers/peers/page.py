@@ -10,10 +10,21 @@ from typing import Any
 from fedscaffold.state.files import write_whole
 from papers.peers.catalogue import PEERS, Finding, Peer
 
-__all__ = ["BEGIN", "END", "PAGE", "count", "failing", "generate", "write_page"]
+__all__ = [
+    "BEGIN",
+    "END",
+    "PAGE",
+    "changes",
+    "count",
+    "failing",
+    "generate",
+    "right_with",
+    "write_page",
+]
 
 PAGE = Path("docs/judged.md")
 MISTAKE = re.compile(r"""the mistake (['"])(.+?)\1, in""")
+NO_CONDITION = ("", "option II")  # what follows the colon is no condition of a federation
 BEGIN, END = "<!-- begin judged -->", "<!-- end judged -->"
 
 
@@ -35,13 +46,54 @@ def failing(verdicts: dict[str, Any]) -> list[str]:
     return [name for name, row in verdicts["rows"].items() if row[0] in ("fails", "error")]
 
 
+def right_with(verdicts: dict[str, Any]) -> list[str]:
+    """Return the conditions in which every row that a peer offers holds.
+
+    >>> rows = {"mean: all": ["holds"], "moves: all": ["holds"], "mean: momentum": ["fails"]}
+    >>> right_with({"rows": rows})
+    ['all']
+    """
+    found: dict[str, set[str]] = {}
+    for name, row in verdicts["rows"].items():
+        condition = name.partition(": ")[2]
+        found.setdefault(condition, set()).add(row[0])
+    return [
+        condition
+        for condition, outcomes in found.items()
+        if condition not in NO_CONDITION and "holds" in outcomes <= {"holds", "not offered"}
+    ]
+
+
+def changes(verdicts: dict[str, Any], recorded: dict[str, Any] | None) -> str:
+    """Return how verdicts differ from those that were recorded, in a line.
+
+    >>> one = {"version": "1", "date": "2026-11-17", "rows": {"a": ["holds", 0.0, 1.0, ""]}}
+    >>> changes(one, one)
+    'as recorded on 2026-11-17'
+    >>> changes(one, one | {"rows": {"a": ["fails", 2.0, 1.0, ""]}})
+    'recorded on 2026-11-17 otherwise: a (fails)'
+    """
+    if recorded is None:
+        return "nothing is recorded of it"
+    if recorded["version"] != verdicts["version"]:
+        return f"recorded of another version, {recorded['version']}"
+    old = {name: row[0] for name, row in recorded["rows"].items()}
+    new = {name: row[0] for name, row in verdicts["rows"].items()}
+    unlike = [f"{name} ({old.get(name)})" for name in new if old.get(name) != new[name]]
+    if not unlike and old.keys() == new.keys():
+        return f"as recorded on {recorded['date']}"
+    gone = [f"{name} (no longer a row)" for name in old if name not in new]
+    return f"recorded on {recorded['date']} otherwise: {', '.join(unlike + gone)}"
+
+
 def generate(verdicts: dict[str, dict[str, Any]]) -> str:
     """Return the generated part of the page: those that are right in all they offer come first."""
     judged = [(PEERS[name], one) for name, one in verdicts.items()]
     judged.sort(key=lambda both: (len(failing(both[1])), both[0].project.lower()))
-    lines = ["| project | version | rows | verdict |", "|---|---|---|---|"]
+    lines = ["| project | version | rows | right with | verdict |", "|---|---|---|---|---|"]
     for peer, one in judged:
-        cells = [_link(peer), peer.version[:10], count(one), _verdict(one)]
+        right = ", ".join(right_with(one)) or "-"
+        cells = [_link(peer), peer.version[:10], count(one), right, _verdict(one)]
         lines.append(f"| {' | '.join(cells)} |")
     for peer, one in judged:
         lines += ["", *_section(peer, one)]
@@ -109,7 +161,8 @@ def _section(peer: Peer, verdicts: dict[str, Any]) -> list[str]:
         f"**{count(verdicts)}.**",
     ]
     if failed := failing(verdicts):
-        lines += ["", f"Rows that fail: {', '.join(failed)}."]
+        right = ", ".join(right_with(verdicts)) or "no condition"
+        lines += ["", f"All rows hold with: {right}. Rows that fail: {', '.join(failed)}."]
     if verdicts["diagnosis"]:
         lines += ["", "What the suite says, by the numbers alone:", ""]
         lines += [f"- {sentence}" for sentence in verdicts["diagnosis"]]

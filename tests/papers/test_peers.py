@@ -11,7 +11,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.conformance.identities import IDENTITIES
 from papers.peers.catalogue import PEERS, Peer, find
 from papers.peers.judge import VERDICTS, judge, load_verdicts, prepare_environment, save_verdicts
-from papers.peers.page import BEGIN, END, count, failing, generate
+from papers.peers.page import BEGIN, END, changes, count, failing, generate, right_with
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,3 +129,24 @@ def test_the_page_is_that_of_the_recorded_verdicts():
     for name, one in recorded.items():
         assert f"`python -m papers.peers {name}" in page
         assert count(one) in page
+
+
+def test_what_is_right_is_said_beside_what_is_wrong():
+    recorded = load_verdicts(VERDICTS)
+    for one in recorded.values():
+        wrong = {name.partition(": ")[2] for name in failing(one)}
+        assert not wrong & {*right_with(one)}
+    # all clients, plain SGD: where most experiments are
+    assert "all" in right_with(recorded["nvflare"])
+    assert right_with(recorded["pfl"]) == []
+
+
+def test_a_verdict_is_compared_with_the_recorded_one():
+    one = load_verdicts(VERDICTS)["fluke"]
+    assert changes(one | {"date": "later", "seconds": 1}, one) == f"as recorded on {one['date']}"
+    worse = one | {"rows": one["rows"] | {"start": ["fails", 1.0, 0.0, ""]}}
+    assert changes(worse, one) == f"recorded on {one['date']} otherwise: start (holds)"
+    few = one | {"rows": {"start": one["rows"]["start"]}}
+    assert "conserved (no longer a row)" in changes(few, one)
+    assert "another version, 0.8.1" in changes(one | {"version": "9"}, one)
+    assert changes(one, None) == "nothing is recorded of it"
