@@ -34,7 +34,7 @@ from papers.cache import digest
 from papers.claim import Check, Claim, Data, Drawing, Memo, Part, Settings, Table
 from papers.criteria import holds
 
-__all__ = ["CLAIM", "VARIANTS", "Variant", "play", "start"]
+__all__ = ["CLAIM", "SPLITS", "VARIANTS", "Variant", "play", "start"]
 
 Array = NDArray[Any]
 CLIENTS, CLASSES, EPOCHS, BATCH, LR, DECAY = 10, 10, 10, 64, 0.01, 1e-5
@@ -162,6 +162,7 @@ def local(
     batches: Any,
     steps: Any,
     momentum: Any,
+    lr: Any,
 ) -> Any:
     """Run the local steps: (the last model, the mean of the corrected gradients).
 
@@ -174,7 +175,7 @@ def local(
         rows, weights = batches[0][k], batches[1][k]
         gradient = slope(y, records[0][rows], records[1][rows], weights)
         velocity = momentum * velocity + gradient + (shift if inside else 0)
-        y = y - LR * (velocity if inside else velocity + shift)
+        y = y - lr * (velocity if inside else velocity + shift)
         return y, velocity, total + gradient + shift
 
     y, _, total = jax.lax.fori_loop(0, steps, step, (x, 0 * x, 0 * x))
@@ -204,7 +205,9 @@ def _batches(
     return (rows, weights), k
 
 
-def play(variant: Variant, pictures: Dataset, split: str, seed: int, rounds: int) -> Data:
+def play(
+    variant: Variant, pictures: Dataset, split: str, seed: int, rounds: int, lr: float = LR
+) -> Data:
     """Run a variant: test accuracy after every round, and the last model."""
     own = divide(pictures.y, split, seed)
     layout, x0 = start(seed)
@@ -216,12 +219,11 @@ def play(variant: Variant, pictures: Dataset, split: str, seed: int, rounds: int
     def descend(i: int, begun: Array, x: Array, shift: Any) -> Walk:
         batches, steps = _batches(own[i], room, rng)
         shift = np.zeros_like(x) if shift is None else shift
-        end, mean = local(
-            layout, not variant.as_flower, x, shift, records, batches, steps, variant.momentum
-        )
+        inside = not variant.as_flower
+        end, mean = local(layout, inside, x, shift, records, batches, steps, variant.momentum, lr)
         y, d = np.asarray(end), np.asarray(mean)
         if variant.as_flower:
-            d = travelled(begun, y, steps, LR)
+            d = travelled(begun, y, steps, lr)
         return Walk(move=lambda: begun - y, d=lambda: d)
 
     weights = [len(rows) / len(pictures.y) for rows in own]

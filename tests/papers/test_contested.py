@@ -16,6 +16,7 @@ from papers import (
     flamby_heart,
     flamby_tcga,
     niid_bench,
+    niid_tuned,
     plotting,
     tuned,
 )
@@ -410,6 +411,73 @@ def test_niid_bench_runs_and_can_fail(fashion, linear, tmp_path, monkeypatch):
         data["cells"]["1 label"]["fedavg-momentum"] += 0.2
 
     sound(claim, settings, data, spoil)
+
+
+@pytest.mark.parametrize("number", [400, 1300])
+def test_niid_tuned_never_tunes_on_what_it_trains_on_or_tests(fashion, number):
+    """With as many pictures as there are, those held out train the runs that count, not the trials."""
+    niid_tuned.pictures.cache_clear()
+    tuning, whole = niid_tuned.pictures(number, 200, 60)
+    niid_tuned.pictures.cache_clear()
+    rows = {
+        name: [row.tobytes() for row in some]
+        for name, some in (
+            ("tried", tuning.x),
+            ("held", tuning.x_test),
+            ("all", whole.x),
+            ("test", whole.x_test),
+        )
+    }
+    assert [len(set(some)) for some in rows.values()] == [min(number, 1100), 200, number, 60]
+    assert not {*rows["held"]} & {*rows["tried"]}
+    assert not {*rows["test"]} & ({*rows["held"]} | {*rows["all"]})
+    assert {*rows["tried"]} <= {*rows["all"]}
+
+
+@pytest.mark.slow
+def test_niid_tuned_runs_and_can_fail(fashion, linear, tmp_path):
+    claim = find("niid-tuned")
+    few = {
+        "variants": [
+            "fedavg-momentum",
+            "flower-momentum",
+            "scaffold-momentum",
+            "fedavg",
+            "scaffold",
+        ],
+        "splits": ["2 labels"],
+        "pictures": 400,
+        "validation": 60,
+        "test": 60,
+        "rounds": 2,
+        "lrs": [1e-6, 0.01],
+        "seeds": [42, 43],
+    }
+    settings = dict(claim.sizes["quick"]) | few
+    niid_tuned.pictures.cache_clear()
+    data = claim.measure(settings, cache.Store(tmp_path))
+    niid_tuned.pictures.cache_clear()
+    cells = data["cells"]["2 labels"]
+    for cell in cells.values():
+        assert cell["lr"] == few["lrs"][int(np.argmax(cell["tuning"]))]
+        assert cell["accuracy"].shape == (2, 2)
+    # a step of 1e-6 learns nothing, and a bright row is easily learned
+    assert cells["fedavg-momentum"]["lr"] == 0.01
+    assert cells["fedavg-momentum"]["accuracy"].max() > 0.5
+
+    def spoil(data):
+        cells["flower-momentum"]["accuracy"] = cells["scaffold-momentum"]["accuracy"] + 0.1
+
+    cells["flower-momentum"]["accuracy"] = cells["scaffold-momentum"]["accuracy"] - 0.1
+    sound(claim, settings, data, spoil)
+
+
+def test_a_run_that_diverges_is_no_good_trial(fashion, linear):
+    niid_tuned.pictures.cache_clear()
+    tuning, _ = niid_tuned.pictures(400, 60, 60)
+    niid_tuned.pictures.cache_clear()
+    found = niid_tuned._run("fedavg", "labels:2", tuning, 1000, 2, 1e38)
+    assert found["score"] == 0
 
 
 @pytest.fixture
