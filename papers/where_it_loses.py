@@ -32,7 +32,8 @@ from fedscaffold import algorithms, data, problems
 from fedscaffold.problems import Problem
 from fedscaffold.simulation import simulate, sweep
 from fedscaffold.theory import heterogeneity, mean_squared_error
-from papers import plotting
+from papers import plotting, real_federations
+from papers.cache import digest
 from papers.claim import Check, Claim, Data, Drawing, Memo, Part, Settings, Table
 from papers.criteria import at_least, at_most, holds
 
@@ -62,12 +63,29 @@ ADAM = {
     "batch": 10,
     "clients": 20,
 }
+# (cohort, local work): few small batches, more and larger ones, a pass over the records
+WORK = [
+    {"local_steps": 2, "batch_size": 2},
+    {"local_steps": 10, "batch_size": 10},
+    {"local_epochs": 1, "batch_size": 10},
+]
+REAL = {
+    "federations": {
+        name: {"clients": n, "ways": [*([some, way] for way in WORK), [n, WORK[0]]]}
+        for name, n, some in (("heart", 4, 1), ("emnist", 20, 2), ("femnist", 80, 4))
+    },
+    "lrs": [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
+    "rounds": [5, 20, 60],
+    "every": 5,
+    "seeds": list(range(8)),
+}
 SIZES: dict[str, Settings] = {
     "quick": SAME | {
         "draws": 36,
         "rounds": [3, 10, 30, 100],
         "pictures": PICTURES,
         "adam": ADAM | {"seeds": [0]},
+        "real": REAL,
     },
     "full": SAME | {"draws": 400, "rounds": [3, 10, 30, 100, 300], "pictures": PICTURES | {
         "similarities": [0, 3, 10, 30, 100],
@@ -76,12 +94,12 @@ SIZES: dict[str, Settings] = {
         "similarities": [0, 10, 100],
         "lrs": [0.001, 0.003, 0.01, 0.03],
         "seeds": [0, 1, 2],
-    }},
+    }, "real": REAL | {"rounds": [5, 20, 60, 200], "seeds": list(range(16))}},
 }  # fmt: skip
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
-    """All quadratics, then networks with Adam."""
+    """All quadratics, digits, networks with Adam, then the real federations that are there."""
     parts = [
         Part(f"quadratic-{i}", partial(_quadratic, i, settings)) for i in range(settings["draws"])
     ]
@@ -94,6 +112,7 @@ def measure(settings: Settings, memo: Memo) -> Data:
         Part(f"adam-{similarity}", partial(_adam, similarity, adam), size=20.0)
         for similarity in adam["similarities"]
     ]
+    parts += real_federations.list_parts(settings["real"])
     found = iter(memo.all(parts))
     quadratics = [next(found) for _ in range(settings["draws"])]
     return {
@@ -101,7 +120,25 @@ def measure(settings: Settings, memo: Memo) -> Data:
         "pictures": [next(found) for _ in pictures["similarities"]],
         "adam": [next(found) for _ in adam["similarities"]],
         "clients": settings["clients"],
+        "real": [cell for part in found for cell in part["cells"]],
     }
+
+
+def adapted(settings: Settings) -> Settings:
+    """The settings with those of the real federations whose data are there."""
+    real = settings["real"]
+    there = {
+        name: one
+        for name, one in real["federations"].items()
+        if real_federations.fingerprint(name, one["clients"])
+    }
+    return dict(settings) | {"real": real | {"federations": there}}
+
+
+def depends(settings: Settings) -> str:
+    """Fingerprint of the data."""
+    real = settings["real"]["federations"].items()
+    return digest([real_federations.fingerprint(name, one["clients"]) for name, one in real])
 
 
 def _quadratic(number: int, settings: Settings) -> Data:
@@ -289,6 +326,7 @@ def judge(data: Data, settings: Settings) -> list[Check]:
                 f"{s} %: sigma^2 / (K G^2) = {digits[s]['noise_share']:.2g}" for s in (0, 100)
             ),
         ),
+        *real_federations.judge(data["real"]),
     ]
 
 
@@ -343,7 +381,7 @@ def tables(data: Data) -> list[Table]:
             "Final loss over the training records.",
         )
     )
-    return made
+    return made + real_federations.tables(data["real"])
 
 
 def _summary(part: list[Data]) -> str:
@@ -389,4 +427,6 @@ CLAIM = Claim(
     judge,
     tables,
     draw,
+    depends=depends,
+    adapt=adapted,
 )
