@@ -122,7 +122,7 @@ def list_parts(settings: Settings) -> list[Part]:
                 key = "-".join(f"{value}" for value in about.values())
                 label = "epochs" if "local_epochs" in way else "steps"
                 make = partial(_cells, problem, about, way, settings)
-                parts.append(Part(f"{key}-{label}", make))
+                parts.append(Part(f"{key}-{label}", make, size=5.0))
     return parts
 
 
