@@ -87,9 +87,9 @@ with contextlib.suppress(SystemExit):
 @pytest.mark.parametrize(
     ("title", "code", "files", "functions"),
     [
-        ("`fs.simulate`", SIMULATE, 33, 237),
+        ("`fs.simulate`", SIMULATE, 33, 234),
         ("A deployed round", DEPLOYED, 32, 212),
-        pytest.param("`fedscaffold compare`", COMPARE, 78, 497, marks=pytest.mark.slow),
+        pytest.param("`fedscaffold compare`", COMPARE, 75, 471, marks=pytest.mark.slow),
     ],
 )
 def test_a_call_takes_the_way_that_the_page_states(tmp_path, title, code, files, functions):
