@@ -400,8 +400,71 @@ def penalised(module, batch):
     return slope.square().mean()
 
 
+def flat(module, batch):
+    return module(batch[0]).square().mean()
+
+
+class Counting(nn.Linear):
+    """Divides by the number of its calls, which only Python knows."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Centred(nn.Linear):
+    """Subtracts a running mean, assigned to its buffer or changed in place."""
+
+    def __init__(self, assigned):
+        super().__init__(4, 3)
+        self.assigned = assigned
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.training:
+            new = 0.5 * self.centre + 0.5 * y.detach().flatten(0, -2).mean(0)
+            if self.assigned:
+                self.centre = new
+            else:
+                self.centre.copy_(new)
+        return y - self.centre
+
+
+def test_a_buffer_that_is_changed_in_place_is_the_state():
+    problem = fs.problems.torch(Centred(False), cross_entropy, [(normal(4), labels())])
+    assert list(problem.state) == ["centre"]
+
+
+def hooked():
+    module = nn.Linear(4, 3)
+    module.weight.register_hook(lambda gradient: 2 * gradient)
+    return module
+
+
+class Caching(nn.Linear):
+    """Keeps the size of what it was called with, as layers that cache positions do."""
+
+    length = 0
+
+    def forward(self, x):
+        self.length = x.shape[-1]
+        return super().forward(x)
+
+
+def test_a_module_may_keep_what_stays_the_same():
+    problem = fs.problems.torch(Caching(4, 3), cross_entropy, [(normal(4), labels())])
+    assert problem.state is None
+
+
 LINEAR = nn.Linear(4, 3)
 REFUSED = {
+    "hook": (hooked(), flat, "'weight' has a hook for its gradient"),
+    "hook of a made module": (hooked, flat, "'weight' has a hook for its gradient"),
+    "counter": (Counting(4, 3), flat, "changes 'calls' of the module at each call"),
+    "assigned": (Centred(True), flat, "changes 'centre' of the module at each call"),
     "weight norm": (with_old_weight_norm(), cross_entropy, "parametrizations.weight_norm"),
     "packed": (Packed(4, 3, batch_first=True), cross_entropy, "packed sequence"),
     "branch": (

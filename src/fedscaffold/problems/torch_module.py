@@ -274,6 +274,7 @@ def _make(module: Module | Callable[[], Module]) -> Module:
         raise InputError(
             f"module must be a torch.nn.Module or make one, got {type(module).__name__}"
         )
+    _check_hooks(module if isinstance(module, torch.nn.Module) else made)
     places: dict[int, str] = {}
     for name, parameter in made.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
@@ -288,6 +289,15 @@ def _make(module: Module | Callable[[], Module]) -> Module:
             )
     half = {torch.float16, torch.bfloat16} & {p.dtype for p in made.parameters()}
     return made.to(device="cpu", dtype=torch.float32) if half else made.cpu()
+
+
+def _check_hooks(module: Module) -> None:
+    """Raise if a parameter has hooks for its gradient, which copies of the module do not have."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"parameter {name!r} has a hook for its gradient, which is not recorded; {WAY_OUT}"
+            )
 
 
 def _start(module: Module) -> StateDict:
@@ -365,6 +375,7 @@ def _loss(
             "loss(module, batch) draws random numbers in evaluation mode; draw them if "
             "module.training"
         )
+    _check_memory(recorded, module, sample, precision, train.changed)
     _check_gradient(recorded, module, sample, not train.random)
 
     def loss(params: StateDict, batch: Tree) -> Array:
@@ -389,6 +400,42 @@ def _loss(
         in_jax = random_stateful_loss if train.random else stateful_loss
         return in_jax, list(train.changed), train.random
     return random_loss if differ else loss, [], train.random
+
+
+def _check_memory(
+    recorded: TracedFunction, module: Module, sample: Tree, precision: str, changed: Iterable[str]
+) -> None:
+    """Raise if calls of the loss change more of the module than the recorded ones do.
+
+    An export evaluates counters of Python once, and leaves out what is assigned to a buffer. Calls
+    after the first are compared: it may fill caches.
+    """
+    import torch
+
+    called = moved_module(module, precision, 0.0).train()
+    noted = []
+    with torch.random.fork_rng(devices=[]):  # dropout
+        for _ in range(3):
+            value_and_slopes(recorded.function, called, tensors_of(sample, precision), slopes=False)
+            noted.append(_numbers_kept(called))
+    before, after = noted[-2:]
+    for name in sorted(after.keys() - set(changed)):
+        if name not in before or not np.array_equal(before[name], after[name], equal_nan=True):
+            raise InputError(
+                f"loss(module, batch) changes {name!r} of the module at each call, which is not "
+                "recorded; keep it in a buffer that is changed in place, such as "
+                "self.number.add_(1)"
+            )
+
+
+def _numbers_kept(module: Module) -> dict[str, Any]:
+    """Return the buffers of a module, and the attributes that are numbers."""
+    kept = {name: buffer.detach().numpy().copy() for name, buffer in module.named_buffers()}
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, (bool, int, float)):
+                kept[f"{prefix}.{name}".lstrip(".")] = np.asarray(value)
+    return kept
 
 
 def _check_gradient(recorded: TracedFunction, module: Module, sample: Tree, train: bool) -> None:
