@@ -193,7 +193,7 @@ def test_under_privacy_of_clients_rounding_does_not_judge_the_gauge(folder, tmp_
     assert off > 1e6 * 1e-15  # far above rounding
     assert found["residual"].severity == "watch"
     assert "holds the noise" in found["residual"].sentence
-    assert "more than the c_i themselves" in found["residual"].sentence
+    assert "larger than the c_i themselves" in found["residual"].sentence
     size = np.sqrt(np.mean(np.sum(c_i**2, axis=1)))
     assert off > size
     assert check_recorded_residual(off, 1e-15, noised=True).severity == "ok"
