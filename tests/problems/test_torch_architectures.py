@@ -417,10 +417,10 @@ class Counting(nn.Linear):
 class Centred(nn.Linear):
     """Subtracts a running mean, assigned to its buffer or changed in place."""
 
-    def __init__(self, assigned):
+    def __init__(self, assigned, persistent=True):
         super().__init__(4, 3)
         self.assigned = assigned
-        self.register_buffer("centre", torch.zeros(3))
+        self.register_buffer("centre", torch.zeros(3), persistent=persistent)
 
     def forward(self, x):
         y = super().forward(x)
@@ -465,6 +465,7 @@ REFUSED = {
     "hook of a made module": (hooked, flat, "'weight' has a hook for its gradient"),
     "counter": (Counting(4, 3), flat, "changes 'calls' of the module at each call"),
     "assigned": (Centred(True), flat, "changes 'centre' of the module at each call"),
+    "not stored": (Centred(False, persistent=False), flat, "'centre', which is no part of .*dict"),
     "weight norm": (with_old_weight_norm(), cross_entropy, "parametrizations.weight_norm"),
     "packed": (Packed(4, 3, batch_first=True), cross_entropy, "packed sequence"),
     "branch": (

@@ -412,6 +412,11 @@ def _check_memory(
     """
     import torch
 
+    for name in sorted(set(changed) - set(module.state_dict())):
+        raise InputError(
+            f"loss(module, batch) changes the buffer {name!r}, which is no part of the module's "
+            "state_dict: register it without persistent=False"
+        )
     called = moved_module(module, precision, 0.0).train()
     noted = []
     with torch.random.fork_rng(devices=[]):  # dropout
