@@ -27,7 +27,7 @@ from fedscaffold.simulation.normals import normals
 from fedscaffold.simulation.spec import Array, ClientState, Federation, Spec, State, Work
 from fedscaffold.simulation.table_rows import take_row, take_rows
 
-__all__ = ["UNROLL", "flat", "gradient", "gradient_at_x", "train"]
+__all__ = ["UNROLL", "compute_once", "flat", "gradient", "gradient_at_x", "train"]
 
 Batch = tuple[Any, Array, tuple[int, ...]]
 """Records; their weights, or None without padding; the possible sizes, if each needs a branch of
@@ -152,7 +152,7 @@ def _run_local_steps(
                 g = _private_gradient(spec, federation, z.parts, work, k, batch, key)
             else:
                 g, seen = gradient(spec, z.parts, *batch, key=key, buffers=buffers)
-                g = _complete(k, g) if spec.heavy and not batch[2] else g
+                g = compute_once(k < 0, g) if spec.heavy and not batch[2] else g
                 new = new if z is at_x else seen  # a gradient at x leaves no trace
             return Leaves(g) if noise is None else Leaves(g) + cut(take_row(noise, k))
 
@@ -192,14 +192,17 @@ def _repeat(step: Callable[[Array, Any], Any], number: Array, carry: Any, unroll
     return jax.lax.fori_loop(UNROLL * joined, number, step, carry)
 
 
-def _complete(k: Array, g: list[Any]) -> list[Any]:
-    """Return a gradient unchanged, as the result of a conditional, which is computed first.
+def compute_once(never: Array, arrays: Any) -> Any:
+    """Return `arrays` unchanged, as the result of a conditional, which is computed once, and first.
 
-    Otherwise XLA cannot tell that all products with a layer are computed before the layer is
-    updated in place, and copies the model at each step. k is not negative, which it does not know.
+    Without it the compiler may recompute a message for each of its uses and round it differently,
+    so that a client would store another direction than the one the server sums. And it could not
+    tell that all products with a layer come before the layer's update in place, and would copy the
+    model at each local step. `never` is false, which the compiler does not know.
     """
-    same: list[Any] = jax.lax.cond(k < 0, lambda g: jax.tree.map(jnp.zeros_like, g), lambda g: g, g)
-    return same
+    return jax.lax.cond(
+        never, lambda same: jax.tree.map(jnp.zeros_like, same), lambda same: same, arrays
+    )
 
 
 def _clip(most: float, d: Leaves) -> Leaves:

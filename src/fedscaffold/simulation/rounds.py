@@ -28,7 +28,7 @@ from fedscaffold.algorithms.round import absorb
 from fedscaffold.privacy.messages import noise_sum
 from fedscaffold.simulation.evaluation import evaluate
 from fedscaffold.simulation.filtering import filter_cohort
-from fedscaffold.simulation.local import gradient_at_x, train
+from fedscaffold.simulation.local import compute_once, gradient_at_x, train
 from fedscaffold.simulation.sharding import sum_over_devices
 from fedscaffold.simulation.spec import (
     Array,
@@ -482,7 +482,7 @@ def run_block(
     """
     work, old = part
     # rows that are read again after others have been written would make XLA copy their table
-    old = _compute_once(never, old)
+    old = compute_once(never, old)
     reply = train_block(spec, federation, state, draw, never, (work, old))
     return count_block(spec, state, draw, sums, (work, old, reply))
 
@@ -502,7 +502,7 @@ def train_block(
         most = loop_length(spec, federation, draw, own[1] if spec.one_by_one else work)
         return train(spec, federation, state, draw.lr, *own, most)
 
-    reply: tuple[Any, ClientState, Array] = _compute_once(
+    reply: tuple[Any, ClientState, Array] = compute_once(
         never, _map_clients(spec, client, (old, work))
     )
     return reply
@@ -553,17 +553,6 @@ def count_block(
 def _lateness(state: State, work: Work) -> Any:
     """Return how the records that clients were sent differ from the present one."""
     return jax.tree.map(lambda sent, now: sent - now, work.sent, state.told)
-
-
-def _compute_once(never: Array, arrays: Any) -> Any:
-    """Return `arrays` unchanged, as the result of a conditional, which is computed once.
-
-    Without it the compiler may recompute a message for each of its uses and round it differently,
-    so that a client would store another direction than the one the server sums.
-    """
-    return jax.lax.cond(
-        never, lambda same: jax.tree.map(jnp.zeros_like, same), lambda same: same, arrays
-    )
 
 
 def _update_memory(
