@@ -1,7 +1,8 @@
 """Rewriting of traced functions.
 
-On CPUs, convolutions and pooling become slices and matrix products, and products that a scan adds
-up become one.
+On CPUs, convolutions and pooling become slices and matrix products, products over several axes
+become products of matrices, those that a scan adds up become one, and matrices that a scan
+transposes in each step are transposed once.
 
 The jaxpr of the user's function is copied with every convolution, every pooling window and every
 such scan replaced by a call of the rule in `convolutions` or `scans`, also inside loops,
@@ -25,7 +26,17 @@ from jax.extend.linear_util import wrap_init
 from fedscaffold.problems.batch_last import convolution_batch_last, suits_batch_last
 from fedscaffold.problems.convolutions import convolution, max_pool, min_pool, sum_pool
 from fedscaffold.problems.layouts import is_batch_last, lay_out
-from fedscaffold.problems.scans import adds_up_products, contract_after
+from fedscaffold.problems.products import (
+    contract_rows,
+    contracts_several,
+    transposed_products,
+)
+from fedscaffold.problems.scans import (
+    adds_up_products,
+    contract_after,
+    transpose_before,
+    transposes,
+)
 
 __all__ = ["as_products", "largest_result", "patch_bytes"]
 
@@ -47,8 +58,9 @@ def as_products(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
     Returns:
         A function with the same values, up to the rounding of sums, that can be transformed as any
-        other. A function without operations that have a rule (convolutions, pooling, sums over
-        separated axes, scans that add up products) is left as it is.
+        other. A function without operations that have a rule (convolutions, pooling, sums and
+        products over several axes, scans that add up products or transpose constants) is left as
+        it is.
 
     >>> import jax.numpy as jnp
     >>> x, kernel = jnp.arange(5.0), jnp.array([1.0, 0.0, -1.0])
@@ -147,7 +159,11 @@ def _has_rule(equation: Any) -> bool:
     name = equation.primitive.name
     if name == "reduce_sum":
         return bool(_last_axes(equation.invars[0].aval.shape, equation.params["axes"]))
-    return adds_up_products(equation) if name == "scan" else name in _RULES
+    if name == "dot_general":
+        return contracts_several(equation)
+    if name == "scan":
+        return adds_up_products(equation) or transposes(equation)
+    return name in _RULES
 
 
 def _by_platform(equation: Any) -> bool:
@@ -160,7 +176,15 @@ def _rewrite(program: Any) -> Any:
     if isinstance(program, ClosedJaxpr):
         return program.replace(jaxpr=_rewrite(program.jaxpr))
     program = lay_out(program)
-    return program.replace(eqns=[_rewrite_equation(equation) for equation in program.eqns])
+    transposed = transposed_products(program.eqns, program.outvars)
+    return program.replace(
+        eqns=[
+            _apply_rule(equation, transposed=True)
+            if transposed.intersection(equation.outvars)
+            else _rewrite_equation(equation)
+            for equation in program.eqns
+        ]
+    )
 
 
 def _rewrite_equation(equation: Any) -> Any:
@@ -222,12 +246,12 @@ def _backward(rule: Any, *arguments: Any) -> list[Any]:
     return list(found)
 
 
-def _apply_rule(equation: Any) -> Any:
-    """Replace an equation by a call of its rule.
+def _apply_rule(equation: Any, **more: Any) -> Any:
+    """Replace an equation by a call of its rule, with `more` arguments.
 
     Keep it, and say so once, if the rule does not apply.
     """
-    name, params = equation.primitive.name, equation.params
+    name, params = equation.primitive.name, equation.params | more
 
     def products(*arrays: Array) -> Array:
         return _RULES[name](*arrays, **params)
@@ -294,9 +318,10 @@ def _last_axes(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]
     return last if short and len(last) < len(axes) else ()
 
 
-def _scan(*arrays: Array, **params: Any) -> list[Array]:
-    """Scan that adds up products, with whatever else its body has to be rewritten."""
-    return contract_after(*arrays, **params | {"jaxpr": _rewrite(params["jaxpr"])})
+def _scan(*given: Array, **params: Any) -> list[Array]:
+    """Scan with products in fast forms, and with whatever else its body has to be rewritten."""
+    arrays, params = transpose_before(given, params | {"jaxpr": _rewrite(params["jaxpr"])})
+    return contract_after(*arrays, **params)
 
 
 def _pool_of(select_prim: Any) -> Rule:
@@ -314,6 +339,7 @@ _RULES: dict[str, Rule] = {
     "reduce_window_sum": sum_pool,
     "select_and_gather_add": _gather_add,
     "select_and_scatter_add": _scatter_add,
+    "dot_general": contract_rows,
     "reduce_sum": _sum_in_turn,
     "scan": _scan,
 }

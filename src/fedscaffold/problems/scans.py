@@ -1,8 +1,11 @@
-"""Scans that add up matrix products, with one product after the loop instead.
+"""Matrix products in scans, in the forms that CPUs multiply fast.
 
 The gradient of a recurrent network accumulates the gradient of its weights step by step: in each, a
 small product and a pass over an array of the weights' size. Their sum over all steps is one product
 that contracts the steps as well. On CPUs that is a third of the time of an LSTM's gradient.
+
+A product with the transpose of a matrix that is the same in all steps takes up to twice the time of
+one with the matrix itself. Such a matrix is transposed once, before the loop.
 """
 
 from __future__ import annotations
@@ -11,14 +14,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 from jax import lax
 from jax.extend.core import Var, jaxpr_as_fun
 
-__all__ = ["adds_up_products", "contract_after"]
+from fedscaffold.problems.products import contract_rows, swaps
+
+__all__ = ["adds_up_products", "contract_after", "transpose_before", "transposes"]
 
 Array: TypeAlias = Any
 ADDITIONS = ("add", "add_any")
 LINEAR = ("transpose", "reshape", "squeeze")  # what may stand between a product and its addition
+LONG = 8  # steps from which transposing a matrix once costs less than it saves
 
 
 class Addition(NamedTuple):
@@ -129,13 +136,89 @@ def _is_fixed(atom: Any, constants: set[Any]) -> bool:
 
 def _contract(addition: Addition, operands: Sequence[Array]) -> Array:
     """Return the sum of a product over the steps, which are the first axis of its operands."""
-    params = dict(addition.product.params)
+    params, shaping = dict(addition.product.params), addition.shaping
     contracted, batch = params["dimension_numbers"]
-    params["dimension_numbers"] = (
-        tuple((0, *(axis + 1 for axis in axes)) for axes in contracted),
-        tuple(tuple(axis + 1 for axis in axes) for axes in batch),
-    )
-    total = addition.product.primitive.bind(*operands, **params)
-    for equation in addition.shaping:
+    over = tuple((0, *(axis + 1 for axis in axes)) for axes in contracted)
+    params["dimension_numbers"] = over, tuple(tuple(axis + 1 for axis in axes) for axes in batch)
+    if any(batch):
+        total = addition.product.primitive.bind(*operands, **params)
+    else:
+        again = bool(shaping) and swaps(shaping[0])  # what JAX makes of the gradient of a matrix
+        total = contract_rows(*operands, **params, transposed=again)
+    for equation in shaping:
         total = equation.primitive.bind(total, **equation.params)
     return total
+
+
+class Transposed(NamedTuple):
+    """A product in a scan with a constant matrix, which is to be multiplied in its other layout."""
+
+    product: Any
+    """The equation of the product."""
+    constant: Any
+    """The matrix, a constant of the scan."""
+    copied: bool
+    """Whether the transpose of the constant is needed; else the body transposes it for nothing."""
+
+
+def transposes(equation: Any) -> bool:
+    """Return whether an equation is a long scan with products that transpose a constant matrix."""
+    return equation.primitive.name == "scan" and any(True for _ in _transposed(**equation.params))
+
+
+def transpose_before(
+    arrays: Sequence[Array], params: dict[str, Any]
+) -> tuple[list[Array], dict[str, Any]]:
+    """Return a scan whose products need no transpose of a constant matrix.
+
+    Args:
+        arrays: Its constants, carries and inputs.
+        params: The parameters of the primitive.
+
+    Returns:
+        The arrays, with the transposed matrices among the constants, and the parameters.
+    """
+    found = list(_transposed(**params))
+    closed, constants = params["jaxpr"], params["num_consts"]
+    body = closed.jaxpr
+    value = dict(zip(body.invars[:constants], arrays[:constants], strict=True))
+    matrices = dict.fromkeys(one.constant for one in found if one.copied)
+    # JAX has no public way to make a variable: those of a traced function serve
+    avals = [jax.ShapeDtypeStruct(m.aval.shape[::-1], m.aval.dtype) for m in matrices]
+    fresh = dict(zip(matrices, jax.make_jaxpr(lambda *a: a)(*avals).jaxpr.invars, strict=True))
+    changed = {}
+    for product, constant, copied in found:
+        matrix = fresh[constant] if copied else constant
+        (lhs, _), batch = product.params["dimension_numbers"]
+        how = product.params | {"dimension_numbers": ((lhs, (0,)), batch)}
+        changed[id(product)] = product.replace(invars=[product.invars[0], matrix], params=how)
+    jaxpr = body.replace(
+        invars=[*fresh.values(), *body.invars],
+        eqns=[changed.get(id(equation), equation) for equation in body.eqns],
+        debug_info=body.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    columns = [lax.optimization_barrier(value[matrix].T) for matrix in matrices]
+    more = {"jaxpr": closed.replace(jaxpr=jaxpr), "num_consts": constants + len(fresh)}
+    return [*columns, *arrays], params | more
+
+
+def _transposed(jaxpr: Any, num_consts: int, length: int, **others: Any) -> Iterator[Transposed]:
+    """Yield the products of a scan with constant matrices that are slow in their layout."""
+    body = jaxpr.jaxpr
+    fixed = set(body.invars[:num_consts]) if length >= LONG else set()
+    within = {
+        equation.outvars[0]: equation.invars[0]
+        for equation in body.eqns
+        if swaps(equation) and equation.invars[0] in fixed
+    }
+    for equation in body.eqns:
+        if equation.primitive.name != "dot_general":
+            continue
+        (_, contracted), batch = equation.params["dimension_numbers"]
+        matrix = equation.invars[1]
+        if any(batch) or not isinstance(matrix, Var) or matrix.aval.ndim != 2:
+            continue
+        if matrix in fixed and contracted == (1,):
+            yield Transposed(equation, matrix, True)
+        elif matrix in within and len(contracted) == 1:
+            yield Transposed(equation, within[matrix], contracted == (0,))
