@@ -84,24 +84,21 @@ def local(
     inputs, labels, count = data
 
     def loss(y: Any, at: Any, weight: Any) -> Any:
-        scores = jax.nn.log_softmax(logits(layout.unflatten(y), inputs[at]))
-        return (
-            -jnp.sum(weight * jnp.take_along_axis(scores, labels[at][:, None], 1)[:, 0])
-            / weight.sum()
-        )
+        scores = jax.nn.log_softmax(logits(layout.unflatten(y), inputs[at]), axis=0)
+        return -jnp.sum(weight * jnp.take_along_axis(scores, labels[at][None], 0)[0]) / weight.sum()
 
     def step(y: Any, batch: Any) -> Any:
         return y - LR * algorithm.direction(lambda z: jax.grad(loss)(z, *batch), y, x, shift), None
 
     y, _ = jax.lax.scan(step, x, (rows, weights))
-    right = jnp.argmax(logits(layout.unflatten(y), inputs), axis=1) == labels
+    right = jnp.argmax(logits(layout.unflatten(y), inputs), axis=0) == labels
     return y, jnp.sum(right & (jnp.arange(MOST) < count)) / count
 
 
 @partial(jax.jit, static_argnums=0)
 def accuracy(layout: Layout, x: Any, inputs: Any, labels: Any) -> Any:
     """Share of records predicted right."""
-    return jnp.mean(jnp.argmax(logits(layout.unflatten(x), inputs), axis=1) == labels)
+    return jnp.mean(jnp.argmax(logits(layout.unflatten(x), inputs), axis=0) == labels)
 
 
 def batches(rng: np.random.Generator, count: int) -> tuple[Floats, Floats]:

@@ -51,8 +51,9 @@ class RowLoss:
             return 0.5 * error * error
         if self.model == "logistic":
             return log_loss(x @ params, y)
-        scores = jax.nn.log_softmax(logits(params, x))
-        return -jnp.sum(scores * jax.nn.one_hot(y, self.classes, dtype=scores.dtype), axis=-1)
+        scores = jax.nn.log_softmax(logits(params, x), axis=0)
+        chosen = jax.nn.one_hot(y, self.classes, dtype=scores.dtype, axis=0)
+        return -jnp.sum(scores * chosen, axis=0)
 
 
 def weighted_problem(

@@ -1,8 +1,8 @@
 """Softmax regression and a two-layer network, for any number of classes.
 
-Weights are stored as (out, in), and the loss selects the true class with a one-hot product; both
-are fast on CPU kernels. Loss objects with equal parameters are equal, so problems that are built
-twice share one compiled program.
+Weights are stored as (out, in), records are columns, and the loss selects the true class with a
+one-hot product; all three are fast on CPU kernels. Loss objects with equal parameters are equal, so
+problems that are built twice share one compiled program.
 """
 
 from __future__ import annotations
@@ -84,11 +84,12 @@ def mlp(
 
 
 def logits(params: Any, x: Any) -> Any:
-    """Scores of the classes: one layer, or two with ReLU between."""
+    """Scores (classes, n) of records (n, features): one layer, or two with ReLU between."""
     layers = [params] if isinstance(params, dict) else params
+    x = x.T
     for layer in layers[:-1]:
-        x = jax.nn.relu(x @ layer["w"].T + layer["b"])
-    return x @ layers[-1]["w"].T + layers[-1]["b"]
+        x = jax.nn.relu(layer["w"] @ x + layer["b"][:, None])
+    return layers[-1]["w"] @ x + layers[-1]["b"][:, None]
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class CrossEntropy:
     def __call__(self, params: Any, batch: Any) -> Any:
         """(params, (x, y)) -> loss."""
         x, y = batch
-        scores = jax.nn.log_softmax(logits(params, x))
-        chosen = jax.nn.one_hot(y, self.classes, dtype=scores.dtype)
+        scores = jax.nn.log_softmax(logits(params, x), axis=0)
+        chosen = jax.nn.one_hot(y, self.classes, dtype=scores.dtype, axis=0)
         value = -jnp.sum(scores * chosen) / len(y)
         if self.l2:
             value += 0.5 * self.l2 * sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(params))
@@ -113,7 +114,7 @@ def accuracy(params: Any, batch: Any) -> Any:
     """(params, (x, y)) -> share of records whose highest score is the right class's."""
     x, y = batch
     scores = logits(params, x)
-    return jnp.mean(jnp.argmax(scores, axis=-1) == y, dtype=scores.dtype)
+    return jnp.mean(jnp.argmax(scores, axis=0) == y, dtype=scores.dtype)
 
 
 def _sizes(clients: Sequence[Client], classes: int | None, test: Client | None) -> tuple[int, int]:
