@@ -90,9 +90,12 @@ class Gauge(threading.Thread):
 
 
 def read_process(pid: int) -> tuple[str, float, float]:
-    """Return the command line of a process, and its largest and present memory in GB."""
+    """Return name and command line of a process, and its largest and present memory in GB."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+        words = "".join(
+            Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
+            for name in ("comm", "cmdline")
+        )
         sizes = read_sizes(f"/proc/{pid}/status")
     except OSError:
         return "", 0.0, 0.0

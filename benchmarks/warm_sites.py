@@ -4,8 +4,8 @@
 
 The torch app of `deploy new`, four sites, SuperLink, SuperExec, four SuperNodes, TLS: first with a
 worker at each site that holds app, model and data, then with everything loaded anew for each
-message. Seconds are the median over the rounds after the first, processor seconds of all processes
-the mean, and what each kind of process takes of them.
+message, by Flower's own commands. Seconds are the median over the rounds after the first, processor
+seconds of all processes the mean, and what each kind of process takes of them.
 """
 
 import argparse
@@ -71,9 +71,9 @@ class Meter(threading.Thread):
 
 
 def kind_of(entry):
-    """What a process is, by its command line."""
+    """What a process is, by its name, which forks for messages have, and its command line."""
     try:
-        words = (entry / "cmdline").read_text(errors="replace")
+        words = "".join((entry / name).read_text(errors="replace") for name in ("comm", "cmdline"))
     except OSError:
         return "others"
     return next((kind for word, kind in KINDS.items() if word in words), "others")
@@ -82,6 +82,8 @@ def kind_of(entry):
 def measure(app, home, worker):
     """Seconds and processor seconds a round, and the model."""
     with Federation(app, home, worker) as federation:
+        if worker == "none":
+            federation.at_sites["PATH"] = federation.environment["PATH"]  # Flower's own commands
         meter = Meter(federation)
         meter.start()
         began = time.monotonic()

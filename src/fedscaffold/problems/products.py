@@ -48,7 +48,7 @@ def transposed_products(equations: Sequence[Any], results: Sequence[Any]) -> set
 
 def swaps(equation: Any) -> bool:
     """Return whether an equation transposes a matrix."""
-    return equation.primitive.name == "transpose" and equation.params["permutation"] == (1, 0)
+    return bool(equation.primitive.name == "transpose" and equation.params["permutation"] == (1, 0))
 
 
 def contract_rows(

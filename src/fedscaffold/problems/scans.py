@@ -215,8 +215,8 @@ def _transposed(jaxpr: Any, num_consts: int, length: int, **others: Any) -> Iter
         if equation.primitive.name != "dot_general":
             continue
         (_, contracted), batch = equation.params["dimension_numbers"]
-        matrix = equation.invars[1]
-        if any(batch) or not isinstance(matrix, Var) or matrix.aval.ndim != 2:
+        matrix: Any = equation.invars[1]
+        if any(batch) or len(matrix.aval.shape) != 2 or not isinstance(matrix, Var):
             continue
         if matrix in fixed and contracted == (1,):
             yield Transposed(equation, matrix, True)
