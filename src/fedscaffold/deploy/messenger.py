@@ -1,7 +1,7 @@
 """Passes a request on to the worker of a site, which it starts where nobody did.
 
-Flower starts a process for every message, so this module imports neither torch nor JAX nor what
-they work for: a message costs the engine's own start and this.
+Every message has a process of its own, so this module imports neither torch nor JAX nor what they
+work for.
 
 A worker that dies is replaced and asked again: requests can be repeated, as the same request to
 the same state gives the same reply. One that does not answer in time is ended, and the server is
