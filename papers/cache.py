@@ -4,6 +4,9 @@ Results are npz files of JSON and arrays, without pickle, each with a checksum o
 key encodes everything its result depends on: the claim, its settings, the text of the module that
 measures it and the package's version. Damaged or incomplete files count as absent.
 
+Parts that take hours and were measured before can be part of the repository (`RECORDED`). They are
+read where the cache has none, and their number is told.
+
 Several processes may measure a claim at a time: a part is locked by the process that measures it,
 and the others take the next one. The lock of a process that was killed is free again.
 """
@@ -33,7 +36,7 @@ from fedscaffold.state.platforms import CLOSE, lock
 if TYPE_CHECKING:
     from papers.claim import Claim
 
-__all__ = ["Data", "Memo", "Part", "Store", "digest", "home", "key_of", "read", "write"]
+__all__ = ["RECORDED", "Data", "Memo", "Part", "Store", "digest", "home", "key_of", "read", "write"]
 
 Data: TypeAlias = dict[str, Any]  # numbers, texts, lists, dictionaries and NumPy arrays
 Tell: TypeAlias = Callable[[int, int, float], None]  # (parts done, parts, seconds left)
@@ -41,6 +44,7 @@ Tell: TypeAlias = Callable[[int, int, float], None]  # (parts done, parts, secon
 TEXT = "json"  # npz member with everything but the arrays
 CHECKSUM = "sha256"  # npz member with the digest of all others
 ARRAY = "array "  # prefix of a reference to an array in the JSON
+RECORDED = Path(__file__).parent / "recorded"  # results of the repository, laid out as the cache
 PAUSE = 0.2  # seconds until a part that another process measures is looked at again
 
 
@@ -120,6 +124,7 @@ class Store:
         tell: Called after every part that was measured meanwhile, with the parts done, the parts
             and the seconds left.
         processes: Tells how many processes measure at present.
+        recorded: A folder of results that were measured before; None for none.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -136,17 +141,21 @@ class Store:
         *,
         tell: Tell = lambda done, parts, left: None,
         processes: Callable[[], int] = lambda: 1,
+        recorded: Path | None = None,
     ) -> None:
         self.folder, self.tell, self.processes = folder, tell, processes
+        self.recorded = recorded
         self.made: list[str] = []
         """Keys that were computed rather than found."""
+        self.taken: set[str] = set()
+        """Keys that were found among the recorded results."""
 
     def __call__(self, key: str, make: Callable[[], Data]) -> Data:
         """Return the cached result of a key, or compute and cache it."""
-        path = self._path(key)
-        kept = read(path)
+        kept = self._find(key)
         if kept is not None:
             return kept
+        path = self._path(key)
         began = time.perf_counter()
         data = make()
         self.made.append(key)
@@ -171,7 +180,7 @@ class Store:
         >>> [one["x"] for one in found]
         [2, 1, 1]
         """
-        kept = {part.key: read(self._path(part.key)) for part in parts}
+        kept = {part.key: self._find(part.key) for part in parts}
         results = {key: data for key, data in kept.items() if data is not None}
         missing = [part for part in parts if part.key not in results]
         worked, spent = 0.0, 0.0
@@ -201,9 +210,19 @@ class Store:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.npz"
 
-    def within(self, name: str) -> Store:
-        """Return the cache of a subfolder."""
-        inner = Store(self.folder / name, tell=self.tell, processes=self.processes)
+    def _find(self, key: str) -> Data | None:
+        kept = read(self._path(key))
+        if kept is None and self.recorded is not None:
+            kept = read(self.recorded / f"{key}.npz")
+            if kept is not None:
+                self.taken.add(key)
+        return kept
+
+    def within(self, name: str, recorded: Path | None = None) -> Store:
+        """Return the cache of a subfolder, with these recorded results."""
+        inner = Store(
+            self.folder / name, tell=self.tell, processes=self.processes, recorded=recorded
+        )
         inner.made = self.made
         return inner
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedscaffold import checks
-from papers.cache import Store, Tell, key_of
+from papers.cache import RECORDED, Store, Tell, key_of
 from papers.claim import Claim, Data, Drawing, Outcome, verdict
 from papers.helper import helping
 
@@ -81,7 +81,7 @@ def reproduce(
         claim: The claim; if there are several processes, one of `CLAIMS`.
         size: "quick" or "full".
         folder: The cache.
-        fresh: Whether to remove first what the cache has of it.
+        fresh: Whether to remove first what the cache has of it, and to read no recorded results.
         tell: Called after every part that was measured: parts done, parts, seconds left.
         processes: How many processes measure parts, with this one.
 
@@ -97,8 +97,12 @@ def reproduce(
     if fresh:
         kept.unlink(missing_ok=True)
         shutil.rmtree(kept.with_name(f"{key}-cells"), ignore_errors=True)
-    with helping(claim.name, size, folder, 0 if kept.exists() else processes - 1) as helpers:
-        data, made = measured(claim, size, folder, tell=tell, processes=lambda: 1 + helpers())
+    recorded = None if fresh else RECORDED / claim.name
+    number = 0 if kept.exists() else processes - 1
+    with helping(claim.name, size, folder, number, recorded) as helpers:
+        data, made = measured(
+            claim, size, folder, tell=tell, processes=lambda: 1 + helpers(), recorded=recorded
+        )
     outcome = judged(claim, size, data)._replace(cached=not made)
     from papers import plotting
 
@@ -107,23 +111,37 @@ def reproduce(
     return outcome._replace(figures=[(one.name, one.caption) for one in drawings]), drawings
 
 
-def measured(claim: Claim, size: str, folder: Path, **store: Any) -> tuple[Data, list[str]]:
+def measured(
+    claim: Claim, size: str, folder: Path, *, recorded: Path | None = None, **store: Any
+) -> tuple[Data, list[str]]:
     """Return a claim's data, measured or found in the cache, and the keys of what was measured.
 
     Args:
         claim: The claim.
         size: "quick" or "full".
         folder: The cache.
+        recorded: Folder of the claim's recorded results; None not to read them.
         **store: Arguments of `Store`.
     """
     kept, key = Store(folder / claim.name, **store), key_of(claim, size)
-    inner = kept.within(f"{key}-cells")
-    return kept(key, lambda: claim.measure(claim.settings(size), inner)), kept.made
+    cells = f"{key}-cells"
+    inner = kept.within(cells, None if recorded is None else recorded / cells)
+
+    def measure() -> Data:
+        data = claim.measure(claim.settings(size), inner)
+        return data | ({"recorded": len(inner.taken)} if inner.taken else {})
+
+    return kept(key, measure), kept.made
 
 
 def judged(claim: Claim, size: str, data: Data) -> Outcome:
     """The verdict on a claim's data: nothing is measured."""
-    settings = claim.settings(size)
+    settings, about = claim.settings(size), list(data.get("about", []))
+    if data.get("recorded"):
+        about.append(
+            f"Of its parts {data['recorded']} were not measured here: their results are in "
+            "papers/recorded. --fresh measures all of them."
+        )
     made = claim.judge(data, settings)
     word, words = verdict(made)
     return Outcome(
@@ -140,7 +158,7 @@ def judged(claim: Claim, size: str, data: Data) -> Outcome:
         [],
         claim.film(data) if claim.film else "",
         dict(settings),
-        list(data.get("about", [])),
+        about,
         float(data.get("seconds", 0.0)),
         False,
     )

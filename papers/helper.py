@@ -1,8 +1,8 @@
 """Processes that measure parts of a claim beside the one that was asked to.
 
-A helper, `python -m papers.helper NAME SIZE FOLDER`, goes through the parts of the claim and takes
-those that no other process has locked. It ends with its standard input, so that none outlives the
-process that started it.
+A helper, `python -m papers.helper NAME SIZE FOLDER [RECORDED]`, goes through the parts of the claim
+and takes those that no other process has locked. It ends with its standard input, so that none
+outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = ["helping"]
 
 
 @contextmanager
-def helping(name: str, size: str, folder: Path, number: int) -> Iterator[Callable[[], int]]:
+def helping(
+    name: str, size: str, folder: Path, number: int, recorded: Path | None = None
+) -> Iterator[Callable[[], int]]:
     """Run helpers, and yield a function that tells how many of them are at work.
 
     Args:
@@ -29,9 +31,11 @@ def helping(name: str, size: str, folder: Path, number: int) -> Iterator[Callabl
         size: "quick" or "full".
         folder: The cache.
         number: How many.
+        recorded: The folder of the claim's recorded results; None not to read them.
     """
     path = os.pathsep.join(dict.fromkeys(part or str(Path.cwd()) for part in sys.path))
     words = [sys.executable, "-m", "papers.helper", name, size, str(folder.resolve())]
+    words += [] if recorded is None else [str(recorded)]
     started = [
         subprocess.Popen(
             words,
@@ -61,8 +65,8 @@ def main() -> None:
     from papers.claims import find, measured
 
     threading.Thread(target=_end_with_input, daemon=True).start()
-    name, size, folder = sys.argv[1:]
-    measured(find(name), size, Path(folder))
+    name, size, folder, *recorded = sys.argv[1:]
+    measured(find(name), size, Path(folder), recorded=Path(recorded[0]) if recorded else None)
 
 
 if __name__ == "__main__":

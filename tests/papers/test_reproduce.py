@@ -17,7 +17,7 @@ from fedscaffold.checks import InputError
 from fedscaffold.problems import quadratic
 from fedscaffold.simulation import simulate
 from fedscaffold.theory import stationary
-from papers import cache, emnist, plotting, quadratics_fig5, speedup_fig1
+from papers import cache, claims, emnist, helper, plotting, quadratics_fig5, speedup_fig1
 from papers.__main__ import main
 from papers.by_hand import play, quadratic_gradients
 from papers.claim import Check, Claim, Table, verdict
@@ -276,6 +276,41 @@ def test_a_broken_off_run_goes_on_where_it_was(tmp_path):
     outcome, _ = reproduce(small(calls), "quick", tmp_path)
     assert calls == [0, 1, 2]
     assert outcome.verdict == "reproduced"
+
+
+def test_recorded_parts_are_taken_and_told_unless_all_is_measured_anew(tmp_path, monkeypatch):
+    calls, recorded = [], tmp_path / "recorded"
+    monkeypatch.setattr(claims, "RECORDED", recorded)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(small(calls, fail_at=2), "quick", recorded)
+    (damaged,) = recorded.glob("small/*-cells/cell-1.npz")
+    damaged.write_bytes(damaged.read_bytes()[:-50])
+    calls.clear()
+    outcome, _ = reproduce(small(calls), "quick", tmp_path / "cache")
+    assert calls == [1, 2]
+    assert "Of its parts 1 were not measured here" in outcome.about[-1]
+    again, _ = reproduce(small(calls), "quick", tmp_path / "cache")
+    assert (again.about, again.verdict) == (outcome.about, "reproduced")
+    fresh, _ = reproduce(small(calls), "quick", tmp_path / "cache", fresh=True)
+    assert calls == [1, 2, 0, 1, 2]
+    assert fresh.about == []
+    whole = cache.read(next(recorded.parent.glob("cache/small/*.npz")))
+    assert "recorded" not in whole
+
+
+def test_helpers_read_recorded_parts_too(tmp_path, monkeypatch):
+    """A helper that did not would measure again what is there."""
+    calls, recorded = [], tmp_path / "recorded"
+    reproduce(small(calls), "quick", recorded)
+    monkeypatch.setattr(claims, "find", lambda name: small(calls))
+    monkeypatch.setattr(helper, "_end_with_input", lambda: None)
+    words = ["papers.helper", "small", "quick", str(tmp_path / "cache")]
+    monkeypatch.setattr(sys, "argv", [*words, str(recorded / "small")])
+    helper.main()
+    assert calls == [0, 1, 2]
+    monkeypatch.setattr(sys, "argv", [*words[:-1], str(tmp_path / "another")])
+    helper.main()
+    assert calls == [0, 1, 2] * 2
 
 
 def test_the_time_left_follows_what_was_measured_in_this_run(tmp_path, monkeypatch):
