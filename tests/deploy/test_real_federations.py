@@ -92,7 +92,7 @@ def test_who_waits_for_nobody_is_there_sooner(tmp_path):
         "sync": ("quorum = 1.0", "rounds = 12"),
         "async": (
             'mode = "async"\nbuffer = 3',
-            "rounds = 16\nalgorithm = {name = 'scaffold', server_lr = 0.75}",
+            "rounds = 30\nalgorithm = {name = 'scaffold', server_lr = 0.75}",
         ),
     }
     seconds = {}

@@ -580,3 +580,38 @@ def test_loaders_are_refused():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows(4)))
     with pytest.raises(InputError, match="got a DataLoader"):
         fs.problems.torch(nn.Linear(4, 3), cross_entropy, [loader])
+
+
+def operand_shapes(jaxpr):
+    """Shapes of the factors of all products, in whatever the program calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield from (atom.aval.shape for atom in equation.invars)
+        for value in equation.params.values():
+            for one in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(one, "jaxpr", one)
+                if hasattr(inner, "eqns"):
+                    yield from operand_shapes(inner)
+
+
+def test_a_matrix_is_not_copied_for_each_place_of_a_sequence():
+    """Attention has its sequences first and its records second; torch multiplies them in a batch."""
+    width, places = 8, 5
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0].mean((1, 2))
+
+    records = [(normal(n, places, width), normal(n, 1)[:, 0]) for n in SIZES]
+    problem = fs.problems.torch(
+        Attention(), lambda module, batch: F.mse_loss(module(batch[0]), batch[1]), records
+    )
+    batch = jax.tree.map(np.asarray, records[0])
+    jaxpr = jax.make_jaxpr(jax.grad(problem.functions.loss))(problem.params, batch).jaxpr
+    shapes = set(operand_shapes(jaxpr))
+    assert {(3 * width, width), (width, 3 * width)} & shapes
+    assert not {(places, width, 3 * width), (places, 3 * width, width)} & shapes

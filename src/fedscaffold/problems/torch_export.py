@@ -554,7 +554,10 @@ def _decomposed(program: Any) -> Any:
             part.recompile()
     table = torch.export.default_decompositions()
     kept_whole = (getattr(torch.ops.aten, name).input for name in WHOLE)
-    for kept in (detach, torch.ops.aten.hardsigmoid.default, *kept_whole):
+    aten = torch.ops.aten
+    # a product of sequences with a matrix would become one with a copy of the matrix for each place
+    products = aten.linear.default, aten.matmul.default
+    for kept in (detach, aten.hardsigmoid.default, *products, *kept_whole):
         table.pop(kept, None)
     table.update(torch._decomp.get_decompositions([torch.ops.aten.grid_sampler_2d]))
     return program.run_decompositions(table)
