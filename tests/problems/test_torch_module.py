@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedscaffold as fs
 from fedscaffold.checks import InputError
+from fedscaffold.problems import torch_export
 from fedscaffold.problems.torch_export import TracedFunction
 
 pytestmark = pytest.mark.slow
@@ -615,3 +617,47 @@ def test_a_matrix_is_not_copied_for_each_place_of_a_sequence():
     shapes = set(operand_shapes(jaxpr))
     assert {(3 * width, width), (width, 3 * width)} & shapes
     assert not {(places, width, 3 * width), (places, 3 * width, width)} & shapes
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.number += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_network_is_recorded_without_its_time_steps(layer, monkeypatch):
+    """A record of all steps takes torch a second for every ten of them."""
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer(2, 3, num_layers=2, batch_first=True, bidirectional=True)
+
+        def forward(self, x):
+            return self.layer(x)[0][:, -1].sum(1)
+
+    def counted(function):
+        def run(*given, **more):
+            with count:
+                return function(*given, **more)
+
+        return run
+
+    monkeypatch.setattr(torch.export, "export", counted(torch.export.export))
+    monkeypatch.setattr(torch_export, "_decomposed", counted(torch_export._decomposed))
+    numbers = []
+    for steps in (2, 5):
+        count = Counted()
+        clients = [(normal(n, steps, 2), normal(n, 1)[:, 0]) for n in SIZES]
+        fs.problems.torch(
+            Last(), lambda module, batch: F.mse_loss(module(batch[0]), batch[1]), clients
+        )
+        numbers.append(count.number)
+    assert numbers[0] == numbers[1] > 0

@@ -24,6 +24,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,6 +49,7 @@ WHOLE = (
     "rnn_tanh",
     "rnn_relu",
 )  # not unrolled over time: each has a rule of its own
+NAMESPACE = "fedscaffold"  # of our own operators in torch
 RESHAPING = (
     "view",
     "permute",
@@ -441,8 +443,8 @@ def _whole(structure: Any, module: Module, function: Callable[[Module, Any], Any
 def _instead() -> Any:
     """Return a context in which some functions of torch are replaced by ones that export.
 
-    Losses and linear algebra do not check their arguments by a branch on data, and a diagonal is
-    not filled by strides.
+    Losses and linear algebra do not check their arguments by a branch on data, a diagonal is not
+    filled by strides, and recurrent networks are recorded as one operator.
     """
     import torch
 
@@ -469,7 +471,7 @@ def _instead() -> Any:
     instead = {
         torch.nn.functional.gaussian_nll_loss: gaussian_nll_loss,
         torch.Tensor.fill_diagonal_: fill_diagonal_,
-    }
+    } | {getattr(torch, name): _recorded_whole(name) for name in WHOLE}
     linalg = torch.linalg
     for called, unchecked in (
         (linalg.cholesky, linalg.cholesky_ex),
@@ -487,6 +489,38 @@ def _instead() -> Any:
             return instead.get(called, called)(*args, **(kwargs or {}))
 
     return Instead()
+
+
+@cache
+def _recorded_whole(name: str) -> Callable[..., Any]:
+    """Return a recurrent network that an export records as one operator of ours.
+
+    Torch would go through all its time steps, several times for each export.
+    """
+    import torch
+
+    plain, full = getattr(torch, name), f"{NAMESPACE}::{name}"
+    torch.library.define(
+        full,
+        "(Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, float dropout, "
+        "bool train, bool bidirectional, bool batch_first) -> Tensor[]",
+    )
+
+    def shapes(x: Any, states: Any, *how: Any) -> Any:
+        features = states[0].shape[-1] * (2 if how[5] else 1)
+        out = x.new_empty((*x.shape[:2], features))
+        return [out, *(torch.empty_like(state) for state in states)]
+
+    torch.library.register_fake(full, shapes)
+    operator = getattr(getattr(torch.ops, NAMESPACE), name)
+
+    def record(x: Any, states: Any, *how: Any, **more: Any) -> Any:
+        if more or not isinstance(how[0], (list, tuple)):  # of a packed sequence
+            return plain(x, states, *how, **more)
+        states = list(states) if isinstance(states, (list, tuple)) else [states]
+        return tuple(operator(x, states, *how))
+
+    return record
 
 
 @contextlib.contextmanager
@@ -552,12 +586,10 @@ def _decomposed(program: Any) -> Any:
                     cut, delete_user_cb=lambda user, cut=cut: user is not cut
                 )
             part.recompile()
-    table = torch.export.default_decompositions()
-    kept_whole = (getattr(torch.ops.aten, name).input for name in WHOLE)
-    aten = torch.ops.aten
+    table, aten = torch.export.default_decompositions(), torch.ops.aten
     # a product of sequences with a matrix would become one with a copy of the matrix for each place
     products = aten.linear.default, aten.matmul.default
-    for kept in (detach, aten.hardsigmoid.default, *products, *kept_whole):
+    for kept in (detach, aten.hardsigmoid.default, *products):
         table.pop(kept, None)
     table.update(torch._decomp.get_decompositions([torch.ops.aten.grid_sampler_2d]))
     return program.run_decompositions(table)
@@ -641,7 +673,7 @@ def _node(node: Any, name: str) -> Node | None:
     target = node.target
     overloaded = hasattr(target, "_schema")
     short = (
-        target._schema.name.removeprefix("aten::")
+        target._schema.name.removeprefix("aten::").removeprefix(f"{NAMESPACE}::")
         if overloaded
         else getattr(target, "__name__", str(target))
     )
