@@ -144,6 +144,8 @@ def test_ten_kills_and_no_human(tmp_path):
         if part == "server":
             pid = json.loads((tmp_path / "home/server/serving.json").read_text())["pid"]
         else:
+            while part not in federation.processes:  # killed before, and not back yet
+                time.sleep(0.1)
             pid = federation.processes[part].pid
         os.kill(pid, signal.SIGKILL)
 
