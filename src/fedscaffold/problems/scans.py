@@ -205,7 +205,8 @@ def transpose_before(
 def _transposed(jaxpr: Any, num_consts: int, length: int, **others: Any) -> Iterator[Transposed]:
     """Yield the products of a scan with constant matrices that are slow in their layout."""
     body = jaxpr.jaxpr
-    fixed = set(body.invars[:num_consts]) if length >= LONG else set()
+    long = isinstance(length, int) and length >= LONG  # it may be symbolic
+    fixed = set(body.invars[:num_consts]) if long else set()
     within = {
         equation.outvars[0]: equation.invars[0]
         for equation in body.eqns
