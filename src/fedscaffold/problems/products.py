@@ -15,31 +15,22 @@ from typing import Any, NamedTuple, TypeAlias
 from jax import lax
 from jax.extend.core import Var
 
-__all__ = ["contract_rows", "contracts_several", "swaps", "transposed_products"]
+__all__ = ["contract_rows", "swaps", "transposed_products"]
 
 Array: TypeAlias = Any
 
 
-def contracts_several(equation: Any) -> bool:
-    """Return whether an equation is a product over several axes, without a batch.
-
-    Both factors have other axes, too.
-    """
-    if equation.primitive.name != "dot_general":
-        return False
-    (axes, _), batch = equation.params["dimension_numbers"]
-    free = all(atom.aval.ndim > len(axes) for atom in equation.invars)
-    return len(axes) > 1 and free and not any(batch)
-
-
-def transposed_products(equations: Sequence[Any], results: Sequence[Any]) -> set[Any]:
-    """Return the results of products over several axes of which only the transpose is used.
+def transposed_products(
+    products: Sequence[Any], equations: Sequence[Any], results: Sequence[Any]
+) -> set[Any]:
+    """Return the results of some products of which only the transpose is used.
 
     Args:
-        equations: The equations of a program.
-        results: What it returns.
+        products: The equations of the products.
+        equations: All equations of their program.
+        results: What the program returns.
     """
-    made = {one.outvars[0] for one in equations if contracts_several(one)}
+    made = {one.outvars[0] for one in products}
     atoms = [atom for one in equations for atom in one.invars]
     uses = Counter(atom for atom in [*atoms, *results] if isinstance(atom, Var))
     taken = {one.invars[0] for one in equations if swaps(one) and one.invars[0] in made}

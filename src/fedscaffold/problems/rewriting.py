@@ -26,11 +26,7 @@ from jax.extend.linear_util import wrap_init
 from fedscaffold.problems.batch_last import convolution_batch_last, suits_batch_last
 from fedscaffold.problems.convolutions import convolution, max_pool, min_pool, sum_pool
 from fedscaffold.problems.layouts import is_batch_last, lay_out
-from fedscaffold.problems.products import (
-    contract_rows,
-    contracts_several,
-    transposed_products,
-)
+from fedscaffold.problems.products import contract_rows, transposed_products
 from fedscaffold.problems.scans import (
     adds_up_products,
     contract_after,
@@ -159,8 +155,10 @@ def _has_rule(equation: Any) -> bool:
     name = equation.primitive.name
     if name == "reduce_sum":
         return bool(_last_axes(equation.invars[0].aval.shape, equation.params["axes"]))
-    if name == "dot_general":
-        return contracts_several(equation)
+    if name == "dot_general":  # over several axes, with others in both factors, and no batch
+        (axes, _), batch = equation.params["dimension_numbers"]
+        free = min(atom.aval.ndim for atom in equation.invars) > len(axes)
+        return len(axes) > 1 and free and not any(batch)
     if name == "scan":
         return adds_up_products(equation) or transposes(equation)
     return name in _RULES
@@ -176,7 +174,8 @@ def _rewrite(program: Any) -> Any:
     if isinstance(program, ClosedJaxpr):
         return program.replace(jaxpr=_rewrite(program.jaxpr))
     program = lay_out(program)
-    transposed = transposed_products(program.eqns, program.outvars)
+    products = [e for e in program.eqns if e.primitive.name == "dot_general" and _has_rule(e)]
+    transposed = transposed_products(products, program.eqns, program.outvars)
     return program.replace(
         eqns=[
             _apply_rule(equation, transposed=True)
