@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,7 +97,9 @@ def test_other_commands_and_messages_of_another_installation_are_started_as_flow
         current[0] = True
         waiting.close()  # the waiting process died
         popen([MESSAGE, "last"])
-    assert started == [*others, ([MESSAGE, "later"], {}), ([MESSAGE, "last"], {})]
+        launcher(launching, Path("no such file").stat)([MESSAGE, "while it is installed"])
+    words = "later", "last", "while it is installed"
+    assert started == [*others, *(([MESSAGE, word], {}) for word in words)]
 
 
 def test_the_commands_come_with_the_functions_they_call(tmp_path):

@@ -91,8 +91,8 @@ def launcher(to: socket.socket, current: Callable[[], bool]) -> Callable[..., An
     """
 
     def popen(words: list[str], **more: Any) -> Any:
-        if words[0] == MESSAGE and not more and current():
-            with suppress(OSError):  # it died: this one is started as Flower does
+        with suppress(OSError):  # it died, or is being installed: started as Flower does
+            if words[0] == MESSAGE and not more and current():
                 return to.sendall(json.dumps(words).encode() + b"\n")
         return subprocess.Popen(words, **more)
 

@@ -515,7 +515,9 @@ def _recorded_whole(name: str) -> Callable[..., Any]:
     operator = getattr(getattr(torch.ops, NAMESPACE), name)
 
     def record(x: Any, states: Any, *how: Any, **more: Any) -> Any:
-        if more or not isinstance(how[0], (list, tuple)):  # of a packed sequence
+        if more or not isinstance(
+            how[1], bool
+        ):  # of a packed sequence, with one argument more before
             return plain(x, states, *how, **more)
         states = list(states) if isinstance(states, (list, tuple)) else [states]
         return tuple(operator(x, states, *how))
