@@ -2,7 +2,8 @@
 
 Results are npz files of JSON and arrays, without pickle, each with a checksum of its contents. A
 key encodes everything its result depends on: the claim, its settings, the text of the module that
-measures it and the package's version. Damaged or incomplete files count as absent.
+measures it and of those that it imports from this package, and the library's version. Damaged
+or incomplete files count as absent.
 
 Parts that take hours and were measured before can be part of the repository (`RECORDED`). They are
 read where the cache has none, and their number is told.
@@ -13,16 +14,19 @@ and the others take the next one. The lock of a process that was killed is free 
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib
 import inspect
 import io
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -30,13 +34,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 import fedscaffold
+from fedscaffold.checks import InputError
 from fedscaffold.state.files import write_whole
 from fedscaffold.state.platforms import CLOSE, lock
 
 if TYPE_CHECKING:
     from papers.claim import Claim
 
-__all__ = ["RECORDED", "Data", "Memo", "Part", "Store", "digest", "home", "key_of", "read", "write"]
+__all__ = [
+    "RECORDED",
+    "Data",
+    "Memo",
+    "Part",
+    "Selected",
+    "Store",
+    "digest",
+    "home",
+    "key_of",
+    "read",
+    "write",
+]
 
 Data: TypeAlias = dict[str, Any]  # numbers, texts, lists, dictionaries and NumPy arrays
 Tell: TypeAlias = Callable[[int, int, float], None]  # (parts done, parts, seconds left)
@@ -45,6 +62,8 @@ TEXT = "json"  # npz member with everything but the arrays
 CHECKSUM = "sha256"  # npz member with the digest of all others
 ARRAY = "array "  # prefix of a reference to an array in the JSON
 RECORDED = Path(__file__).parent / "recorded"  # results of the repository, laid out as the cache
+# modules that change no result: they keep, judge and draw what others measure
+NOT_MEASURING = {"papers.cache", "papers.claim", "papers.criteria", "papers.plotting"}
 PAUSE = 0.2  # seconds until a part that another process measures is looked at again
 
 
@@ -61,16 +80,43 @@ def home() -> Path:
 def key_of(claim: Claim, size: str) -> str:
     """What a claim's result depends on.
 
-    Its name, settings, the module that measures it, the package's version.
+    Its name, settings, the modules that measure it, the package's version.
     """
     measure: Any = claim.measure
     while isinstance(measure, partial):
         measure = measure.func
-    source = inspect.getsource(sys.modules[measure.__module__])
+    source = "".join(_sources(measure.__module__))
     settings = claim.settings(size)
     return digest(
         claim.name, dict(settings), claim.depends(settings), source, fedscaffold.__version__
     )
+
+
+def _sources(module: str) -> list[str]:
+    """Return the text of a module, and of the modules of this package that it imports in turn.
+
+    >>> len(_sources("papers.emnist")), len(_sources("papers.niid_tuned"))
+    (1, 3)
+    """
+    found: dict[str, str] = {}
+    names = [module]
+    while names:
+        name = names.pop(0)
+        if name not in found and name not in NOT_MEASURING:
+            found[name] = inspect.getsource(importlib.import_module(name))
+            names += _imported(found[name])
+    return list(found.values())
+
+
+def _imported(source: str) -> list[str]:
+    """Return the modules of this package that a text imports, in order."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == __package__:
+            found += [f"{__package__}.{one.name}" for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.append(node.module)
+    return [name for name in found if name.startswith(f"{__package__}.") and find_spec(name)]
 
 
 def digest(*parts: Any) -> str:
@@ -116,6 +162,14 @@ class Memo(Protocol):
         """Return the results of all parts, and tell the progress after each."""
 
 
+class Selected(Exception):
+    """The parts that were asked for are there; those of the rest of the claim may not be."""
+
+    def __init__(self, results: dict[str, Data]) -> None:
+        super().__init__(f"{len(results)} parts")
+        self.results = results
+
+
 class Store:
     """Memo that caches results in a folder.
 
@@ -125,6 +179,8 @@ class Store:
             and the seconds left.
         processes: Tells how many processes measure at present.
         recorded: A folder of results that were measured before; None for none.
+        only: A pattern with `*` and `?`: of several parts, measure those whose keys match it, and
+            what they come after, and raise `Selected`; None for all.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -142,9 +198,10 @@ class Store:
         tell: Tell = lambda done, parts, left: None,
         processes: Callable[[], int] = lambda: 1,
         recorded: Path | None = None,
+        only: str | None = None,
     ) -> None:
         self.folder, self.tell, self.processes = folder, tell, processes
-        self.recorded = recorded
+        self.recorded, self.only = recorded, only
         self.made: list[str] = []
         """Keys that were computed rather than found."""
         self.taken: set[str] = set()
@@ -169,6 +226,10 @@ class Store:
 
         The remaining time is estimated from the parts that were measured since the call.
 
+        Raises:
+            Selected: If `only` is given, once these parts are there.
+            InputError: If no part's key matches.
+
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     store = Store(Path(folder), tell=lambda *told: print(*map(round, told)))
@@ -180,6 +241,22 @@ class Store:
         >>> [one["x"] for one in found]
         [2, 1, 1]
         """
+        if self.only is not None:
+            raise Selected(self._selected(parts, self.only))
+        return self._measured(parts)
+
+    def _selected(self, parts: Sequence[Part], only: str) -> dict[str, Data]:
+        by_key = {part.key: part for part in parts}
+        keys = [key for key in by_key if fnmatchcase(key, only)]
+        if not keys:
+            known = ", ".join(by_key)
+            raise InputError(f"--only: no part's name matches {only!r}; the parts are: {known}")
+        for key in keys:  # which grows by what they come after
+            keys += [one for one in by_key[key].after if one not in keys]
+        wanted = [part for part in parts if part.key in keys]
+        return dict(zip((part.key for part in wanted), self._measured(wanted), strict=True))
+
+    def _measured(self, parts: Sequence[Part]) -> list[Data]:
         kept = {part.key: self._find(part.key) for part in parts}
         results = {key: data for key, data in kept.items() if data is not None}
         missing = [part for part in parts if part.key not in results]
@@ -221,7 +298,11 @@ class Store:
     def within(self, name: str, recorded: Path | None = None) -> Store:
         """Return the cache of a subfolder, with these recorded results."""
         inner = Store(
-            self.folder / name, tell=self.tell, processes=self.processes, recorded=recorded
+            self.folder / name,
+            tell=self.tell,
+            processes=self.processes,
+            recorded=recorded,
+            only=self.only,
         )
         inner.made = self.made
         return inner

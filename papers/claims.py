@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fedscaffold import checks
-from papers.cache import RECORDED, Store, Tell, key_of
+from fedscaffold.checks import InputError
+from papers.cache import RECORDED, Selected, Store, Tell, key_of
 from papers.claim import Claim, Data, Drawing, Outcome, verdict
 from papers.helper import helping
 
-__all__ = ["ALIASES", "CLAIMS", "find", "judged", "measured", "reproduce"]
+__all__ = ["ALIASES", "CLAIMS", "find", "judged", "measured", "reproduce", "select"]
 
 CLAIMS = {
     "quadratics-fig1": "quadratics_fig1",
@@ -92,11 +93,10 @@ def reproduce(
     ('reproduced', 1)
     """
     checks.choice("size", size, claim.sizes)
-    key = key_of(claim, size)
-    kept = folder / claim.name / f"{key}.npz"
+    kept = folder / claim.name / f"{key_of(claim, size)}.npz"
     if fresh:
         kept.unlink(missing_ok=True)
-        shutil.rmtree(kept.with_name(f"{key}-cells"), ignore_errors=True)
+        shutil.rmtree(kept.with_name(f"{kept.stem}-cells"), ignore_errors=True)
     recorded = None if fresh else RECORDED / claim.name
     number = 0 if kept.exists() else processes - 1
     with helping(claim.name, size, folder, number, recorded) as helpers:
@@ -109,6 +109,42 @@ def reproduce(
     with plotting.style():
         drawings = claim.draw(data)
     return outcome._replace(figures=[(one.name, one.caption) for one in drawings]), drawings
+
+
+def select(
+    claim: Claim,
+    size: str,
+    folder: Path,
+    only: str,
+    *,
+    tell: Tell = lambda done, parts, left: None,
+    processes: int = 1,
+) -> dict[str, Data]:
+    """Measure some parts of a claim, or find them in the cache or among the recorded ones.
+
+    Args:
+        claim: The claim.
+        size: "quick" or "full".
+        folder: The cache, where they are kept for the whole claim.
+        only: A pattern of their names, with `*` and `?`; the parts that they need are measured,
+            too.
+        tell: As in `reproduce`.
+        processes: As in `reproduce`.
+
+    Returns:
+        The results by the names of the parts.
+    """
+    checks.choice("size", size, claim.sizes)
+    recorded = RECORDED / claim.name
+    cells = folder / claim.name / f"{key_of(claim, size)}-cells"
+    inner = Store(cells, tell=tell, recorded=recorded / cells.name, only=only)
+    with helping(claim.name, size, folder, processes - 1, recorded, only) as helpers:
+        inner.processes = lambda: 1 + helpers()
+        try:
+            claim.measure(claim.settings(size), inner)
+        except Selected as selected:
+            return selected.results
+    raise InputError(f"--only: {claim.name} is measured as a whole, without parts")
 
 
 def measured(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from fedscaffold.checks import InputError
@@ -24,11 +25,14 @@ from fedscaffold.state.platforms import cores
 from fedscaffold.status_line import StatusLine
 
 if TYPE_CHECKING:
+    from papers.cache import Tell
     from papers.claim import Claim, Outcome
 
 __all__ = ["app", "reproduce"]
 
+LONGEST = 60  # an array that is printed without --json
 MOST = 8  # processes of --full, as each needs memory of its own
+OUT = Path("runs/papers")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -46,13 +50,21 @@ def reproduce(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again, whatever the cache has.")
     ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Of one claim, measure and print the parts of such names, with * and ?.",
+        ),
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option("--processes", min=1, help="Default: 1, with --full a process per core."),
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", help="Folder for the page, figures and results.")
-    ] = Path("runs/papers"),
+        Path | None,
+        typer.Option(help="Folder for the page, figures and results.", show_default=str(OUT)),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Run claims of the papers, check them by their criteria, and make reproduction.html.
@@ -70,7 +82,11 @@ def reproduce(
     claims = [find(name) for name in (CLAIMS if everything else dict.fromkeys(names or []))]
     number = processes or (min(cores(), MOST) if full else 1)
     _settle(number)
-    began = time.perf_counter()
+    if only is not None:
+        if len(claims) != 1 or fresh or out is not None:
+            raise InputError("--only prints parts of one claim, without --fresh and --out")
+        return _select(claims[0], size, only, number, as_json)
+    began, out = time.perf_counter(), out or OUT
     again = "without --fresh " if fresh else ""
     with exit_with_line(f"stopped; what was measured is kept: the same command {again}goes on"):
         outcomes = _run(claims, size, out, fresh, number, as_json, everything)
@@ -97,6 +113,42 @@ def _list(as_json: bool) -> int:
     answer = {"claims": [{"name": c.name, "source": c.source, "title": c.title} for c in claims]}
     print_answer(answer, lines, as_json)
     return 0
+
+
+def _select(claim: Claim, size: str, only: str, processes: int, as_json: bool) -> int:
+    """Measure parts of a claim, which are kept for the whole of it, and print them."""
+    from papers.cache import home
+    from papers.claims import select
+
+    line = StatusLine(not as_json)
+    with exit_with_line("stopped; what was measured is kept: the same command goes on"):
+        found = select(claim, size, home(), only, tell=_teller(line), processes=processes)
+    lines = [f"{key}: {json.dumps(plain(_brief(data)))}" for key, data in found.items()]
+    print_answer({"claim": claim.name, "size": size, "parts": plain(found)}, lines, as_json)
+    return 0
+
+
+def _brief(value: Any) -> Any:
+    """A part's result without its long arrays.
+
+    >>> _brief({"runs": [{"best": 0.123456789, "at": np.arange(100), "lr": np.ones(2) / 3}]})
+    {'runs': [{'best': 0.12346, 'lr': [0.33333, 0.33333]}]}
+    """
+    if isinstance(value, dict):
+        short = {name: _brief(one) for name, one in value.items()}
+        return {name: one for name, one in short.items() if one is not None or value[name] is None}
+    if isinstance(value, np.ndarray):
+        return None if value.size > LONGEST else _brief(value.tolist())
+    if isinstance(value, list):
+        return [_brief(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _teller(line: StatusLine) -> Tell:
+    def tell(done: int, parts: int, left: float) -> None:
+        line.show(f"  {done} of {parts} parts, about {left:.0f} s left")
+
+    return tell
 
 
 def _settle(processes: int) -> None:
@@ -129,16 +181,12 @@ def _run(
     from papers.claims import reproduce as run
 
     line = StatusLine(not as_json)
-
-    def tell(done: int, parts: int, left: float) -> None:
-        line.show(f"  {done} of {parts} parts, about {left:.0f} s left")
-
     outcomes: list[Outcome] = []
     for i, claim in enumerate(claims, 1):
         line.keep(f"{i}/{len(claims)} {claim.name}: {claim.title}")
         try:
             outcome, drawings = run(
-                claim, size, home(), fresh=fresh, tell=tell, processes=processes
+                claim, size, home(), fresh=fresh, tell=_teller(line), processes=processes
             )
         except FileNotFoundError as missing:
             if not everything:

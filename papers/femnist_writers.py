@@ -126,7 +126,8 @@ def measure(settings: Settings, memo: Memo) -> Data:
         )
         for name in settings["methods"]
     }
-    found = tuned.measure(tasks, settings["lrs"], settings["seeds"], memo)
+    parts = tuned.parts(tasks, settings["lrs"], settings["seeds"], memo)
+    found = dict(zip(tasks, memo.all(parts), strict=True))
     best = memo("reference", lambda: {"accuracy": reference(writers)})["accuracy"]
     clients, test = pictures(writers)
     about = (

@@ -157,9 +157,11 @@ def measure(settings: Settings, memo: Memo) -> Data:
         Part(f"published-{name}", partial(tuned.run_seeds, name, trial, task, settings["seeds"]))
         for name in names
     ]
-    given = dict(zip(names, memo.all(parts), strict=True))
     tasks = dict.fromkeys(settings["methods"], task)
-    found = tuned.measure(tasks, settings["lrs"], settings["tuned_seeds"], memo)
+    parts += tuned.parts(tasks, settings["lrs"], settings["tuned_seeds"], memo)
+    made = iter(memo.all(parts))
+    given = {name: next(made) for name in names}
+    found = {name: next(made) for name in tasks}
     test = federation(sites, like_training=True).test
     for one in found.values():
         one["like_training"] = [_accuracy(model, test) for model in one["models"]]

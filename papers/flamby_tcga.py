@@ -172,17 +172,17 @@ def measure(settings: Settings, memo: Memo) -> Data:
         )
         for name, lr in settings["lr"].items()
     ]
-    given = dict(zip(settings["lr"], memo.all(parts), strict=True))
-    found = {
-        age: tuned.measure(
+    for age in settings["ages"]:
+        parts += tuned.parts(
             dict.fromkeys(settings["methods"], tasks[age]),
             settings["lrs"],
             settings["tuned_seeds"],
             memo,
             label=age,
         )
-        for age in settings["ages"]
-    }
+    made = iter(memo.all(parts))
+    given = {name: next(made) for name in settings["lr"]}
+    found = {age: {name: next(made) for name in settings["methods"]} for age in settings["ages"]}
     sizes = ", ".join(f"{len(site.train[0])} + {len(site.test[0])}" for site in sites)
     events = int(sum(site.test[2].sum() for site in sites))
     about = (

@@ -1,8 +1,8 @@
 """Processes that measure parts of a claim beside the one that was asked to.
 
-A helper, `python -m papers.helper NAME SIZE FOLDER [RECORDED]`, goes through the parts of the claim
-and takes those that no other process has locked. It ends with its standard input, so that none
-outlives the process that started it.
+A helper, `python -m papers.helper NAME SIZE FOLDER RECORDED [ONLY]`, goes through the parts of the
+claim and takes those that no other process has locked; an empty RECORDED is none. It
+ends with its standard input, so that none outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedscaffold.grids.worker import environment
@@ -22,7 +22,12 @@ __all__ = ["helping"]
 
 @contextmanager
 def helping(
-    name: str, size: str, folder: Path, number: int, recorded: Path | None = None
+    name: str,
+    size: str,
+    folder: Path,
+    number: int,
+    recorded: Path | None = None,
+    only: str | None = None,
 ) -> Iterator[Callable[[], int]]:
     """Run helpers, and yield a function that tells how many of them are at work.
 
@@ -32,10 +37,12 @@ def helping(
         folder: The cache.
         number: How many.
         recorded: The folder of the claim's recorded results; None not to read them.
+        only: A pattern of the keys of the parts; None for all parts.
     """
     path = os.pathsep.join(dict.fromkeys(part or str(Path.cwd()) for part in sys.path))
     words = [sys.executable, "-m", "papers.helper", name, size, str(folder.resolve())]
-    words += [] if recorded is None else [str(recorded)]
+    words += ["" if recorded is None else str(recorded)]
+    words += [] if only is None else [only]
     started = [
         subprocess.Popen(
             words,
@@ -62,11 +69,19 @@ def _end_with_input() -> None:
 
 def main() -> None:
     """Measure what is left of a claim."""
+    from papers.cache import Selected
     from papers.claims import find, measured
 
     threading.Thread(target=_end_with_input, daemon=True).start()
-    name, size, folder, *recorded = sys.argv[1:]
-    measured(find(name), size, Path(folder), recorded=Path(recorded[0]) if recorded else None)
+    name, size, folder, recorded, *only = sys.argv[1:]
+    with suppress(Selected):
+        measured(
+            find(name),
+            size,
+            Path(folder),
+            recorded=Path(recorded) if recorded else None,
+            only=only[0] if only else None,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Flower's niid_bench with the step size of every method tuned alike, without the test set.
 
-Data, network, splits and methods are those of `papers.niid_bench`; only the local step differs,
-which is 0.01 there for all methods. Every method has the same trials, one for each step size, from
-a seed (a split, a start, an order of batches) that counts nowhere else. A trial is scored as the
+Data, network, splits and methods are those of `papers.niid_federation`; only the local step
+differs, which is 0.01 there for all methods. Every method has the same trials, one for each step
+size, from a seed (a start, an order of batches) that counts nowhere else. A trial is scored as the
 baseline scores, by the best accuracy of any round, but on pictures of the training set that no
 client has. The best is chosen, the first of equal ones. Then the seeds that count are run with it
 on the test set. Without momentum the baseline's SCAFFOLD is ours, as all clients are present.
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from fedscaffold import data
 from fedscaffold.data.dataset import Dataset
-from papers import niid_bench, plotting
+from papers import plotting
 from papers.cache import digest
 from papers.claim import Check, Claim, Data, Drawing, Memo, Part, Settings, Table
-from papers.niid_bench import SPLITS, VARIANTS
+from papers.niid_federation import SPLITS, VARIANTS, play
 from papers.tuned import TUNING_SEED, mean_error
 
 __all__ = ["CLAIM"]
@@ -109,7 +109,7 @@ def _parts(name: str, split: str, both: tuple[Dataset, Dataset], settings: Setti
 
 def _run(name: str, split: str, given: Dataset, seed: int, rounds: int, lr: float) -> Data:
     """A run's accuracies, and its score: 0 if it diverges."""
-    found = niid_bench.play(VARIANTS[name], given, split, seed, rounds, lr)
+    found = play(VARIANTS[name], given, split, seed, rounds, lr)
     sound = bool(np.isfinite(found["model"]).all())
     accuracy = np.asarray(found["accuracy"])
     return {"lr": lr, "accuracy": accuracy, "score": float(accuracy.max()) if sound else 0.0}

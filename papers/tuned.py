@@ -31,7 +31,7 @@ __all__ = [
     "arguments",
     "bars",
     "mean_error",
-    "measure",
+    "parts",
     "quarters",
     "rows",
     "run_seeds",
@@ -111,24 +111,24 @@ def _server(kind: str, lr: float) -> optax.GradientTransformation:
     return optax.adam(lr) if kind == "adam" else optax.sgd(lr, momentum=0.9)
 
 
-def measure(
+def parts(
     tasks: Mapping[str, Task],
     lrs: Sequence[float],
     seeds: Sequence[int],
     memo: Memo,
     label: str = "tuned",
-) -> dict[str, Data]:
-    """Tune every method and run it from all seeds; a method is kept as soon as it is done.
+) -> list[Part]:
+    """Return the parts of a measurement that tunes every method and runs it from all seeds.
 
-    `tasks` are by method; `label` tells apart what is kept of several calls.
+    `tasks` are by method, and so are the parts; `label` tells apart those of several calls. A
+    method is kept as soon as it is done.
     """
     if len(lrs) != TRIALS:
         raise ValueError(f"the grid must have {TRIALS} step sizes, got {len(lrs)}")
-    parts = [
+    return [
         Part(f"{label}-{name}", partial(_method, name, task, lrs, seeds, memo, label))
         for name, task in tasks.items()
     ]
-    return dict(zip(tasks, memo.all(parts), strict=True))
 
 
 def _method(

@@ -3,6 +3,7 @@
 Files are generated where the real ones are not needed; a test that needs those skips without them.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from papers import (
     flamby_heart,
     flamby_tcga,
     niid_bench,
+    niid_federation,
     niid_tuned,
     plotting,
     tuned,
@@ -277,10 +279,10 @@ def fashion_files(folder, pictures=1300):
 def fashion(tmp_path, monkeypatch):
     fashion_files(tmp_path / "data")
     monkeypatch.setenv("FEDSCAFFOLD_DATA", str(tmp_path / "data"))
-    for claim in (cyclic, niid_bench):
+    for claim in (cyclic, niid_federation):
         claim._pictures.cache_clear()
     yield
-    for claim in (cyclic, niid_bench):
+    for claim in (cyclic, niid_federation):
         claim._pictures.cache_clear()
 
 
@@ -326,20 +328,30 @@ def test_cyclic_runs_and_can_fail(fashion, tmp_path):
     assert amplified["accuracy"][:, -1].min() > 0.5  # chance has a tenth
 
 
+# of the index lists that the baseline's own functions gave for these labels, at fdef7afb1d
+BASELINE_SPLITS = {
+    "labels:1": "a9c7f639bfa041fa",
+    "labels:2": "3a99464c2f4ade23",
+    "dirichlet:0.5": "6ebe75cb5d5de743",
+}
+
+
 @pytest.mark.parametrize(
     ("split", "most"), [("labels:1", 1), ("labels:2", 2), ("dirichlet:0.5", 10)]
 )
-def test_niid_bench_gives_every_record_to_one_client(split, most):
+def test_niid_bench_splits_as_the_baseline_does_draw_for_draw(split, most):
     labels = np.random.default_rng(0).integers(0, 10, 700)
-    own = niid_bench.divide(labels, split, 42)
+    own = niid_federation.divide(labels, split)
     np.testing.assert_array_equal(np.sort(np.concatenate(own)), np.arange(700))
     assert max(len(set(labels[rows])) for rows in own) <= most
+    total = hashlib.sha256(b"".join(rows.astype(np.int64).tobytes() + b"|" for rows in own))
+    assert total.hexdigest()[:16] == BASELINE_SPLITS[split]
 
 
 @pytest.mark.slow
 def test_the_small_network_is_torchs():
     torch = pytest.importorskip("torch")
-    layout, x = niid_bench.start(3)
+    layout, x = niid_federation.start(3)
     params = layout.unflatten(x)
     tensors = {
         name: [torch.tensor(np.asarray(layer[key])) for key in ("w", "b")]
@@ -354,7 +366,7 @@ def test_the_small_network_is_torchs():
     for name in ("fc1", "fc2"):
         z = relu(torch.nn.functional.linear(z, *tensors[name]))
     expected = torch.nn.functional.linear(z, *tensors["fc3"]).numpy()
-    np.testing.assert_allclose(niid_bench.scores(params, pictures), expected, atol=1e-5)
+    np.testing.assert_allclose(niid_federation.scores(params, pictures), expected, atol=1e-5)
 
 
 @pytest.fixture
@@ -364,19 +376,23 @@ def linear(monkeypatch):
     def start(seed):
         rng = np.random.default_rng(seed)
         params = {"w": rng.normal(0, 0.1, (10, 784)), "b": rng.normal(0, 0.1, 10)}
-        layout = niid_bench.Layout.of(params)
+        layout = niid_federation.Layout.of(params)
         return layout, layout.flatten(params, "float32")
 
-    monkeypatch.setattr(niid_bench, "start", start)
-    monkeypatch.setattr(niid_bench, "scores", lambda p, x: x @ p["w"].T + p["b"])
+    monkeypatch.setattr(niid_federation, "start", start)
+    monkeypatch.setattr(niid_federation, "scores", lambda p, x: x @ p["w"].T + p["b"])
 
 
 @pytest.mark.slow
 def test_the_baselines_scaffold_is_ours_without_momentum_and_not_with_it(fashion, linear):
-    pictures = niid_bench._pictures(400, 60)
+    pictures = niid_federation._pictures(400, 60)
     ran = {
-        (as_flower, momentum): niid_bench.play(
-            niid_bench.Variant("", "scaffold", momentum, as_flower), pictures, "labels:2", 42, 3
+        (as_flower, momentum): niid_federation.play(
+            niid_federation.Variant("", "scaffold", momentum, as_flower),
+            pictures,
+            "labels:2",
+            42,
+            3,
         )
         for as_flower in (True, False)
         for momentum in (0.0, 0.9)
@@ -470,6 +486,20 @@ def test_niid_tuned_runs_and_can_fail(fashion, linear, tmp_path):
 
     cells["flower-momentum"]["accuracy"] = cells["scaffold-momentum"]["accuracy"] - 0.1
     sound(claim, settings, data, spoil)
+
+
+def test_a_run_of_niid_bench_that_is_not_finite_computes_nothing_more(fashion, linear, monkeypatch):
+    played, play = [], niid_federation.reference.play
+    monkeypatch.setattr(
+        niid_federation.reference, "play", lambda *args: played.append(0) or play(*args)
+    )
+    pictures = niid_federation._pictures(400, 60)
+    found = niid_federation.play(
+        niid_federation.VARIANTS["fedavg"], pictures, "labels:2", 42, 9, lr=1e38
+    )
+    assert len(played) < 9
+    assert len(found["accuracy"]) == 9
+    assert set(found["accuracy"][len(played) :]) == {found["accuracy"][len(played) - 1]}
 
 
 def test_a_run_that_diverges_is_no_good_trial(fashion, linear):

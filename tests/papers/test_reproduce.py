@@ -18,6 +18,7 @@ from fedscaffold.problems import quadratic
 from fedscaffold.simulation import simulate
 from fedscaffold.theory import stationary
 from papers import cache, claims, emnist, helper, plotting, quadratics_fig5, speedup_fig1
+from papers import command as papers_command
 from papers.__main__ import main
 from papers.by_hand import play, quadratic_gradients
 from papers.claim import Check, Claim, Table, verdict
@@ -308,9 +309,82 @@ def test_helpers_read_recorded_parts_too(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*words, str(recorded / "small")])
     helper.main()
     assert calls == [0, 1, 2]
-    monkeypatch.setattr(sys, "argv", [*words[:-1], str(tmp_path / "another")])
+    monkeypatch.setattr(sys, "argv", [*words[:-1], str(tmp_path / "another"), ""])
     helper.main()
     assert calls == [0, 1, 2] * 2
+
+
+def chain(calls):
+    """A claim of two cells, each a trial and two runs that come after it."""
+
+    def measure(settings, memo):
+        def make(key, *needed):
+            calls.append(key)
+            return {"key": key, "needed": [one["key"] for one in needed]}
+
+        parts = []
+        for cell in ("0-sgd", "10-sgd"):
+            parts.append(cache.Part(f"{cell}-lr", partial(make, f"{cell}-lr")))
+            parts += [
+                cache.Part(f"{cell}-{i}", partial(make, f"{cell}-{i}"), after=[f"{cell}-lr"])
+                for i in range(2)
+            ]
+        return {"total": float(len(memo.all(parts)))}
+
+    return small(calls)._replace(
+        measure=measure, judge=lambda data, settings: [at_least("total", 6.0, data["total"], 6.0)]
+    )
+
+
+def test_selected_parts_are_measured_with_what_they_need_and_serve_the_whole(tmp_path, monkeypatch):
+    calls = []
+    found = claims.select(chain(calls), "quick", tmp_path, "0-sgd-1")
+    assert calls == list(found) == ["0-sgd-lr", "0-sgd-1"]
+    assert found["0-sgd-1"]["needed"] == ["0-sgd-lr"]
+    assert list(claims.select(chain(calls), "quick", tmp_path, "0-*-?")) == [
+        "0-sgd-lr",
+        "0-sgd-0",
+        "0-sgd-1",
+    ]
+    assert calls == ["0-sgd-lr", "0-sgd-1", "0-sgd-0"]
+    outcome, _ = reproduce(chain(calls), "quick", tmp_path)
+    assert outcome.verdict == "reproduced"
+    assert sorted(calls) == sorted(f"{cell}-sgd-{one}" for cell in (0, 10) for one in ("lr", 0, 1))
+    with pytest.raises(InputError, match="no part's name matches 'sgd'; the parts are: 0-sgd-lr, "):
+        claims.select(chain(calls), "quick", tmp_path, "sgd")
+    whole = small(calls)._replace(measure=lambda settings, memo: {"total": 3.0})
+    with pytest.raises(InputError, match="small is measured as a whole"):
+        claims.select(whole, "quick", tmp_path, "*")
+
+    monkeypatch.setattr(claims, "RECORDED", tmp_path)
+    calls.clear()
+    claims.select(chain(calls), "quick", tmp_path / "another", "*")
+    assert calls == []
+
+
+def test_a_helper_measures_selected_parts_alone(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(claims, "find", lambda name: chain(calls))
+    monkeypatch.setattr(helper, "_end_with_input", lambda: None)
+    words = ["papers.helper", "small", "quick", str(tmp_path), "", "10-sgd-0"]
+    monkeypatch.setattr(sys, "argv", words)
+    helper.main()
+    assert calls == ["10-sgd-lr", "10-sgd-0"]
+
+
+def test_a_key_depends_on_the_modules_that_the_measuring_one_imports(monkeypatch):
+    """`niid-tuned` runs what stands in `niid_federation`."""
+    read = cache.inspect.getsource
+    before = cache.key_of(small([]), "quick")
+
+    def changed(module):
+        return read(module) + "# changed" * (module.__name__ == "papers.niid_federation")
+
+    sources = cache._sources("papers.niid_tuned")
+    monkeypatch.setattr(cache.inspect, "getsource", changed)
+    assert cache._sources("papers.niid_tuned") != sources
+    assert cache._sources("papers.emnist") == [read(emnist)]
+    assert cache.key_of(small([]), "quick") == before
 
 
 def test_the_time_left_follows_what_was_measured_in_this_run(tmp_path, monkeypatch):
@@ -654,6 +728,30 @@ def command(monkeypatch, capsys, *words):
         main()
     told = capsys.readouterr()
     return left.value.code, told.out, told.err
+
+
+def test_the_command_prints_selected_parts_and_makes_no_page(tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(claims, "find", lambda name: chain(calls))
+    monkeypatch.setattr(cache, "home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(papers_command, "_settle", lambda processes: None)
+    monkeypatch.chdir(tmp_path)
+    run = partial(command, monkeypatch, capsys, "small", "--only")
+    code, told, _ = run("0-sgd-0", "--json")
+    assert code == 0
+    assert json.loads(told)["parts"]["0-sgd-0"]["needed"] == ["0-sgd-lr"]
+    code, told, _ = run("0-sgd-0")
+    assert code == 0
+    assert '0-sgd-0: {"seconds": ' in told
+    assert not (tmp_path / "runs").exists()
+    for more in (["--fresh"], ["--out", "x"], ["another"]):
+        code, _, said = run("*", *more)
+        assert (code, said.count("\n")) == (2, 1)
+        assert "--only prints parts of one claim, without --fresh and --out" in said
+    code, _, said = run("x")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "the parts are: 0-sgd-lr, 0-sgd-0" in said
+    assert len(calls) == 2
 
 
 def test_mistakes_and_the_list(monkeypatch, capsys):
