@@ -73,8 +73,10 @@ _ALL = (
         caveats=(
             "Its c is the mean over the clients met so far, which is as right as the mean over "
             "all.",
-            "The aggregator's default weights the model by local steps and c uniformly; judged "
-            "with `steps_weighted=False`.",
+            "Judged with `steps_weighted=False`, which is not the default: by default the model is "
+            "weighted by local steps and c uniformly, and with unequal steps x then moves "
+            "otherwise than the suite asks.",
+            "Sockets are replaced.",
             "The momentum buffer outlives a round there; it is emptied, as the suite's cases ask.",
         ),
     ),
@@ -96,8 +98,9 @@ _ALL = (
             ),
             Finding(
                 "pfl/algorithm/scaffold.py:133",
-                "With option I the difference is a cached tensor of the model, and the storage "
-                "keeps a reference to it, so that all clients share one c_i.",
+                "With option I the difference is a cached tensor of the model, and "
+                "`InMemoryUserStateStorage`, which is judged, keeps a reference to it, so that all "
+                "clients share one c_i; the storage on disk writes a copy.",
                 "take the difference with `clone=True`",
             ),
         ),
@@ -115,6 +118,8 @@ _ALL = (
         alone=("fluke-fl==0.8.1",),
         caveats=(
             "Installed without trackers, data sets and torchvision, which are stood in for.",
+            "With momentum it is judged with `persistency=False`, which is not the default, so "
+            "that the buffer is empty in every round, as the suite's cases ask.",
         ),
         findings=(
             Finding(
@@ -125,7 +130,8 @@ _ALL = (
             ),
             Finding(
                 "fluke/algorithms/scaffold.py:177-179",
-                "x is averaged by the numbers of records, c uniformly.",
+                "With `weighted=True`, the default, x is averaged by the numbers of records and c "
+                "uniformly; with False both are uniform.",
                 "weight the changes of c_i as the models are weighted",
             ),
             Finding(
@@ -152,14 +158,19 @@ _ALL = (
         caveats=(
             "Network, persistor and event bus are replaced; the round loop is FLARE's.",
             "Its examples weight replies by local steps; a site sends its weight here.",
+            "The site's loop is ours, after FLARE's example with CIFAR-10, but for one thing: the "
+            "example keeps one optimiser for all rounds, and here the momentum buffer is empty in "
+            "every round, as the suite's cases ask.",
+            "Lost replies ask more than it promises.",
             "The Lightning client is judged apart; the TensorFlow client was not judged.",
         ),
         findings=(
             Finding(
                 "nvflare/app_common/workflows/scaffold.py:133-139",
                 "c moves by the mean change of the cohort's c_i, without S/N. With cohorts of one "
-                "size it is N/S times the mean, which is slower but ends at the same point; with "
-                "changing cohorts or lost replies it does not.",
+                "size and equal weights it is N/S times the mean. In the suite, where N/S is 2, "
+                "that is slower and ends at the same point; with a larger N/S it can diverge, and "
+                "with changing cohorts, weights or lost replies it ends elsewhere.",
                 "multiply the mean change by the number of results over the number of clients; "
                 "with weights, by the share of all weight that the results have",
                 "the rows with sampling, changing cohorts and weights hold",
@@ -167,9 +178,11 @@ _ALL = (
             Finding(
                 "nvflare/app_opt/pt/scaffold.py, `model_update` and `terms_update`",
                 "The correction is applied after the optimiser's step and c_i is computed from "
-                "the whole move with the last step size, which momentum or a schedule within the "
-                "round make wrong.",
-                "add the correction to the gradient, and store the mean of the raw gradients",
+                "the whole move with one step size, which momentum makes wrong. A schedule within "
+                "the round makes it wrong where the caller passes the last step size, as the "
+                "example does that is followed here; the mean one would be right.",
+                "add the correction to the gradient, and store the mean of the raw gradients; for "
+                "a schedule alone, pass the mean step size",
             ),
             Finding(
                 "nvflare/app_opt/pt/scaffold.py, `terms_update`",
@@ -194,6 +207,7 @@ _ALL = (
             "parameters are of double precision.",
             "Patched with `restore_state=False`: the momentum buffer is emptied in every round, "
             "as the suite's cases ask.",
+            "Lost replies ask more than it promises.",
         ),
         findings=(
             Finding(
@@ -228,13 +242,17 @@ _ALL = (
         caveats=(
             "Installed without Ray, gRPC and its data sets, which are stood in for.",
             "The aggregator is given the initial model; it would take a trained one.",
+            "One aggregator serves all clients here; in p2pfl every node has its own, with its own "
+            "c and model.",
+            "Weights are not driven: its aggregator weights x and not c.",
         ),
         findings=(
             Finding(
                 "p2pfl/learning/frameworks/pytorch/callbacks/scaffold_callback.py:107-109, 142-143",
                 "The correction is written to `.grad` of the tensors of `state_dict()`, which are "
                 "detached and have none, so that it never reaches the model; the hook also runs "
-                "after the step, just before the gradients are set to zero.",
+                "before the backward pass, when `.grad` is that of the step before and is set to "
+                "zero next.",
                 "in `on_before_optimizer_step`, add c - c_i to `.grad` of "
                 "`pl_module.parameters()`",
             ),
@@ -246,7 +264,7 @@ _ALL = (
             Finding(
                 "p2pfl/learning/aggregators/scaffold.py:102-111",
                 "c moves by the mean change of the cohort's c_i, without S/N.",
-                "divide by the number of all clients",
+                "divide the sum by the number of all clients, which the aggregator has to be given",
             ),
         ),
     ),
@@ -261,12 +279,16 @@ _ALL = (
         caveats=(
             "Installed without plotting and data packages, which are stood in for.",
             "The constructors, which read a task from disk, are replaced.",
+            "Restarts are not driven, though it saves c and the c_i.",
         ),
         findings=(
             Finding(
                 "flgo/algorithm/scaffold.py:100-102",
-                "With momentum, c_i is computed from the move as if the steps were plain SGD, and "
-                "so is too large by the momentum's gain. Without momentum all rows hold.",
+                "With momentum, which is off by default, c_i is computed from the move as if the "
+                "steps were plain SGD. Its error is then multiplied by 1 - gain in every round, "
+                "where the gain is what momentum makes of a step: c_i settles at the right value "
+                "while the gain is below about 2, and diverges above; in the suite it is 2.3. "
+                "Without momentum all rows hold.",
                 "store the mean of the raw gradients as c_i",
             ),
         ),
@@ -281,6 +303,7 @@ _ALL = (
         caveats=(
             "Called without the platform, which moves the same objects between processes.",
             "The model stays with the clients there; x is the sum of the averaged moves.",
+            "Restarts are not driven, though its clients save c_i.",
             "The momentum buffer outlives a round there; it is emptied, as the suite's cases ask.",
         ),
         findings=(
@@ -308,9 +331,11 @@ _ALL = (
                 "fedlab/contrib/algorithm/scaffold.py:83-91",
                 "The loop looks for `.grad` on the tensors of `state_dict()`, which are detached "
                 "and have none, so that the corrected gradient is never written.",
-                "loop over `self._model.parameters()`, as the lines that are commented out below "
-                "it do",
-                "41 rows hold and none fails",
+                "write to the `.grad` of the parameter of that name, where there is one, and "
+                "advance the index by every entry of `state_dict()`, as `model_grads` has them all",
+                "in the simpler form of the lines that are commented out below it, which goes "
+                "through the parameters and so is right for models without buffers, 41 rows hold "
+                "and none fails",
             ),
         ),
         caveats=("The checkout is put before the release on the path.",),
@@ -325,6 +350,9 @@ _ALL = (
         repository="VectorInstitute/FL4Health",
         caveats=(
             "Trackers and data packages are stood in for.",
+            "Judged without `warm_start`, as is the default. With it, as in both of its examples, "
+            "the server asks all clients before the first round, so that none joins late; that "
+            "server was not judged.",
             "`fraction_fit` is the mean size of the case's cohorts over the number of clients.",
             "Lost replies ask more than it promises.",
         ),
@@ -355,14 +383,22 @@ _ALL = (
         environment="fl4health",
         requirements=FL4HEALTH,
         repository="VectorInstitute/FL4Health",
-        caveats=("No noise, and a clipping bound that is never reached.",),
+        caveats=(
+            "No noise, and a clipping bound that is never reached.",
+            "The server's strategy is `Scaffold`; its DP server asks for `OpacusScaffold`, which "
+            "was not judged.",
+            "The rows with sampling, changing cohorts and lost replies fail for the three reasons "
+            "given for FL4Health, too: the classes are the same.",
+        ),
         findings=(
             Finding(
                 "fl4health/clients/scaffold_client.py:175-197, 219-227",
                 "The correction is added to `.grad` before the step, and Opacus' optimiser "
                 "replaces `.grad` by the clipped sum of the records' gradients in its step, so "
                 "that the correction is lost.",
-                "add the correction in a hook between Opacus' `pre_step` and the inner step",
+                "override the optimiser's `step`: `pre_step()`, add the correction, then "
+                "`original_optimizer.step()`. Opacus' own hook between the two is taken by its "
+                "accountant",
             ),
         ),
     ),
@@ -377,7 +413,8 @@ _ALL = (
         root="system",
         caveats=(
             "Unequal steps by unequal data; its slow clients are judged apart.",
-            "The random choice of lost replies is replaced by the case's.",
+            "The random choices of clients and of lost replies are replaced by the case's, and the "
+            "files of data sets by the case's batches.",
             "With a random join ratio `num_join_clients` is the smallest cohort, which has one "
             "client in the case with changing cohorts: hence the 1 in the suite's sentence.",
         ),
@@ -415,7 +452,12 @@ _ALL = (
                 "keep the number of epochs with the client and use it in `delta_yc`",
             ),
         ),
-        caveats=("Rows other than those with unequal steps are those of `pfllib`.",),
+        caveats=(
+            "Slow clients run a random number of epochs, fewer than half, there; here it is the "
+            "case's.",
+            "Rows other than those with unequal steps are those of `pfllib`, but for `tensors`, "
+            "which is not driven here.",
+        ),
     ),
     Peer(
         name="fl-bench",
@@ -428,6 +470,9 @@ _ALL = (
         caveats=(
             "A local epoch of its SCAFFOLD is one batch, while other methods there run whole "
             "epochs.",
+            "The server's constructor, Ray, Hydra and data packages are replaced; a client has two "
+            "records, as batches of one are skipped there.",
+            "A schedule within a round is not driven, though it has one.",
         ),
         findings=(
             Finding(
@@ -439,8 +484,9 @@ _ALL = (
             ),
             Finding(
                 "src/client/scaffold.py:38-40",
-                "With momentum, c_i is computed from the move as if the steps were plain SGD, and "
-                "so is too large by the momentum's gain; hidden as long as c_i is never kept.",
+                "With momentum, which is off by default, c_i is computed from the move as if the "
+                "steps were plain SGD, which goes wrong as in FLGo; hidden as long as c_i is never "
+                "kept.",
                 "store the mean of the raw gradients as c_i",
             ),
         ),
@@ -456,8 +502,12 @@ _ALL = (
         root="baselines/niid_bench",
         caveats=(
             "torch is newer than the version that the baseline pins.",
+            "Hydra's configuration, the network, the client manager and the loss are replaced.",
+            "Its own experiments have all clients in every round, so that the first finding and "
+            "the last do not touch them; the second does, as momentum 0.9 is its default.",
             "A client that has not been asked yet is taken to hold what it would begin with, the "
-            "present model; `kept: sampling` fails for that reason alone.",
+            "present model. For that reason alone `kept: sampling` fails, and c leaves the mean in "
+            "round 1; with the initial model, it would in round 2.",
         ),
         findings=(
             Finding(
@@ -473,6 +523,13 @@ _ALL = (
                 "as if it were plain SGD, so that c_i is too large by the gain of the momentum.",
                 "add c - c_i to the gradient before the step, and store the mean of the raw "
                 "gradients as c_i",
+            ),
+            Finding(
+                "niid_bench/strategy.py:118-128; niid_bench/server_scaffold.py:142-147",
+                "The changes of c_i are averaged by the numbers of records of the cohort and "
+                "multiplied by S/N. With weights and sampling, c leaves the mean of the c_i also "
+                "where both begin with zeros.",
+                "multiply by the cohort's share of all records",
             ),
         ),
     ),

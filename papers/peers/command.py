@@ -87,7 +87,7 @@ def _list(as_json: bool) -> int:
         }
         for peer in PEERS.values()
     ]
-    lines = [f"{r['name']:16} {r['project']:22} {r['version'][:12]:13} {r['source']}" for r in rows]
+    lines = [f"{r['name']:18} {r['project']:26} {r['version'][:10]:11} {r['source']}" for r in rows]
     print_answer({"peers": rows}, lines, as_json)
     return 0
 

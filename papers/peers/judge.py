@@ -20,7 +20,8 @@ __all__ = ["VERDICTS", "judge", "load_verdicts", "prepare_environment", "save_ve
 ROOT = Path(__file__).parents[2]
 VERDICTS = Path(__file__).parent / "verdicts"
 READY = "ready"  # marks an environment whose installation was completed
-VERSIONS = ("numpy", "torch")
+VERSIONS = ("numpy", "torch")  # recorded of every environment
+NAME = re.compile(r"[\w.-]+")  # of the package that a requirement is about
 PLACE = re.compile(r"/[^\s()]*/([^\s()/]+)")  # a path of this machine; its last part is kept
 
 
@@ -63,14 +64,17 @@ def judge(peer: Peer, python: Path, checkouts: Path | None = None) -> dict[str, 
         checkouts: Folder that holds the checkouts of projects without a package.
 
     Returns:
-        The verdicts, with versions and the date.
+        The verdicts, with versions and the date. The version of a checkout is the commit that it
+        is at, which need not be the one that was recorded.
 
     Raises:
         InputError: If a checkout is missing, or the adapter cannot be run.
     """
-    paths = [ROOT / "src", ROOT]
+    paths, version = [ROOT / "src", ROOT], peer.version
     if peer.repository:
-        paths.append(_find_checkout(peer, checkouts))
+        checkout = _find_checkout(peer, checkouts)
+        paths.append(checkout / peer.root)
+        version = _commit(checkout)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     suite = [str(python), "-m", "fedscaffold.conformance", peer.target, "--json"]
     began = time.monotonic()
@@ -91,10 +95,10 @@ def judge(peer: Peer, python: Path, checkouts: Path | None = None) -> dict[str, 
     }
     return {
         "peer": peer.name,
-        "version": peer.version,
+        "version": version,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(time.monotonic() - began),
-        "versions": _versions(python),
+        "versions": _versions(python, peer),
         "c": said["c"],
         "diagnosis": said["diagnosis"],
         "rows": rows,
@@ -107,25 +111,35 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _find_checkout(peer: Peer, checkouts: Path | None) -> Path:
-    """Return the folder of a peer's checkout that has to be on the path."""
+    """Return the folder of a peer's checkout."""
     get = (
         f"git clone https://github.com/{peer.repository}, git checkout {peer.version}, and give "
         "--checkouts the folder that holds it"
     )
     if checkouts is None:
         raise InputError(f"{peer.name} has no package: {get}")
-    place = checkouts / peer.repository.split("/")[1] / peer.root
-    if not place.is_dir():
-        raise InputError(f"{peer.name}: there is no {place}: {get}")
-    return place.resolve()
+    checkout = checkouts / peer.repository.split("/")[1]
+    if not (checkout / peer.root).is_dir():
+        raise InputError(f"{peer.name}: there is no {checkout / peer.root}: {get}")
+    return checkout.resolve()
 
 
-def _versions(python: Path) -> dict[str, str]:
-    """Return the versions of Python and of the packages that all peers have in common."""
+def _commit(checkout: Path) -> str:
+    """Return the commit of a checkout, with `-dirty` if files were changed."""
+    ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(checkout.parent)}
+    done = subprocess.run(ask, cwd=checkout, env=alone, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown, as it is no checkout of git"
+
+
+def _versions(python: Path, peer: Peer) -> dict[str, str]:
+    """Return the versions of Python and of the packages that the peer asks for."""
+    asked = [NAME.match(one) for one in (*VERSIONS, *peer.requirements, *peer.alone)]
+    names = list(dict.fromkeys(found[0] for found in asked if found))
     ask = (
         "import json, platform, importlib.metadata as m\n"
         f"print(json.dumps({{'Python': platform.python_version(), "
-        f"**{{name: m.version(name) for name in {VERSIONS}}}}}))"
+        f"**{{name: m.version(name) for name in {names}}}}}))"
     )
     done = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout)

@@ -111,7 +111,10 @@ def _by_mistake(judged: list[tuple[Peer, dict[str, Any]]]) -> list[str]:
         "## By mistake",
         "",
         "Where the numbers of a federation that goes wrong are exactly those of a mistake of the "
-        "[museum](museum.md). A federation in which several mistakes act at once matches none.",
+        "[museum](museum.md). A federation in which several mistakes act at once matches none. Nor "
+        "is a mistake named where the federations that are right differ from it: hence FLARE "
+        "(Lightning) is not in the row of the server that it shares. The suite's schedule repeats "
+        "in every round, so that fluke's step size of the next epoch shows as the first.",
         "",
         "| mistake | recognised in |",
         "|---|---|",

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 from fedscaffold.checks import InputError
 from fedscaffold.conformance.identities import IDENTITIES
 from papers.peers.catalogue import PEERS, Peer, find
-from papers.peers.judge import VERDICTS, judge, load_verdicts, prepare_environment, save_verdicts
+from papers.peers.judge import (
+    VERDICTS,
+    _versions,
+    judge,
+    load_verdicts,
+    prepare_environment,
+    save_verdicts,
+)
 from papers.peers.page import BEGIN, END, changes, count, failing, generate, right_with
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +77,9 @@ def test_an_unknown_peer_is_refused():
 
 @pytest.mark.process
 def test_a_project_is_judged_from_its_checkout(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+    for words in (["init", "-q"], ["commit", "-qm", "above the project", "--allow-empty"]):
+        subprocess.run([*git, *words], check=True)
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "onefile.py").write_text(PROJECT)
     verdicts = judge(one_file(), Path(sys.executable), tmp_path)
@@ -82,6 +93,40 @@ def test_a_project_is_judged_from_its_checkout(tmp_path):
     assert kept["rows"]["mean: momentum"][0] == "not offered"
     assert any("server step" in sentence for sentence in kept["diagnosis"])
     assert set(kept["versions"]) == {"Python", "numpy", "torch"}
+    assert kept["version"] == "unknown, as it is no checkout of git"
+
+
+@pytest.mark.process
+def test_the_version_of_a_checkout_is_its_commit(tmp_path):
+    """Not the one that the catalogue has: a newer checkout must not pass for it."""
+    checkout = tmp_path / "one"
+    checkout.mkdir()
+    (checkout / "onefile.py").write_text("def adapter(case): raise ValueError\n")
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"], ["tag", "v1"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    peer = one_file(version=head)
+    verdicts = judge(peer, Path(sys.executable), tmp_path)
+    assert verdicts["version"] == head
+    with (checkout / "onefile.py").open("a") as file:
+        file.write("# changed\n")
+    changed = judge(peer, Path(sys.executable), tmp_path)
+    assert changed["version"] == f"{head}-dirty"
+    assert changes(changed, verdicts) == f"recorded of another version, {head}"
+
+
+def test_the_packages_that_a_peer_asks_for_are_recorded():
+    peer = one_file(requirements=("numpy<3", "scipy"), alone=("pytest==9",))
+    assert set(_versions(Path(sys.executable), peer)) == {
+        "Python",
+        "numpy",
+        "torch",
+        "scipy",
+        "pytest",
+    }
 
 
 @pytest.mark.process
