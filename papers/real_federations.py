@@ -34,7 +34,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedscaffold import algorithms, data, problems
-from fedscaffold.diagnose.regime import check_noise_of_controls, check_visits, noise_of_means
+from fedscaffold.diagnose.regime import (
+    check_noise_of_controls,
+    check_visits,
+    noise_of_means,
+    noise_over_difference,
+)
 from fedscaffold.problems import Problem
 from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation import simulate, sweep
@@ -191,9 +196,9 @@ def _said(problem: Problem, lr: float, rounds: int, run: Data, seed: int) -> Dat
     x = simulate(algorithm, problem, lr=lr, rounds=rounds, seed=seed, **run).vector
     everyone = np.arange(problem.num_clients)
     noise, gradients = noise_of_means(config, problem, everyone, x), client_gradients(problem, x)
-    apart = np.square(gradients - gradients.mean(axis=0)).sum(axis=1).mean()
-    heard, share = run["cohort"] / problem.num_clients, float(noise.mean() / apart)
-    regime = check_noise_of_controls(share**0.5, heard, linear=True)
+    share = noise_over_difference(np.full(len(noise), 1 / len(noise)), noise, gradients)
+    heard = run["cohort"] / problem.num_clients
+    regime = check_noise_of_controls(share, heard, linear=True)
     visits = check_visits(rounds, heard)
     said = next((one.about for one in (regime, visits) if one is not None), "")
     return {"said": said, "noise_share": share, "visits": rounds * heard}

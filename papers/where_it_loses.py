@@ -8,11 +8,11 @@ the least mean over the seeds. A ratio is
 
     E f(x) - f(x*) of SCAFFOLD over that of FedAvg, each at its best step size
 
-With sampled clients and gradients g_i of variance sigma^2, G^2 = mean |g_i - g|^2, one round at the
-optimum moves x by a random vector of variance
+With sampled clients and gradients g_i of variance sigma^2, G^2 = sum |g_i - g|^2 / (N - 1), one
+round at the optimum moves x by a random vector of variance
 
-    (K lr)^2 / S [sigma^2 / K + (1 - S/N) G^2 N / (N - 1)]       FedAvg
-    (K lr)^2 / S [sigma^2 / K + (1 - S/N) sigma^2 / K]           SCAFFOLD, c_i one round's mean each
+    (K lr)^2 / S [sigma^2 / K + (1 - S/N) G^2]             FedAvg
+    (K lr)^2 / S [sigma^2 / K + (1 - S/N) sigma^2 / K]     SCAFFOLD, c_i one round's mean each
 
 so control variates add variance where sigma^2 / K > G^2 and S < N, and none where S = N: then the
 corrections sum to zero. Steps of Adam are not linear in the gradient, and no longer cancel.
@@ -84,7 +84,7 @@ SIZES: dict[str, Settings] = {
         "draws": 36,
         "rounds": [3, 10, 30, 100],
         "pictures": PICTURES,
-        "adam": ADAM | {"seeds": [0]},
+        "adam": ADAM | {"seeds": [0, 1, 2, 3]},
         "real": REAL,
     },
     "full": SAME | {"draws": 400, "rounds": [3, 10, 30, 100, 300], "pictures": PICTURES | {
@@ -157,7 +157,7 @@ def _quadratic(number: int, settings: Settings) -> Data:
         "apart": apart,
         "tilt": tilt,
         "noise": noise,
-        "noise_share": noise_share(noise, steps, apart),
+        "noise_share": noise_share(noise, steps, apart, n),
     }
     longest = math.ceil(VECTORS * max(settings["rounds"]))
     grid = (2.0 ** -np.arange(settings["halvings"])).tolist()
@@ -197,13 +197,15 @@ def _quadratic(number: int, settings: Settings) -> Data:
     return {"cells": cells}
 
 
-def noise_share(noise: float, steps: int, apart: float) -> float:
+def noise_share(noise: float, steps: int, apart: float, clients: int) -> float:
     """sigma^2 / (K G^2), above 1 where control variates are noisier than clients are unlike.
 
-    >>> noise_share(4.0, 2, 1.0)
-    2.0
+    `apart` is the root mean square over clients of |g_i - g|.
+
+    >>> noise_share(4.0, 2, 1.0, 4)
+    1.5
     """
-    return noise / (steps * apart**2)
+    return noise / (steps * apart**2) * (clients - 1) / clients
 
 
 def _pictures(name: str, similarity: int, settings: Settings) -> Data:
@@ -231,7 +233,7 @@ def _pictures(name: str, similarity: int, settings: Settings) -> Data:
         ).runs
         ends = [[float(run.history["loss"][-1]) for run in row] for row in runs]
         gaps[method] = float(np.nanmin(np.mean(ends, axis=1))) - least
-    share = noise_share(found.noise, settings["steps"], found.zeta_1)
+    share = noise_share(found.noise, settings["steps"], found.zeta_1, settings["clients"])
     visits = settings["rounds"] * settings["cohort"] / settings["clients"]
     return {"name": name, "similarity": similarity, "noise_share": share, "visits": visits, **gaps}
 

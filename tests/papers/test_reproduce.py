@@ -802,6 +802,18 @@ def test_the_covariance_of_independent_clients_is_that_of_their_mean_hessian():
     assert (exact[0] - exact[2]) / (exact[1] - exact[2]) == pytest.approx(4, rel=0.15)
 
 
+def test_the_covariance_of_many_local_steps_is_that_of_each_client_alone():
+    """Up to the noise of c, which is the mean of H gradients."""
+    problem = quadratic(4, 3, mu=0.1, smoothness=1.0, seed=100)
+    limit = quadratics_fig5.of_unbounded_steps(problem, 0.5)
+    off = [
+        4 * np.trace(stationary(problem, lr=0.5, local_steps=h, noise=1.0).x_covariance) - limit
+        for h in (1000, 2000)
+    ]
+    assert off[0] == pytest.approx(0, abs=limit / 100)
+    assert off[0] / off[1] == pytest.approx(2, rel=0.01)
+
+
 def test_all_leaves_out_a_claim_whose_data_are_not_there(tmp_path, monkeypatch, capsys):
     def absent(settings):
         raise FileNotFoundError("heart not found")

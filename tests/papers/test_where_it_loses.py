@@ -120,7 +120,7 @@ def test_the_variance_of_a_round_is_the_formulas(cohort):
     n, steps, sigma, runs = 10, 4, 1.0, 4000
     problem = dialled(n, 2, gradient_dissimilarity=0.5, mu=0.1, noise=sigma**2 / 2, seed=1)
     g, rng = problem.ideal_controls(), np.random.default_rng(0)
-    big_g, moves = np.mean(np.sum(g**2, axis=1)), {"fedavg": [], "scaffold": []}
+    apart, moves = np.var(g, axis=0, ddof=1).sum(), {"fedavg": [], "scaffold": []}
     for _ in range(runs):
         some = rng.permutation(n)[:cohort]
         mean = g + rng.normal(size=g.shape) * sigma / np.sqrt(2 * steps)  # of K gradients
@@ -129,7 +129,7 @@ def test_the_variance_of_a_round_is_the_formulas(cohort):
         moves["scaffold"].append((mean - c_i)[some].mean(0) + c_i.mean(0))
     left = 1 - cohort / n
     expected = {
-        "fedavg": (sigma**2 / steps + left * big_g * n / (n - 1)) / cohort,
+        "fedavg": (sigma**2 / steps + left * apart) / cohort,
         "scaffold": (sigma**2 / steps * (1 + left)) / cohort,
     }
     for name, found in moves.items():

@@ -1,10 +1,10 @@
 """Whether a run is one in which control variates are worth their vector.
 
-With S of N clients a round, K local steps, sigma^2 the variance of a gradient and G^2 = mean
-|g_i - g|^2, a round at the optimum moves x by a random vector of variance
+With S of N clients a round, K local steps, sigma^2 the variance of a gradient and
+G^2 = sum |g_i - g|^2 / (N - 1), a round at the optimum moves x by a random vector of variance
 
-    (K lr)^2 / S [sigma^2 / K + (1 - S/N) G^2 N / (N - 1)]       FedAvg
-    (K lr)^2 / S [sigma^2 / K + (1 - S/N) sigma^2 / K]           SCAFFOLD
+    (K lr)^2 / S [sigma^2 / K + (1 - S/N) G^2]             FedAvg
+    (K lr)^2 / S [sigma^2 / K + (1 - S/N) sigma^2 / K]     SCAFFOLD
 
 so that SCAFFOLD is behind where sigma^2 / K > G^2. If all clients take part, the corrections sum to
 zero and their noise leaves x alone, unless the local optimizer is not linear in the gradient. And a
@@ -19,6 +19,7 @@ records of |g_j - g|^2, this sum has the variance v n / (n - 1) sum_j (a_j - mea
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,13 @@ from fedscaffold.run_config import RunConfig
 from fedscaffold.simulation.resolve import local_work
 from fedscaffold.theory.derivatives import noise_level
 
-__all__ = ["check_noise_of_controls", "check_visits", "has_linear_steps", "noise_of_means"]
+__all__ = [
+    "check_noise_of_controls",
+    "check_visits",
+    "has_linear_steps",
+    "noise_of_means",
+    "noise_over_difference",
+]
 
 INSTEAD = "algorithm.name = 'fedavg' sends two vectors a round for three"
 
@@ -120,20 +127,39 @@ def noise_of_means(
     return additive / steps + variance * n / np.maximum(n - 1, 1) * squares / steps**2
 
 
-def check_noise_of_controls(noise: float, share: float, linear: bool) -> Finding | None:
+def noise_over_difference(p: Floats, noise: Floats, gradients: Floats) -> float:
+    """Return sigma^2 / (K G^2), above 1 where control variates are noisier than clients are unlike.
+
+    Args:
+        p: Weights of the clients, of sum 1; with unequal ones sum p_i |g_i - g|^2 / (1 - sum p_i^2)
+            stands for G^2.
+        noise: The variance of each client's mean gradient, sigma^2 / K.
+        gradients: Their gradients g_i.
+
+    >>> p, g = np.array([0.5, 0.5]), np.array([[1.0], [-1.0]])
+    >>> noise_over_difference(p, np.array([3.0, 3.0]), g)
+    1.5
+    """
+    apart, others = p @ np.square(gradients - p @ gradients).sum(axis=1), 1 - p @ p
+    if not apart:
+        return math.inf if others * (p @ noise) > 0 else 0.0
+    return float(p @ noise * others / apart)
+
+
+def check_noise_of_controls(ratio: float, share: float, linear: bool) -> Finding | None:
     """Return a finding if control variates are noisier than the clients are unlike.
 
     Args:
-        noise: sigma / (sqrt(K) G), as `Alignment.noise` has it.
+        ratio: sigma^2 / (K G^2).
         share: Mean share of the clients heard in a round.
         linear: Whether local steps are linear in the gradient.
 
-    >>> check_noise_of_controls(2.0, 1.0, linear=True) is None
+    >>> check_noise_of_controls(4.0, 1.0, linear=True) is None
     True
-    >>> check_noise_of_controls(2.0, 0.1, linear=True).number
+    >>> check_noise_of_controls(4.0, 0.1, linear=True).number
     4.0
     """
-    if noise <= 1 or (share >= 1 and linear):
+    if ratio <= 1 or (share >= 1 and linear):
         return None
     why = (
         "with sampled clients the corrections add more variance than they remove"
@@ -141,8 +167,8 @@ def check_noise_of_controls(noise: float, share: float, linear: bool) -> Finding
         else "with this local optimizer the noise of the corrections does not cancel in the mean"
     )
     said = (
-        f"The noise of a client's mean gradient, sigma^2 / K, is {noise**2:.2g} times the clients' "
+        f"The noise of a client's mean gradient, sigma^2 / K, is {ratio:.2g} times the clients' "
         f"difference at x, G^2: {why}, and FedAvg is ahead in such runs."
     )
     do = f"larger batches or more local steps bring it below 1; {INSTEAD}"
-    return Finding("regime", "watch", said, do, noise**2)
+    return Finding("regime", "watch", said, do, ratio)

@@ -31,6 +31,7 @@ from fedscaffold.diagnose.regime import (
     check_visits,
     has_linear_steps,
     noise_of_means,
+    noise_over_difference,
 )
 from fedscaffold.privacy.records import Records
 from fedscaffold.problems import Problem
@@ -239,7 +240,8 @@ def _examine_memory(
     one = one._replace(cosines=one.cosines[heard], errors=one.errors[heard])
     members, age = view.clients[heard], (memory.round - memory.heard_at)[view.clients[heard]]
     of = f"{len(members)} of {len(memory.p)} clients"
-    noisy = check_noise_of_controls(one.noise, memory.share, has_linear_steps(request))
+    ratio = noise_over_difference(q, noise, view.gradients)
+    noisy = check_noise_of_controls(ratio, memory.share, has_linear_steps(request))
     found += [] if noisy is None else [noisy]
     return [
         *found,
