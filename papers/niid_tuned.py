@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from fedscaffold import data
 from fedscaffold.data.dataset import Dataset
-from papers import plotting
 from papers.cache import digest
 from papers.claim import Check, Claim, Data, Drawing, Memo, Part, Settings, Table
+from papers.niid_bench import plot_variants
 from papers.niid_federation import SPLITS, VARIANTS, play
 from papers.tuned import TUNING_SEED, mean_error
 
@@ -189,15 +189,13 @@ def tables(data: Data) -> list[Table]:
 
 def draw(data: Data) -> list[Drawing]:
     """Held-out accuracy by step size."""
-    figure, panels = plotting.canvas(len(data["cells"]))
-    for panel, (split, some) in zip(panels, data["cells"].items(), strict=True):
-        for name, cell in some.items():
-            dashes = "-" if VARIANTS[name].momentum else "--"
-            panel.semilogx(data["lrs"], cell["tuning"], dashes, label=VARIANTS[name].label)
-        panel.set_title(split)
-        panel.set_xlabel("step size")
-        panel.set_ylabel("held-out accuracy")
-    panels[0].legend(fontsize=6)
+    figure = plot_variants(
+        data["cells"],
+        lambda cell: (data["lrs"], cell["tuning"]),
+        xlabel="step size",
+        ylabel="held-out accuracy",
+        xscale="log",
+    )
     caption = "Best held-out accuracy of any round by step size; dashed: without momentum."
     return [Drawing("niid-tuned", caption, figure)]
 

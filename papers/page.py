@@ -147,12 +147,27 @@ def _note(check: Check) -> str:
     return f"<br><small>{escape(text)}</small>" if text else ""
 
 
+def _words(table: Table) -> list[bool]:
+    """Whether a column has words, which are aligned on the left, or numbers.
+
+    >>> _words(Table("", ["a", "b", "c"], [["1 label", "FedAvg", 0.1], ["2", "-", "0.1 ± 0.2"]]))
+    [True, True, False]
+    """
+    rest = range(1, len(table.head))
+    return [True] + [
+        any(isinstance(row[i], str) and row[i][:1].isalpha() for row in table.rows) for i in rest
+    ]
+
+
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(h)}</th>" for h in table.head)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(shown(v))}</td>" for v in row) + "</tr>"
-        for row in table.rows
-    )
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=word' * word}>{escape(cell)}</{tag}>"
+            for cell, word in zip(cells, _words(table), strict=True)
+        )
+
+    head = line("th", table.head)
+    rows = "".join(f"<tr>{line('td', [shown(v) for v in row])}</tr>" for row in table.rows)
     note = f"<p><small>{escape(table.note)}</small></p>" if table.note else ""
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<h3>{escape(table.title)}</h3><div class="wide">{body}</div>{note}'
@@ -174,7 +189,11 @@ def terminal(o: Outcome) -> list[str]:
         widths = [max(len(row[i]) for row in cells) for i in range(len(table.head))]
         lines += ["", f"  {table.title}"]
         lines += [
-            "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            "  "
+            + "  ".join(
+                cell.ljust(width) if word else cell.rjust(width)
+                for cell, width, word in zip(row, widths, _words(table), strict=True)
+            ).rstrip()
             for row in cells
         ]
     return [*lines, *(f"  erratum: {text}" for text in o.errata)]
@@ -214,7 +233,7 @@ p { max-width: 80ch; overflow-wrap: anywhere } small { color: var(--soft) }
 var(--soft) } .wide { overflow-x: auto } table { border-collapse: collapse; font-size: .92rem;
 font-variant-numeric: tabular-nums } th, td { padding: 5px 10px; text-align: right; border-bottom:
 1px solid var(--line); vertical-align: top } thead th { color: var(--soft); font-weight: 500;
-vertical-align: bottom } th:first-child, td:first-child { text-align: left } .words th, .words td {
+vertical-align: bottom } .word, .words th, .words td {
 text-align: left } .words td:first-child, .all td:nth-child(4) { white-space: nowrap } .words
 td:nth-child(4) { min-width: 7em } .panels { display: grid; grid-template-columns: repeat(auto-fit,
 minmax(min(100%, 320px), 1fr)); gap: 0 24px;

@@ -5,6 +5,7 @@ Files are generated where the real ones are not needed; a test that needs those 
 
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -427,6 +428,14 @@ def test_niid_bench_runs_and_can_fail(fashion, linear, tmp_path, monkeypatch):
         data["cells"]["1 label"]["fedavg-momentum"] += 0.2
 
     sound(claim, settings, data, spoil)
+
+
+def test_a_published_spread_that_admits_any_accuracy_is_no_criterion():
+    judge = partial(niid_bench._as_published, "accuracy")
+    assert judge(33.80, 41.22, 12.0, whole=True).kind == "report"
+    assert [judge(78.10, 2.51, found, whole=True).passed for found in (73.0, 75.0)] == [False, True]
+    assert judge(10.0, 0.0, 11.2, whole=True).passed is False
+    assert judge(78.10, 2.51, 75.0, whole=False).passed is None
 
 
 @pytest.mark.parametrize("number", [400, 1300])
