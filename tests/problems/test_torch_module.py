@@ -661,3 +661,37 @@ def test_a_recurrent_network_is_recorded_without_its_time_steps(layer, monkeypat
         )
         numbers.append(count.number)
     assert numbers[0] == numbers[1] > 0
+
+
+def test_an_interrupted_recording_of_a_recurrent_network_can_be_repeated(monkeypatch):
+    """As by Ctrl-C in a notebook."""
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.GRU(2, 3, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(x)[0][:, -1].sum(1)
+
+    def build():
+        clients = [(normal(n, 4, 2), normal(n, 1)[:, 0]) for n in SIZES]
+        return fs.problems.torch(
+            Last(), lambda module, batch: F.mse_loss(module(batch[0]), batch[1]), clients
+        )
+
+    register = torch.library.register_fake
+
+    def interrupt(operator, *given, **more):
+        if str(operator).startswith(torch_export.NAMESPACE):
+            raise KeyboardInterrupt
+        return register(operator, *given, **more)
+
+    torch_export._recorded_whole.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.library, "register_fake", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            build()
+    assert build().dim > 0
+    torch_export._recorded_whole.cache_clear()  # and another copy of the package may record it
+    assert build().dim > 0

@@ -500,18 +500,22 @@ def _recorded_whole(name: str) -> Callable[..., Any]:
     import torch
 
     plain, full = getattr(torch, name), f"{NAMESPACE}::{name}"
-    torch.library.define(
-        full,
-        "(Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, float dropout, "
-        "bool train, bool bidirectional, bool batch_first) -> Tensor[]",
-    )
+    # torch keeps an operator for good: also that of a recording that was interrupted here
+    known = hasattr(getattr(torch.ops, NAMESPACE), name)
+    if not known:
+        torch.library.define(
+            full,
+            "(Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, "
+            "float dropout, bool train, bool bidirectional, bool batch_first) -> Tensor[]",
+        )
 
     def shapes(x: Any, states: Any, *how: Any) -> Any:
         features = states[0].shape[-1] * (2 if how[5] else 1)
         out = x.new_empty((*x.shape[:2], features))
         return [out, *(torch.empty_like(state) for state in states)]
 
-    torch.library.register_fake(full, shapes)
+    with contextlib.suppress(RuntimeError) if known else contextlib.nullcontext():
+        torch.library.register_fake(full, shapes)  # older torch refuses a second one
     operator = getattr(getattr(torch.ops, NAMESPACE), name)
 
     def record(x: Any, states: Any, *how: Any, **more: Any) -> Any:
