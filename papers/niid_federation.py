@@ -18,8 +18,9 @@ momentum the two are the same, as all clients are present.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,10 @@ from papers.claim import Data, Memo, Part, Settings
 __all__ = ["SPLITS", "VARIANTS", "Variant", "depends", "divide", "measure", "play", "start"]
 
 Array = NDArray[Any]
+Keep: TypeAlias = Callable[[int, Callable[[], Data]], Data]  # (rounds done, make) -> state
 CLIENTS, CLASSES, EPOCHS, BATCH, LR, DECAY = 10, 10, 10, 64, 0.01, 1e-5
 SPLIT_SEED = 42  # of every run of the baseline
+SEGMENT = 10  # rounds after which the state of a run is kept
 LEAST = 10  # records of a client, or the Dirichlet split is drawn again
 SPLITS = {"1 label": "labels:1", "2 labels": "labels:2", "Dirichlet 0.5": "dirichlet:0.5"}
 
@@ -216,17 +219,74 @@ def _batches(
 
 
 def play(
-    variant: Variant, pictures: Dataset, split: str, seed: int, rounds: int, lr: float = LR
+    variant: Variant,
+    pictures: Dataset,
+    split: str,
+    seed: int,
+    rounds: int,
+    lr: float = LR,
+    keep: Keep = lambda until, make: make(),
 ) -> Data:
     """Run a variant: test accuracy after every round, and the last model.
 
     A model that is not finite stays so, and so does its accuracy: nothing is computed any more.
+    `keep(until, make)` returns the state after every tenth round: it makes it, or has it of a run
+    that was interrupted, which then goes on from there.
     """
-    own = divide(pictures.y, split)
     layout, x0 = start(seed)
-    algorithm = algorithms.make(variant.algorithm)
-    records = jnp.asarray(pictures.x), jnp.asarray(pictures.y)
     rng = np.random.default_rng(seed)
+    algorithm = algorithms.make(variant.algorithm)
+    clients = _clients(variant, layout, pictures, split, rng, lr)
+    begun = _begin(variant, algorithm, x0)
+
+    def advance(before: Data, until: int) -> Data:
+        rng.bit_generator.state = before["rng"]
+        state = jax.tree.unflatten(jax.tree.structure(begun), before["state"])
+        seen = before["accuracy"].tolist()
+        while len(seen) < until:
+            state = reference.play(algorithm, state, clients, range(CLIENTS))
+            found = float(accuracy(layout, state.server.x, pictures.x_test, pictures.y_test))
+            finite = np.isfinite(state.server.x).all()
+            seen += [found] * (1 if finite else rounds - len(seen))
+        return {
+            "accuracy": np.array(seen),
+            "model": np.asarray(state.server.x),
+            "state": jax.tree.leaves(state),
+            "rng": rng.bit_generator.state,
+        }
+
+    leaves, draws = jax.tree.leaves(begun), rng.bit_generator.state
+    first: Data = {"accuracy": np.zeros(0), "state": leaves, "rng": draws}
+
+    def reach(until: int) -> Data:
+        if until == 0:
+            return first
+        return keep(until, lambda: advance(reach(until - SEGMENT), until))
+
+    last = advance(reach((rounds - 1) // SEGMENT * SEGMENT), rounds)
+    return {name: last[name] for name in ("accuracy", "model")}
+
+
+def _begin(variant: Variant, algorithm: Any, x0: Array) -> reference.State:
+    """The state before the first round: with c and c_i as the baseline begins them."""
+    state = reference.begin(algorithm, x0, CLIENTS)
+    if not variant.as_flower:
+        return state
+    memory = tuple(one._replace(c_i=x0) for one in state.memory)
+    return state._replace(server=state.server._replace(c=x0), memory=memory)
+
+
+def _clients(
+    variant: Variant,
+    layout: Layout,
+    pictures: Dataset,
+    split: str,
+    rng: np.random.Generator,
+    lr: float,
+) -> reference.Federation:
+    """The ten clients, who draw their batches from `rng`."""
+    own = divide(pictures.y, split)
+    records = jnp.asarray(pictures.x), jnp.asarray(pictures.y)
     room = EPOCHS * -(-len(pictures.y) // BATCH)  # for any split: one compiled program for all
 
     def descend(i: int, begun: Array, x: Array, shift: Any) -> Walk:
@@ -239,21 +299,19 @@ def play(
             d = travelled(begun, y, steps, lr)
         return Walk(move=lambda: begun - y, d=lambda: d)
 
-    weights = [len(rows) / len(pictures.y) for rows in own]
-    clients = reference.Federation(weights, descend)
-    state = reference.begin(algorithm, x0, CLIENTS)
-    if variant.as_flower:
-        state = state._replace(
-            server=state.server._replace(c=x0),
-            memory=tuple(one._replace(c_i=x0) for one in state.memory),
-        )
-    seen: list[float] = []
-    while len(seen) < rounds:
-        state = reference.play(algorithm, state, clients, range(CLIENTS))
-        found = float(accuracy(layout, state.server.x, pictures.x_test, pictures.y_test))
-        finite = np.isfinite(state.server.x).all()
-        seen += [found] * (1 if finite else rounds - len(seen))
-    return {"accuracy": np.array(seen), "model": np.asarray(state.server.x)}
+    return reference.Federation([len(rows) / len(pictures.y) for rows in own], descend)
+
+
+def _part(name: str, split: str, seed: int, pictures: Dataset, rounds: int, memo: Memo) -> Part:
+    """A run; what is kept of it is small, as it may become part of the repository."""
+    key = f"{SPLITS[split]}-{name}-{seed}".replace(":", "")
+
+    def make() -> Data:
+        keep: Keep = lambda until, advance: memo(f"{key}-round-{until}", advance)  # noqa: E731
+        found = play(VARIANTS[name], pictures, SPLITS[split], seed, rounds, keep=keep)
+        return {"accuracy": found["accuracy"]}
+
+    return Part(key, make)
 
 
 def measure(settings: Settings, memo: Memo) -> Data:
@@ -266,11 +324,7 @@ def measure(settings: Settings, memo: Memo) -> Data:
         for seed in settings["seeds"]
     ]
     parts = [
-        Part(
-            f"{SPLITS[split]}-{name}-{seed}".replace(":", ""),
-            partial(play, VARIANTS[name], pictures, SPLITS[split], seed, settings["rounds"]),
-        )
-        for split, name, seed in asked
+        _part(name, split, seed, pictures, settings["rounds"], memo) for split, name, seed in asked
     ]
     found: dict[str, dict[str, list[Array]]] = {split: {} for split in settings["splits"]}
     for (split, name, _), one in zip(asked, memo.all(parts), strict=True):

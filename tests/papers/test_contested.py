@@ -511,6 +511,35 @@ def test_a_run_of_niid_bench_that_is_not_finite_computes_nothing_more(fashion, l
     assert set(found["accuracy"][len(played) :]) == {found["accuracy"][len(played) - 1]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flower-momentum", "fedavg-momentum"])
+def test_a_run_of_niid_bench_goes_on_where_it_was_interrupted(
+    fashion, linear, tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(niid_federation, "SEGMENT", 2)
+    pictures = niid_federation._pictures(400, 60)
+    whole = niid_federation.play(niid_federation.VARIANTS[name], pictures, "labels:2", 42, 6)
+    played, play = [], niid_federation.reference.play
+
+    def stop(*args):
+        if len(played) == stop.after:
+            raise KeyboardInterrupt
+        played.append(0)
+        return play(*args)
+
+    monkeypatch.setattr(niid_federation.reference, "play", stop)
+    store = cache.Store(tmp_path)
+    part = niid_federation._part(name, "2 labels", 42, pictures, 6, store)
+    stop.after = 5  # four rounds are kept, and the fifth is lost
+    with pytest.raises(KeyboardInterrupt):
+        store.all([part])
+    stop.after = None
+    [found] = cache.Store(tmp_path).all([part])
+    assert len(played) == 5 + 2
+    np.testing.assert_array_equal(found["accuracy"], whole["accuracy"])
+    assert set(found) == {"seconds", "accuracy"}
+
+
 def test_a_run_that_diverges_is_no_good_trial(fashion, linear):
     niid_tuned.pictures.cache_clear()
     tuning, _ = niid_tuned.pictures(400, 60, 60)
