@@ -6,6 +6,7 @@ Exit codes are those of the library's command line: 0 done, 1 a criterion failed
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -123,25 +124,33 @@ def _select(claim: Claim, size: str, only: str, processes: int, as_json: bool) -
     line = StatusLine(not as_json)
     with exit_with_line("stopped; what was measured is kept: the same command goes on"):
         found = select(claim, size, home(), only, tell=_teller(line), processes=processes)
-    lines = [f"{key}: {json.dumps(plain(_brief(data)))}" for key, data in found.items()]
-    print_answer({"claim": claim.name, "size": size, "parts": plain(found)}, lines, as_json)
+    brief = {key: plain(_lists(data, LONGEST, digits=5)) for key, data in found.items()}
+    lines = [f"{key}: {json.dumps(data)}" for key, data in brief.items()]
+    answer = {"claim": claim.name, "size": size, "parts": plain(_lists(found))}
+    print_answer(answer, lines, as_json)
     return 0
 
 
-def _brief(value: Any) -> Any:
-    """A part's result without its long arrays.
+def _lists(value: Any, longest: float = math.inf, digits: int = 17) -> Any:
+    """A part's result with lists for its arrays, of which those that are longer are left out.
 
-    >>> _brief({"runs": [{"best": 0.123456789, "at": np.arange(100), "lr": np.ones(2) / 3}]})
+    >>> held = {"runs": [{"best": 0.123456789, "at": np.arange(100), "lr": np.ones(2) / 3}]}
+    >>> _lists(held, longest=60, digits=5)
     {'runs': [{'best': 0.12346, 'lr': [0.33333, 0.33333]}]}
+    >>> len(_lists(held)["runs"][0]["at"])
+    100
     """
     if isinstance(value, dict):
-        short = {name: _brief(one) for name, one in value.items()}
-        return {name: one for name, one in short.items() if one is not None or value[name] is None}
+        return {
+            name: _lists(one, longest, digits)
+            for name, one in value.items()
+            if not isinstance(one, np.ndarray) or one.size <= longest
+        }
     if isinstance(value, np.ndarray):
-        return None if value.size > LONGEST else _brief(value.tolist())
+        return _lists(value.tolist(), longest, digits)
     if isinstance(value, list):
-        return [_brief(one) for one in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+        return [_lists(one, longest, digits) for one in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def _teller(line: StatusLine) -> Tell:

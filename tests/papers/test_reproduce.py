@@ -320,7 +320,8 @@ def chain(calls):
     def measure(settings, memo):
         def make(key, *needed):
             calls.append(key)
-            return {"key": key, "needed": [one["key"] for one in needed]}
+            needs = [one["key"] for one in needed]
+            return {"key": key, "needed": needs, "curve": np.arange(99.0), "few": np.ones(2)}
 
         parts = []
         for cell in ("0-sgd", "10-sgd"):
@@ -739,10 +740,14 @@ def test_the_command_prints_selected_parts_and_makes_no_page(tmp_path, monkeypat
     run = partial(command, monkeypatch, capsys, "small", "--only")
     code, told, _ = run("0-sgd-0", "--json")
     assert code == 0
-    assert json.loads(told)["parts"]["0-sgd-0"]["needed"] == ["0-sgd-lr"]
+    part = json.loads(told)["parts"]["0-sgd-0"]
+    assert part["needed"] == ["0-sgd-lr"]
+    assert part["curve"] == list(range(99))
     code, told, _ = run("0-sgd-0")
     assert code == 0
     assert '0-sgd-0: {"seconds": ' in told
+    assert '"few": [1.0, 1.0]' in told
+    assert "curve" not in told
     assert not (tmp_path / "runs").exists()
     for more in (["--fresh"], ["--out", "x"], ["another"]):
         code, _, said = run("*", *more)
