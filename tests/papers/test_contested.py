@@ -430,6 +430,29 @@ def test_niid_bench_runs_and_can_fail(fashion, linear, tmp_path, monkeypatch):
     sound(claim, settings, data, spoil)
 
 
+def rest(lr, steps=4, momentum=0.9, rounds=3000):
+    """Distance to the optimum of quadratics at which the baseline's SCAFFOLD comes to rest."""
+    rng = np.random.default_rng(0)
+    a, b = rng.uniform(0.2, 1, (4, 3)), rng.normal(size=(4, 3))
+    x, c, c_i = np.zeros(3), np.zeros(3), np.zeros((4, 3))
+    for _ in range(rounds):
+        y, velocity = np.tile(x, (4, 1)), 0.0
+        for _ in range(steps):
+            velocity = momentum * velocity + a * y - b
+            y = y - lr * velocity - lr * (c - c_i)
+        new = c_i - c + (x - y) / (lr * steps)
+        c, c_i, x = c + (new - c_i).mean(axis=0), new, y.mean(axis=0)
+    return np.linalg.norm(x - b.sum(axis=0) / a.sum(axis=0))
+
+
+def test_momentum_beside_the_correction_leaves_a_bias_proportional_to_the_step():
+    """What docs/judged.md says of four projects; without momentum there is none."""
+    small, large = rest(0.01), rest(0.02)
+    assert large / small == pytest.approx(2, rel=0.1)
+    assert small > 1e-4
+    assert rest(0.02, momentum=0.0) < 1e-12
+
+
 def test_a_published_spread_that_admits_any_accuracy_is_no_criterion():
     judge = partial(niid_bench._as_published, "accuracy")
     assert judge(33.80, 41.22, 12.0, whole=True).kind == "report"
