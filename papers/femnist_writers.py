@@ -54,7 +54,7 @@ SAME: dict[str, Any] = {
     "lrs": [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0],
 }
 SIZES: dict[str, Settings] = {
-    "quick": SAME | {"writers": 80, "rounds": 40, "seeds": [0, 1, 2]},
+    "quick": SAME | {"writers": 80, "rounds": 40, "seeds": list(range(10))},
     "full": SAME | {"writers": 520, "rounds": 300, "seeds": [0, 1, 2, 3, 4]},
 }
 

@@ -39,6 +39,7 @@ SAME: dict[str, Any] = {
     "batch": 4,
     "lr": 0.001,
     "seeds": [42, 43, 44, 45, 46],
+    "orders": 3,
     "lrs": [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0],
 }
 SIZES: dict[str, Settings] = {
@@ -157,10 +158,13 @@ def measure(settings: Settings, memo: Memo) -> Data:
         Part(f"published-{name}", partial(tuned.run_seeds, name, trial, task, settings["seeds"]))
         for name in names
     ]
+    asked = settings["seeds"], settings["orders"]
+    parts.append(Part("orders", partial(tuned.run_orders, "scaffold", trial, task, *asked)))
     tasks = dict.fromkeys(settings["methods"], task)
     parts += tuned.parts(tasks, settings["lrs"], settings["tuned_seeds"], memo)
     made = iter(memo.all(parts))
     given = {name: next(made) for name in names}
+    orders = next(made)["scores"]
     found = {name: next(made) for name in tasks}
     test = federation(sites, like_training=True).test
     for one in found.values():
@@ -168,7 +172,13 @@ def measure(settings: Settings, memo: Memo) -> Data:
     sizes = ", ".join(f"{len(site.y)} + {len(site.y_test)}" for site in sites)
     about = f"Rows for training + test of {', '.join(HOSPITALS)}: {sizes}."
     tests = sum(len(site.y_test) for site in sites)
-    return {"published": given, "tuned": found, "tests": tests, "about": [about]}
+    return {
+        "published": given,
+        "orders": orders,
+        "tuned": found,
+        "tests": tests,
+        "about": [about],
+    }
 
 
 def _accuracy(model: Floats, test: Any) -> float:
@@ -188,6 +198,9 @@ def judge(data: Data, settings: Settings) -> list[Check]:
         apart = float(np.abs(np.subtract(scores, PUBLISHED)).max())
         statement = f"{label}, largest difference from FLamby's own result of a seed"
         made.append(at_most(statement, 0.0, apart, 0.01))
+    orders = data["orders"]
+    words = f"SCAFFOLD, most that {orders.shape[1]} orders of the batches move a start's accuracy"
+    made.append(_report(words, "no claim", f"{np.ptp(orders, axis=1).max():.4f}"))
     first = {name: one["scores"] for name, one in data["tuned"].items()}
     for name, statement in (
         ("fedavg", "tuned SCAFFOLD minus tuned FedAvg, mean over seeds"),

@@ -45,6 +45,8 @@ SAME: dict[str, Any] = {
     "batch": 8,
     "lr": {"fedavg": 0.1, "scaffold": 0.01},
     "seeds": [42, 43, 44, 45, 46],
+    "orders": 16,
+    "common": [["standardised", 0.5], ["standardised", 1.0]],
     "lrs": [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0],
 }
 SIZES: dict[str, Settings] = {
@@ -172,6 +174,17 @@ def measure(settings: Settings, memo: Memo) -> Data:
         )
         for name, lr in settings["lr"].items()
     ]
+    trial = {"lr": settings["lr"]["fedavg"]}
+    asked = settings["seeds"], settings["orders"]
+    parts.append(Part("orders", partial(tuned.run_orders, "fedavg", trial, tasks["years"], *asked)))
+    common = [(age, lr, name) for age, lr in settings["common"] for name in PUBLISHED]
+    parts += [
+        Part(
+            f"{age}-{name}-lr-{lr:g}",
+            partial(tuned.run_seeds, name, {"lr": lr}, tasks[age], settings["tuned_seeds"]),
+        )
+        for age, lr, name in common
+    ]
     for age in settings["ages"]:
         parts += tuned.parts(
             dict.fromkeys(settings["methods"], tasks[age]),
@@ -182,13 +195,24 @@ def measure(settings: Settings, memo: Memo) -> Data:
         )
     made = iter(memo.all(parts))
     given = {name: next(made) for name in settings["lr"]}
+    orders = next(made)["scores"]
+    alike = [
+        {"age": age, "lr": lr, "scores": {name: next(made)["scores"] for name in PUBLISHED}}
+        for age, lr in settings["common"]
+    ]
     found = {age: {name: next(made) for name in settings["methods"]} for age in settings["ages"]}
     sizes = ", ".join(f"{len(site.train[0])} + {len(site.test[0])}" for site in sites)
     events = int(sum(site.test[2].sum() for site in sites))
     about = (
         f"Rows for training + test of the regions: {sizes}; events among the test rows: {events}."
     )
-    return {"published": given, "tuned": found, "about": [about]}
+    return {
+        "published": given,
+        "orders": orders,
+        "common": alike,
+        "tuned": found,
+        "about": [about],
+    }
 
 
 def judge(data: Data, settings: Settings) -> list[Check]:
@@ -200,17 +224,27 @@ def judge(data: Data, settings: Settings) -> list[Check]:
         found = float(np.mean(data["published"][name]["scores"]))
         low, high = mean - 2 * spread, mean + 2 * spread
         made.append(between(words, mean, found, low, high, source="published"))
+    orders = data["orders"]
+    words = "FedAvg at FLamby's settings, orders of the batches that end below a c-index of 0.5"
+    told = f"{np.sum(orders < 0.5)} of {orders.size} ({len(orders)} starts)"
+    made.append(Check(words, "no claim", told, "shown only", None, "report"))
+    for one in data["common"]:
+        words = f"age {one['age']}: SCAFFOLD minus FedAvg, c-index, both with lr {one['lr']:g}"
+        made.append(_difference(words, one["scores"]["scaffold"], one["scores"]["fedavg"]))
     for age, one in data["tuned"].items():
         first = {name: found["scores"] for name, found in one.items()}
         for name in first:
             if name == "scaffold" or "scaffold" not in first:
                 continue
-            gain, error = tuned.mean_error(np.subtract(first["scaffold"], first[name]).tolist())
             words = f"age {age}: tuned SCAFFOLD minus tuned {tuned.METHODS[name].label}, c-index"
-            made.append(
-                Check(words, "no claim", f"{gain:.4f} ± {error:.4f}", "shown only", None, "report")
-            )
+            made.append(_difference(words, first["scaffold"], first[name]))
     return made
+
+
+def _difference(words: str, first: Sequence[float], second: Sequence[float]) -> Check:
+    """Show the mean difference over seeds, and its standard error."""
+    gain, error = tuned.mean_error(np.subtract(first, second).tolist())
+    return Check(words, "no claim", f"{gain:.4f} ± {error:.4f}", "shown only", None, "report")
 
 
 def tables(data: Data) -> list[Table]:

@@ -34,6 +34,7 @@ __all__ = [
     "parts",
     "quarters",
     "rows",
+    "run_orders",
     "run_seeds",
     "trials",
 ]
@@ -141,7 +142,7 @@ def _method(
 def run_seeds(name: str, trial: Mapping[str, float], task: Task, seeds: Sequence[int]) -> Data:
     """Run a trial on all training records from every seed, and score it on the test set."""
     whole = task.whole()
-    runs = [_run(name, trial, task, whole, seed, 1) for seed in seeds]
+    runs = [_run(name, trial, task, whole, seed, 1, seed) for seed in seeds]
     made: Data = {
         "scores": [_last(run) for run in runs],
         "curves": np.stack([run.history["accuracy"] for run in runs]),
@@ -150,6 +151,24 @@ def run_seeds(name: str, trial: Mapping[str, float], task: Task, seeds: Sequence
     if whole.dim <= SMALL:
         made["models"] = np.stack([run.vector for run in runs])
     return made
+
+
+def run_orders(
+    name: str, trial: Mapping[str, float], task: Task, seeds: Sequence[int], orders: int
+) -> Data:
+    """Run a trial from every seed's start with several orders of the batches.
+
+    Returns:
+        `scores`: a row per start and a column per order. The first is the order that `run_seeds`
+        has for that start, and the others are those of seeds that count nowhere else.
+    """
+    whole = task.whole()
+    others = range(TUNING_SEED, TUNING_SEED + orders - 1)
+    scores = [
+        [_last(_run(name, trial, task, whole, start, 1, order)) for order in (start, *others)]
+        for start in seeds
+    ]
+    return {"scores": np.array(scores)}
 
 
 def quarters(strata: NDArray[Any]) -> list[NDArray[np.intp]]:
@@ -173,8 +192,8 @@ def _tune(name: str, task: Task, lrs: Sequence[float]) -> Data:
         float(
             np.mean(
                 [
-                    _last(_run(name, trial, task, fold, TUNING_SEED + k, task.run["rounds"]))
-                    for k, fold in enumerate(folds)
+                    _last(_run(name, trial, task, fold, seed, task.run["rounds"], seed))
+                    for seed, fold in enumerate(folds, TUNING_SEED)
                 ]
             )
         )
@@ -186,12 +205,19 @@ def _tune(name: str, task: Task, lrs: Sequence[float]) -> Data:
 
 
 def _run(
-    name: str, trial: Mapping[str, float], task: Task, problem: Problem, seed: int, every: int
+    name: str,
+    trial: Mapping[str, float],
+    task: Task,
+    problem: Problem,
+    start: int,
+    every: int,
+    order: int,
 ) -> Run:
+    """Run a trial from the start of a seed, with the order of batches of another."""
     return simulate(
         problem=problem,
-        seed=seed,
-        x0=task.start(seed),
+        seed=order,
+        x0=task.start(start),
         metrics=["accuracy"],
         evaluate_every=every,
         progress=False,

@@ -135,7 +135,12 @@ def test_heart_runs_and_can_fail(heart, tmp_path, monkeypatch):
     def spoil(data):
         data["published"]["scaffold"]["scores"] = [0.4] * 5
 
+    # the first order of a start is the one that it has at FLamby's settings, the others are not
+    assert data["orders"].shape == (5, settings["orders"])
+    np.testing.assert_array_equal(data["orders"][:, 0], data["published"]["scaffold"]["scores"])
     outcome = sound(claim, settings, data, spoil)
+    told = [one.measured for one in outcome.checks if "orders of the batches" in one.statement]
+    assert told == [f"{np.ptp(data['orders'], axis=1).max():.4f}"]
     assert outcome.tables[1].rows[0][1] > 0.6  # tuned, it learns: a coin has 0.5
     tried = data["tuned"]["scaffold"]["tuning"]
     best = tuned.trials("scaffold", settings["lrs"])[int(np.argmax(tried))]
@@ -239,6 +244,8 @@ def test_brca_runs_and_can_fail(brca, tmp_path, monkeypatch):
         "ages": ["standardised"],
         "rounds": 1,
         "updates": 4,
+        "orders": 2,
+        "common": [["standardised", 1.0]],
         "tuned_seeds": [42, 43],
     }
     settings = dict(claim.sizes["quick"]) | few
@@ -249,7 +256,14 @@ def test_brca_runs_and_can_fail(brca, tmp_path, monkeypatch):
     def spoil(data):
         data["published"]["scaffold"] = {"scores": [0.1] * 5}
 
+    np.testing.assert_array_equal(data["orders"][:, 0], published["fedavg"])
+    assert np.ptp(data["orders"], axis=1).max() > 0  # another order is another run
+    [same] = data["common"]
+    apart = np.subtract(same["scores"]["scaffold"], same["scores"]["fedavg"])
     outcome = sound(claim, settings, data, spoil)
+    told = {one.statement: one.measured for one in outcome.checks}
+    words = "age standardised: SCAFFOLD minus FedAvg, c-index, both with lr 1"
+    assert told[words].startswith(f"{apart.mean():.4f} ± ")
     assert outcome.verdict == "reproduced"
     assert outcome.tables[1].rows[0][1] > 0.55  # tuned, it learns: a coin has 0.5
 
@@ -314,7 +328,7 @@ def test_cyclic_runs_and_can_fail(fashion, tmp_path):
         "validation": 60,  # as many as the test has: the runs share compiled programs
         "rounds": 20,
         "seeds": [1],
-        "lrs": [0.0001, 0.01],
+        "lrs": [0.0001, 0.01, 3e38],
     }
     settings = dict(claim.sizes["quick"]) | few
     data = claim.measure(settings, cache.Store(tmp_path))
@@ -323,8 +337,13 @@ def test_cyclic_runs_and_can_fail(fashion, tmp_path):
         for cell in data["cells"]["amplified-scaffold"].values():
             cell["loss"] = cell["loss"] + 9
 
-    sound(claim, settings, data, spoil)
-    assert all(cell["tuned"]["lr"] in few["lrs"] for cell in data["cells"].values())
+    outcome = sound(claim, settings, data, spoil)
+    for cell in data["cells"].values():
+        tried = cell["tuned"]["tried"]
+        assert [one[0] for one in tried] == few["lrs"]
+        assert tried[-1][1:] == [0.0, float("inf")]  # diverged, and is not chosen
+        assert cell["tuned"]["lr"] == max(tried, key=lambda one: one[1])[0] < 1
+    assert [row[1] for row in outcome.tables[1].rows] == 2 * few["lrs"]
     amplified = data["cells"]["amplified-scaffold"]["published"]
     assert amplified["accuracy"][:, -1].min() > 0.5  # chance has a tenth
 
