@@ -498,6 +498,201 @@ _ALL = (
         ),
     ),
     Peer(
+        name="fedbiomed",
+        project="Fed-BioMed (aggregator)",
+        version="6.4.1",
+        target=_adapter("fedbiomed:adapter"),
+        environment="fedbiomed",
+        requirements=(*TORCH, "fedbiomed[researcher]==6.4.1"),
+        caveats=(
+            "This is the aggregator `Scaffold`; its other SCAFFOLD, which its user guide advises "
+            "with secure aggregation, is judged apart.",
+            "The network is replaced: messages are written and read by its own methods and "
+            "delivered one by one. torchvision is stood in for.",
+            "Nodes are chosen by `Experiment.set_nodes`.",
+            "Its tutorial takes Adam with this aggregator; the suite has SGD, with and without "
+            "momentum, whose buffer is new in every round there.",
+            "Lost replies are not driven: its default strategy ends the experiment.",
+        ),
+        findings=(
+            Finding(
+                "fedbiomed/researcher/aggregators/scaffold.py:392-401",
+                "The step sizes of all nodes are looked up after a round, those of nodes without "
+                "a reply from the researcher's training plan, which has no optimizer "
+                "(`_training_plan_workflow.py:159`), so that a round in which not all nodes take "
+                "part ends with an AttributeError.",
+                "look up the step sizes of the nodes that replied; no other is used",
+            ),
+            Finding(
+                "fedbiomed/researcher/aggregators/scaffold.py:470",
+                "When a breakpoint is loaded, `nodes_states` become copies of `nodes_deltas`, "
+                "which are c_i - c. With all nodes in every round they are replaced in the next "
+                "one, and x is not affected.",
+                "add `global_state` to them",
+            ),
+            Finding(
+                "fedbiomed/researcher/aggregators/scaffold.py:252-261",
+                "With momentum, c_i is computed from the move as if the steps were plain SGD, "
+                "which goes wrong as in FLGo.",
+                "have the node send the mean of its raw gradients, and store it as c_i",
+            ),
+        ),
+    ),
+    Peer(
+        name="fedbiomed-optimizer",
+        project="Fed-BioMed (optimizer)",
+        version="6.4.1",
+        target=_adapter("fedbiomed:auxiliary"),
+        environment="fedbiomed",
+        requirements=(*TORCH, "fedbiomed[researcher]==6.4.1"),
+        caveats=(
+            "These are the modules of declearn (2.8.0) in Fed-BioMed's optimizers; declearn by "
+            "itself is judged apart.",
+            "Its c is the mean over the clients met so far, which is as right as the mean over "
+            "all.",
+            "The network is replaced as for the aggregator, and torchvision is stood in for. "
+            "`FedAverage` casts models to float32; they are kept in float64 here.",
+            "A node's number of records is its weight, and all take the same number of steps "
+            "(`num_updates`). Unequal steps are not driven: there they come of unequal records, "
+            "and so with unequal weights.",
+            "The momentum buffer outlives a round there; it is emptied, as the suite's cases ask.",
+            "Lost replies are not driven: its default strategy ends the experiment.",
+        ),
+        findings=(
+            Finding(
+                "fedbiomed/researcher/federated_workflows/_experiment.py:1013-1018",
+                "Where the nodes' numbers of records differ, `FedAverage` weights the model by "
+                "them, and c is the plain mean of the c_i, so that x comes to rest at the optimum "
+                "of the nodes' losses without weights. With equal numbers all rows hold.",
+                "weight the nodes' auxiliary variables as their models are weighted",
+            ),
+        ),
+    ),
+    Peer(
+        name="plato",
+        project="plato, before its pull request 386",
+        version="60d6779a0be16bd529f5f9d9cd34fd4d47f4e95a",
+        target=_adapter("plato:adapter"),
+        environment="plato",
+        requirements=(*TORCH, "pyyaml", "python-socketio", "aiohttp"),
+        repository="TL-System/plato",
+        caveats=(
+            "An old version, the newest that we have a copy of: the project has corrected its "
+            "SCAFFOLD since (issue 382, pull request 386). We have not judged that.",
+            "The package on PyPI (plato-learn 1.0) has no SCAFFOLD.",
+            "Sockets are replaced by a queue of what is emitted, and packages of data sets and "
+            "models are stood in for. It asks for Python 3.12.",
+            "`max_concurrency` is not set, so that clients train in their own process. An epoch "
+            "is one batch.",
+            "Schedules are not driven, though it has them.",
+        ),
+        findings=(
+            Finding(
+                "examples/customized_client_training/scaffold/scaffold_callback.py:48-52; "
+                "scaffold_server.py:44-46",
+                "A client sends its new c_i, which the server adds to c as if it were the change "
+                "of c_i.",
+                "send the change (pull request 386 does)",
+            ),
+            Finding(
+                "examples/customized_client_training/scaffold/scaffold_trainer.py:101, 113",
+                "The move is divided by the number of epochs, not by the number of steps and the "
+                "step size.",
+                "divide by both (pull request 386 does)",
+            ),
+        ),
+    ),
+    Peer(
+        name="fedml",
+        project="FedML",
+        version="0.9.6",
+        target=_adapter("fedml:adapter"),
+        environment="fedml",
+        requirements=TORCH,
+        alone=("fedml==0.9.6",),
+        caveats=(
+            "This is its simulator in a single process, the only place that has SCAFFOLD there.",
+            "Installed without the packages of its platform, which are stood in for. The random "
+            "choice of clients, the evaluation and the loss are replaced.",
+            "A client's number of records is its weight; an epoch has as many batches as it has "
+            "local steps.",
+            "It has no momentum; Adam, which it has, was not driven.",
+        ),
+        findings=(
+            Finding(
+                "fedml/ml/aggregator/agg_operator.py:116-117",
+                "The sums over the clients are replaced by what the last client of the round has "
+                "sent: x moves by its move alone, and c by a share 1/N of its change.",
+                "remove line 116, and multiply `total_c_delta_para[k]` by `w_c` in line 117",
+            ),
+            Finding(
+                "fedml/simulation/sp/scaffold/client.py:44-53",
+                "The new c_i is written into a dictionary and not into `c_model_local`, so that "
+                "c_i stays zero.",
+                "end `train` with `self.c_model_local.load_state_dict(c_new_para)`",
+            ),
+        ),
+    ),
+    Peer(
+        name="flamby",
+        project="FLamby",
+        version="edacf54d5211520583b0133d55ac39b6fda8324b",
+        target=_adapter("flamby:adapter"),
+        environment="flamby",
+        requirements=(*TORCH, "tqdm", "opacus", "tensorboard"),
+        repository="owkin/FLamby",
+        caveats=(
+            "It says that all clients are needed in every round, and plain SGD; the suite asks for "
+            "no more of it.",
+            "Its clients keep c_i - c only. c is read from the move of the model, and c_i from the "
+            "correction of the next round, for which a round is added.",
+            "A client's number of records is its weight; all take the same number of steps, as "
+            "there.",
+            "torch is newer than the releases of its time.",
+        ),
+    ),
+    Peer(
+        name="niid-bench-original",
+        project="NIID-Bench",
+        version="61b901ab645e62391772e9898384c2c3485b7a6c",
+        target=_adapter("niid_bench_original:adapter"),
+        environment="torch",
+        requirements=TORCH,
+        repository="Xtra-Computing/NIID-Bench",
+        caveats=(
+            "Its script is run as it is. Data, networks, the loss, the random choice of clients "
+            "and the evaluation are replaced, and packages of data sets are stood in for.",
+            "A client's number of records is its weight, and an epoch has as many batches as it "
+            "has local steps.",
+            "Momentum is off by default; the command in its README has 0.9, as its scripts do.",
+            "The network that c and the c_i begin as is drawn as torch's layers are.",
+            "torch is newer than the version that it names.",
+        ),
+        findings=(
+            Finding(
+                "experiments.py:1026; experiments.py:680",
+                "x is averaged by the numbers of records, and c is the plain mean of the c_i. With "
+                "unequal numbers x comes to rest elsewhere than at the optimum.",
+                "weight the changes of c_i by the clients' shares of all records",
+            ),
+            Finding(
+                "experiments.py:312, 345-349, 364",
+                "Momentum acts on the gradient alone, the correction is subtracted after the "
+                "optimiser's step, and c_i is computed from the whole move, with the effect that "
+                "is described for Flower's baseline, which descends from this code.",
+                "add c - c_i to the gradient before the step, and store the mean of the raw "
+                "gradients as c_i",
+            ),
+            Finding(
+                "experiments.py:992-997",
+                "c and all c_i begin as one network with random weights. With all clients in every "
+                "round that cancels; with sampling, clients are corrected by these weights until "
+                "all have taken part once, and the end is the same.",
+                "begin with zeros",
+            ),
+        ),
+    ),
+    Peer(
         name="niid-bench",
         project="Flower, baseline niid_bench",
         version="fdef7afb1dca3030553be302366cfd285ed6632c",

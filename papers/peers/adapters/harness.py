@@ -16,7 +16,9 @@ import torch
 
 from fedscaffold.conformance import Case, Trace, Unsupported
 
-__all__ = ["begin", "stand_in", "trace"]
+__all__ = ["begin", "count_records", "stand_in", "trace"]
+
+TENTHS = 10  # the weights of the suite's federations
 
 
 def begin(case: Case, *refused: str) -> None:
@@ -41,10 +43,24 @@ def begin(case: Case, *refused: str) -> None:
         "a server step": case.server_lr != 1,
         "lost replies": any(case.lost),
         "sampling": any(len(cohort) < case.num_clients for cohort in case.cohorts),
+        "changing cohorts": len({len(cohort) for cohort in case.cohorts}) > 1,
         "rounds without replies": any(not case.heard(r) for r in range(case.rounds)),
     }
     if missing := [feature for feature in refused if asked[feature]]:
         raise Unsupported(", ".join(missing))
+
+
+def count_records(case: Case) -> list[int]:
+    """Return numbers of records in proportion to the weights of the clients.
+
+    >>> from fedscaffold.conformance import federation
+    >>> case = federation([[[2.0]]] * 2, [[1.0]] * 2, [3.0], rounds=1, steps=1, lr=0.5)
+    >>> count_records(case), count_records(case._replace(weights=(0.7, 0.3)))
+    ([1, 1], [7, 3])
+    """
+    if len(set(case.weights)) == 1:
+        return [1 for _ in case.weights]
+    return [round(p * TENTHS) for p in case.weights]
 
 
 def trace(states: Iterable[tuple[Any, Any, Sequence[Any]]]) -> Trace:

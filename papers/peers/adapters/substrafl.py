@@ -19,11 +19,10 @@ from substrafl.strategies import Scaffold
 
 from fedscaffold.conformance import Case, Trace, offers
 from fedscaffold.conformance.torch_model import Quadratic, batch, vector
-from papers.peers.adapters.harness import begin, trace
+from papers.peers.adapters.harness import begin, count_records, trace
 
 logging.disable(logging.CRITICAL)
 warnings.simplefilter("ignore")
-TENTHS = 10  # the weights of the suite's federations
 
 
 class Data(torch.utils.data.Dataset):
@@ -89,9 +88,7 @@ def adapter(case: Case) -> Trace:
     )
     algorithms = [make_algorithm(case, i) for i in range(case.num_clients)]
     strategy = Scaffold(algo=algorithms[0], aggregation_lr=case.server_lr)
-    records = [batch(i, round(p * TENTHS)) for i, p in enumerate(case.weights)]
-    if len(set(case.weights)) == 1:
-        records = [batch(i) for i in range(case.num_clients)]
+    records = [batch(i, n) for i, n in enumerate(count_records(case))]
     x, averaged, zero = case.x0, None, np.zeros_like(case.x0)
     states = [(x, zero, np.zeros_like(case.linear))]
     for _ in range(case.rounds):
