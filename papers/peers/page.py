@@ -137,11 +137,28 @@ def _verdict(verdicts: dict[str, Any]) -> str:
     """Return the verdict in a few words."""
     if not failing(verdicts):
         return "right in all it offers"
+    if raising := _errors(verdicts):
+        return f"{_first_wrong(verdicts)}; an error ({_conditions(raising)})"
+    return _first_wrong(verdicts)
+
+
+def _first_wrong(verdicts: dict[str, Any]) -> str:
+    """Return the first sentence on what is wrong, or the conditions in which something is."""
     sentences = [s for s in verdicts["diagnosis"] if not s.startswith(("the numbers", "the rows"))]
     if sentences:
         return str(sentences[0])
-    conditions = dict.fromkeys(name.partition(": ")[2] for name in failing(verdicts))
-    return f"wrong with {', '.join(one for one in conditions if one)}"
+    return f"wrong with {_conditions(failing(verdicts))}"
+
+
+def _errors(verdicts: dict[str, Any]) -> list[str]:
+    """Return the names of the rows in which the project ends with an error."""
+    return [name for name, row in verdicts["rows"].items() if row[0] == "error"]
+
+
+def _conditions(rows: list[str]) -> str:
+    """Return the conditions of rows, once each."""
+    conditions = dict.fromkeys(name.partition(": ")[2] for name in rows)
+    return ", ".join(one for one in conditions if one not in NO_CONDITION)
 
 
 def _section(peer: Peer, verdicts: dict[str, Any]) -> list[str]:
@@ -165,7 +182,11 @@ def _section(peer: Peer, verdicts: dict[str, Any]) -> list[str]:
     ]
     if failed := failing(verdicts):
         right = ", ".join(right_with(verdicts)) or "no condition"
-        lines += ["", f"All rows hold with: {right}. Rows that fail: {', '.join(failed)}."]
+        raising = _errors(verdicts)
+        wrong = [name for name in failed if name not in raising]
+        lines += ["", f"All rows hold with: {right}."]
+        lines[-1] += f" Rows that fail: {', '.join(wrong)}." if wrong else ""
+        lines[-1] += f" Rows that end with an error: {', '.join(raising)}." if raising else ""
     if verdicts["diagnosis"]:
         lines += ["", "What the suite says, by the numbers alone:", ""]
         lines += [f"- {sentence}" for sentence in verdicts["diagnosis"]]

@@ -186,6 +186,17 @@ def test_what_is_right_is_said_beside_what_is_wrong():
     assert right_with(recorded["pfl"]) == []
 
 
+def test_rows_that_end_with_an_error_are_named_apart_from_those_that_fail():
+    recorded = {name: load_verdicts(VERDICTS)[name] for name in ("fluke", "fl-bench")}
+    page = generate(recorded)
+    raising = [name for name, row in recorded["fluke"]["rows"].items() if row[0] == "error"]
+    assert raising
+    assert f"Rows that end with an error: {', '.join(raising)}." in page
+    assert page.count("end with an error") == 1
+    rows = page.splitlines()[2:4]
+    assert [row.endswith("an error (restart) |") for row in rows] == [True, False]
+
+
 def test_a_verdict_is_compared_with_the_recorded_one():
     one = load_verdicts(VERDICTS)["fluke"]
     assert changes(one | {"date": "later", "seconds": 1}, one) == f"as recorded on {one['date']}"
