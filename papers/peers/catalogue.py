@@ -505,13 +505,17 @@ _ALL = (
         environment="fedbiomed",
         requirements=(*TORCH, "fedbiomed[researcher]==6.4.1"),
         caveats=(
-            "This is the aggregator `Scaffold`; its other SCAFFOLD, which its user guide advises "
-            "with secure aggregation, is judged apart.",
+            "This is the aggregator `Scaffold`; its other SCAFFOLD, which a warning of its code "
+            "advises with secure aggregation, is judged apart. With secure aggregation this one is "
+            "not called (`_experiment.py:912-917`), so that no correction is made; that was read, "
+            "not run.",
             "The network is replaced: messages are written and read by its own methods and "
             "delivered one by one. torchvision is stood in for.",
-            "Nodes are chosen by `Experiment.set_nodes`.",
-            "Its tutorial takes Adam with this aggregator; the suite has SGD, with and without "
-            "momentum, whose buffer is new in every round there.",
+            "Its default strategy takes all nodes in every round. Fewer take part by "
+            "`Experiment.set_nodes`, as here, or by a strategy of the user's own.",
+            "Its user guide says that it should be used with SGD only, and does not mention "
+            "momentum, whose buffer is new in every round there. Its tutorial takes AdamW.",
+            "It weights neither x nor c, and all nodes take the same number of steps.",
             "Lost replies are not driven: its default strategy ends the experiment.",
         ),
         findings=(
@@ -522,19 +526,23 @@ _ALL = (
                 "(`_training_plan_workflow.py:159`), so that a round in which not all nodes take "
                 "part ends with an AttributeError.",
                 "look up the step sizes of the nodes that replied; no other is used",
+                tried="all rows that end with the error hold",
             ),
             Finding(
                 "fedbiomed/researcher/aggregators/scaffold.py:470",
                 "When a breakpoint is loaded, `nodes_states` become copies of `nodes_deltas`, "
-                "which are c_i - c. With all nodes in every round they are replaced in the next "
-                "one, and x is not affected.",
+                "which are c_i - c, so that the c_i are off by c; c is right. `mean: restart` and "
+                "`moves: restart` fail as they read the c_i. With all nodes in every round these "
+                "are replaced in the next one, and x is not affected.",
                 "add `global_state` to them",
+                tried="the rows with a restart hold",
             ),
             Finding(
                 "fedbiomed/researcher/aggregators/scaffold.py:252-261",
                 "With momentum, c_i is computed from the move as if the steps were plain SGD, "
                 "which goes wrong as in FLGo.",
                 "have the node send the mean of its raw gradients, and store it as c_i",
+                tried="with all three, no row fails",
             ),
         ),
     ),
@@ -557,6 +565,11 @@ _ALL = (
             "and so with unequal weights.",
             "The momentum buffer outlives a round there; it is emptied, as the suite's cases ask.",
             "Lost replies are not driven: its default strategy ends the experiment.",
+            "Secure aggregation is not driven. Read, and its own steps of encryption and "
+            "aggregation run apart with two nodes: the server then gets the mean of the changes of "
+            "c_i where it expects their sum (`node/round.py:662-666`, `_secagg_crypter.py:443`, "
+            "`_experiment.py:1087-1094`), so that with S nodes of equal numbers of records c is 1/S "
+            "of what it should be.",
         ),
         findings=(
             Finding(
@@ -564,26 +577,33 @@ _ALL = (
                 "Where the nodes' numbers of records differ, `FedAverage` weights the model by "
                 "them, and c is the plain mean of the c_i, so that x comes to rest at the optimum "
                 "of the nodes' losses without weights. With equal numbers all rows hold.",
-                "weight the nodes' auxiliary variables as their models are weighted",
+                "multiply a node's change of c_i by its number of records, and have the server's "
+                "module (declearn's) divide by the records of the nodes met so far, not by their "
+                "number",
+                tried="the rows that fail hold, and three others; the whole suite was not run",
             ),
         ),
     ),
     Peer(
         name="plato",
-        project="plato, before its pull request 386",
+        project="plato",
         version="60d6779a0be16bd529f5f9d9cd34fd4d47f4e95a",
         target=_adapter("plato:adapter"),
         environment="plato",
         requirements=(*TORCH, "pyyaml", "python-socketio", "aiohttp"),
         repository="TL-System/plato",
         caveats=(
-            "An old version, the newest that we have a copy of: the project has corrected its "
-            "SCAFFOLD since (issue 382, pull request 386). We have not judged that.",
-            "The package on PyPI (plato-learn 1.0) has no SCAFFOLD.",
+            "An old version, the newest of which we have a checkout. Its pull request 386 (for "
+            "issue 382) sends the change of c_i and divides by steps and step size. Two later "
+            "files that we have read, one of them `scaffold_strategy.py` at 0c9014b4f3, also add "
+            "lr (c - c_i) to the model where the paper subtracts it, and set c_i to c + (x - y) / "
+            "(K lr) where the paper has c_i - c + (x - y) / (K lr). Not having all of a later "
+            "version we have not judged one.",
             "Sockets are replaced by a queue of what is emitted, and packages of data sets and "
             "models are stood in for. It asks for Python 3.12.",
-            "`max_concurrency` is not set, so that clients train in their own process. An epoch "
-            "is one batch.",
+            "`max_concurrency` is not set, so that a client's process trains, too. There are as "
+            "many processes as clients in a round, as there, and they serve all clients in turn.",
+            "A client's number of records is its weight. An epoch is one batch.",
             "Schedules are not driven, though it has them.",
         ),
         findings=(
@@ -593,12 +613,39 @@ _ALL = (
                 "A client sends its new c_i, which the server adds to c as if it were the change "
                 "of c_i.",
                 "send the change (pull request 386 does)",
+                tried="with the next, 25 rows hold and 13 fail",
             ),
             Finding(
-                "examples/customized_client_training/scaffold/scaffold_trainer.py:101, 113",
+                "examples/customized_client_training/scaffold/scaffold_trainer.py:101",
                 "The move is divided by the number of epochs, not by the number of steps and the "
-                "step size.",
+                "step size. That is right only where batches in an epoch times the step size are "
+                "1, as in its example (100 batches, 0.01). The 0.15 of the suite's sentence is the "
+                "suite's step size.",
                 "divide by both (pull request 386 does)",
+                tried="see the first",
+            ),
+            Finding(
+                "examples/customized_client_training/scaffold/scaffold_client.py:53-61",
+                "A process that has served another client before keeps that client's c_i where the "
+                "next one has none of its own yet.",
+                "set `self.trainer.client_control_variate` to None where there is no file",
+                tried="with the first two, 31 rows hold and 7 fail, with weights or momentum",
+            ),
+            Finding(
+                "plato/servers/fedavg.py:154; "
+                "examples/customized_client_training/scaffold/scaffold_server.py:46",
+                "x is averaged by the numbers of records, and the changes of c_i all count 1/N.",
+                "weight the changes of c_i by the clients' shares of all records",
+                tried="with the suite's total of records and all others, no row fails",
+            ),
+            Finding(
+                "examples/customized_client_training/scaffold/scaffold_trainer.py:60-81, 92-102",
+                "Momentum acts on the gradient alone, the correction is added after the "
+                "optimiser's step, and c_i is computed from the whole move, as in NIID-Bench. Its "
+                "example has momentum 0.9.",
+                "add c - c_i to the gradient before the step, and store the mean of the raw "
+                "gradients as c_i",
+                tried="with all others, no row fails",
             ),
         ),
     ),
@@ -611,25 +658,45 @@ _ALL = (
         requirements=TORCH,
         alone=("fedml==0.9.6",),
         caveats=(
-            "This is its simulator in a single process, the only place that has SCAFFOLD there.",
+            "This is its simulator in a single process, the only place that has SCAFFOLD there, "
+            "on a CPU.",
             "Installed without the packages of its platform, which are stood in for. The random "
             "choice of clients, the evaluation and the loss are replaced.",
-            "A client's number of records is its weight; an epoch has as many batches as it has "
-            "local steps.",
+            "A client's number of records is its weight, which has no effect before the first "
+            "patch; an epoch has as many batches as it has local steps.",
+            "`initialize_all_clients`, which has no default, is true, so that each client has a "
+            "c_i of its own.",
             "It has no momentum; Adam, which it has, was not driven.",
         ),
         findings=(
             Finding(
                 "fedml/ml/aggregator/agg_operator.py:116-117",
                 "The sums over the clients are replaced by what the last client of the round has "
-                "sent: x moves by its move alone, and c by a share 1/N of its change.",
+                "sent: x moves by its move alone (in round 1, see the third), and c by a share 1/N "
+                "of its change.",
                 "remove line 116, and multiply `total_c_delta_para[k]` by `w_c` in line 117",
+                tried="with the next, 20 rows hold and 27 fail",
             ),
             Finding(
                 "fedml/simulation/sp/scaffold/client.py:44-53",
                 "The new c_i is written into a dictionary and not into `c_model_local`, so that "
                 "c_i stays zero.",
                 "end `train` with `self.c_model_local.load_state_dict(c_new_para)`",
+                tried="see the first",
+            ),
+            Finding(
+                "fedml/simulation/sp/scaffold/scaffold_trainer.py:81",
+                "On a CPU, x shares its memory with the model that the clients train, until the "
+                "first correction. So in round 1 the first client's first step changes x before "
+                "the others begin.",
+                "copy what `get_model_params` returns (`copy.deepcopy`)",
+                tried="with the first two, 42 rows hold and 5 fail, all with weights",
+            ),
+            Finding(
+                "fedml/ml/aggregator/agg_operator.py:106, 115",
+                "x is weighted by the numbers of records, and c is not. Line 116 hides that.",
+                "weight the changes of c_i by the clients' shares of all records",
+                tried="with all others, no row fails",
             ),
         ),
     ),
@@ -642,13 +709,42 @@ _ALL = (
         requirements=(*TORCH, "tqdm", "opacus", "tensorboard"),
         repository="owkin/FLamby",
         caveats=(
-            "It says that all clients are needed in every round, and plain SGD; the suite asks for "
-            "no more of it.",
+            "It has all clients in every round, and asks for plain SGD. Rows that need anything "
+            "else are not offered.",
             "Its clients keep c_i - c only. c is read from the move of the model, and c_i from the "
             "correction of the next round, for which a round is added.",
             "A client's number of records is its weight; all take the same number of steps, as "
             "there.",
-            "torch is newer than the releases of its time.",
+            "Differential privacy, which it has, is judged apart. Running statistics were not "
+            "driven.",
+            "torch and Opacus are newer than those of its time (it asks for torch 1.13.1 or "
+            "later).",
+        ),
+    ),
+    Peer(
+        name="flamby-dp",
+        project="FLamby, differential privacy",
+        version="edacf54d5211520583b0133d55ac39b6fda8324b",
+        target=_adapter("flamby:private"),
+        environment="flamby",
+        requirements=(*TORCH, "tqdm", "opacus", "tensorboard"),
+        repository="owkin/FLamby",
+        caveats=(
+            "No noise, and a clipping bound that is never reached; Opacus' search for the size of "
+            "the noise is replaced.",
+            "It warns that the privacy bounds are not valid for SCAFFOLD, which we have not "
+            "judged.",
+        ),
+        findings=(
+            Finding(
+                "flamby/strategies/utils.py:349-353",
+                "The correction is a term of the loss that no record has a part in. Opacus' "
+                "optimiser replaces `.grad` by the clipped sum of the records' gradients in its "
+                "step, so that the correction is lost.",
+                "override the optimiser's `step`: `pre_step()`, subtract the correction from "
+                "`.grad`, then `original_optimizer.step()`",
+                tried="no row fails",
+            ),
         ),
     ),
     Peer(
@@ -663,8 +759,10 @@ _ALL = (
             "Its script is run as it is. Data, networks, the loss, the random choice of clients "
             "and the evaluation are replaced, and packages of data sets are stood in for.",
             "A client's number of records is its weight, and an epoch has as many batches as it "
-            "has local steps.",
-            "Momentum is off by default; the command in its README has 0.9, as its scripts do.",
+            "has local steps. Unequal steps are driven with equal weights; in its script they come "
+            "of unequal numbers of records, and so with the first finding.",
+            "Momentum is off by default; all of its scripts that run SCAFFOLD have 0.9. `--reg`, "
+            "by default 1e-5, is 0 here. Adam and AMSGrad, which it offers, were not driven.",
             "The network that c and the c_i begin as is drawn as torch's layers are.",
             "torch is newer than the version that it names.",
         ),
@@ -672,23 +770,36 @@ _ALL = (
             Finding(
                 "experiments.py:1026; experiments.py:680",
                 "x is averaged by the numbers of records, and c is the plain mean of the c_i. With "
-                "unequal numbers x comes to rest elsewhere than at the optimum.",
+                "unequal numbers x comes to rest at the optimum of the clients' losses without "
+                "weights. Its default partition has equal ones.",
                 "weight the changes of c_i by the clients' shares of all records",
+                tried="the rows with weights hold",
             ),
             Finding(
                 "experiments.py:312, 345-349, 364",
                 "Momentum acts on the gradient alone, the correction is subtracted after the "
                 "optimiser's step, and c_i is computed from the whole move, with the effect that "
-                "is described for Flower's baseline, which descends from this code.",
+                "is described for Flower's baseline, which replicates this benchmark.",
                 "add c - c_i to the gradient before the step, and store the mean of the raw "
                 "gradients as c_i",
+                tried="the rows with momentum hold; with all three, no row fails",
             ),
             Finding(
                 "experiments.py:992-997",
                 "c and all c_i begin as one network with random weights. With all clients in every "
                 "round that cancels; with sampling, clients are corrected by these weights until "
-                "all have taken part once, and the end is the same.",
+                "all have taken part once, and the end is the same. `start`, `replication` and "
+                "`units` fail for this alone.",
                 "begin with zeros",
+                tried="the rows without weights and momentum hold",
+            ),
+            Finding(
+                "experiments.py:348-350, 363-366",
+                "Both loops run over the whole `state_dict`, so that running statistics are "
+                "corrected as if they were parameters. With all clients in every round that "
+                "cancels in the average; with sampling, in a run apart, it does not. No row has "
+                "running statistics.",
+                "loop over `named_parameters()`",
             ),
         ),
     ),

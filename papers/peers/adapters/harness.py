@@ -13,10 +13,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedscaffold.conformance import Case, Trace, Unsupported
 
-__all__ = ["begin", "count_records", "stand_in", "trace"]
+__all__ = ["begin", "count_records", "half_square", "least_squares", "stand_in", "trace"]
 
 TENTHS = 10  # the weights of the suite's federations
 
@@ -61,6 +62,25 @@ def count_records(case: Case) -> list[int]:
     if len(set(case.weights)) == 1:
         return [1 for _ in case.weights]
     return [round(p * TENTHS) for p in case.weights]
+
+
+def least_squares(case: Case, client: int) -> tuple[torch.nn.Module, DataLoader[Any]]:
+    """Return a client's quadratic as a linear model and records, for `half_square`.
+
+    Opacus differentiates by record, which it cannot do with a model that returns its own loss.
+    """
+    hessian, linear = case.hessians[client], case.linear[client]
+    root, dim = np.linalg.cholesky(hessian), len(linear)
+    rows, targets = root.T * dim**0.5, np.linalg.solve(root, linear) * dim**0.5
+    net = torch.nn.Linear(dim, 1, bias=False)
+    net.weight.data = torch.tensor(case.x0)[None]
+    records = TensorDataset(torch.tensor(rows), torch.tensor(targets)[:, None])
+    return net, DataLoader(records, batch_size=dim)
+
+
+def half_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return half of the mean squared error."""
+    return 0.5 * torch.nn.functional.mse_loss(output, target)
 
 
 def trace(states: Iterable[tuple[Any, Any, Sequence[Any]]]) -> Trace:
