@@ -568,8 +568,8 @@ _ALL = (
             "Secure aggregation is not driven. Read, and its own steps of encryption and "
             "aggregation run apart with two nodes: the server then gets the mean of the changes of "
             "c_i where it expects their sum (`node/round.py:662-666`, `_secagg_crypter.py:443`, "
-            "`_experiment.py:1087-1094`), so that with S nodes of equal numbers of records c is 1/S "
-            "of what it should be.",
+            "`_experiment.py:1087-1094`), so that with S nodes of equal numbers of records c is "
+            "1/S of what it should be.",
         ),
         findings=(
             Finding(
