@@ -601,9 +601,9 @@ _ALL = (
             "version we have not judged one.",
             "Sockets are replaced by a queue of what is emitted, and packages of data sets and "
             "models are stood in for. It asks for Python 3.12.",
-            "`max_concurrency` is not set, so that a client's process trains, too. The server takes "
-            "the first processes that are free, as many as there are clients in a round, and they "
-            "serve all clients in turn.",
+            "`max_concurrency` is not set, so that a client's process trains, too. The server "
+            "takes the first processes that are free, as many as there are clients in a round, and "
+            "they serve all clients in turn.",
             "A client's number of records is its weight. An epoch is one batch.",
             "Schedules are not driven, though it has them.",
         ),
