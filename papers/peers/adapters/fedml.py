@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from papers.peers.adapters.harness import begin, count_records, stand_in, trace
+from papers.peers.adapters.harness import Criterion, begin, count_records, stand_in, trace
 
 stand_in(
     "multiprocess", "dotenv", "docker", "GPUtil", "torchvision", "scipy", "requests", "chardet",
@@ -28,13 +28,6 @@ from fedscaffold.conformance import Case, Trace, offers
 from fedscaffold.conformance.torch_model import Quadratic, batch, vector
 
 logging.disable(logging.CRITICAL)
-
-
-class Criterion(torch.nn.Module):
-    """The model's output, which is the loss already."""
-
-    def forward(self, output: Any, _target: Any) -> Any:
-        return output
 
 
 class Trainer(scaffold_trainer.ScaffoldTrainer):

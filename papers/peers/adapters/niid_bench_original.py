@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from papers.peers.adapters.harness import begin, count_records, stand_in, trace
+from papers.peers.adapters.harness import Criterion, begin, count_records, stand_in, trace
 
 stand_in("torchvision", "sklearn", "PIL")
 
@@ -24,16 +24,9 @@ import torch
 import utils
 
 from fedscaffold.conformance import Case, Trace, offers
-from fedscaffold.conformance.torch_model import Quadratic, batch, loss, vector
+from fedscaffold.conformance.torch_model import Quadratic, batch, vector
 
 SCRIPT = Path(utils.__file__).with_name("experiments.py")
-
-
-class Criterion(torch.nn.Module):
-    """The model's output, which is the loss already."""
-
-    def forward(self, output: Any, _target: Any) -> Any:
-        return loss(output)
 
 
 class Run:

@@ -19,7 +19,7 @@ from substrafl.strategies import Scaffold
 
 from fedscaffold.conformance import Case, Trace, offers
 from fedscaffold.conformance.torch_model import Quadratic, batch, vector
-from papers.peers.adapters.harness import begin, count_records, trace
+from papers.peers.adapters.harness import Criterion, begin, count_records, trace
 
 logging.disable(logging.CRITICAL)
 warnings.simplefilter("ignore")
@@ -36,13 +36,6 @@ class Data(torch.utils.data.Dataset):
 
     def __getitem__(self, k: int) -> Any:
         return self.records[k], torch.zeros(())
-
-
-class Criterion(torch.nn.Module):
-    """The model's output, which is the loss already."""
-
-    def forward(self, output: Any, _target: Any) -> Any:
-        return output
 
 
 def make_algorithm(case: Case, i: int) -> TorchScaffoldAlgo:
