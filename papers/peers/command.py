@@ -14,6 +14,7 @@ from fedscaffold.status_line import StatusLine
 from papers.peers.catalogue import PEERS, find
 from papers.peers.judge import (
     VERDICTS,
+    find_checkout,
     judge,
     load_verdicts,
     prepare_environment,
@@ -61,9 +62,11 @@ def judge_peers(
         print_answer({"page": str(PAGE)}, [f"page: {PAGE}"], as_json)
         return 0
     line, answers, lines = StatusLine(not as_json), {}, []
-    recorded = load_verdicts(VERDICTS)
-    with exit_with_line("stopped; the verdicts so far are kept, and the same command goes on"):
-        for peer in [find(name) for name in dict.fromkeys(names or [])]:
+    recorded, peers = load_verdicts(VERDICTS), [find(name) for name in dict.fromkeys(names or [])]
+    for peer in peers:
+        find_checkout(peer, checkouts)  # before minutes of installing
+    with exit_with_line("stopped; the verdicts so far are kept: name the peers that are missing"):
+        for peer in peers:
             line.show(f"{peer.name}: environment")
             python = prepare_environment(peer, environments)
             line.show(f"{peer.name}: suite")

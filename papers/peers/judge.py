@@ -15,7 +15,14 @@ from fedscaffold.checks import InputError
 from fedscaffold.state.files import write_whole
 from papers.peers.catalogue import Peer
 
-__all__ = ["VERDICTS", "judge", "load_verdicts", "prepare_environment", "save_verdicts"]
+__all__ = [
+    "VERDICTS",
+    "find_checkout",
+    "judge",
+    "load_verdicts",
+    "prepare_environment",
+    "save_verdicts",
+]
 
 ROOT = Path(__file__).parents[2]
 VERDICTS = Path(__file__).parent / "verdicts"
@@ -71,8 +78,7 @@ def judge(peer: Peer, python: Path, checkouts: Path | None = None) -> dict[str, 
         InputError: If a checkout is missing, or the adapter cannot be run.
     """
     paths, version = [ROOT / "src", ROOT], peer.version
-    if peer.repository:
-        checkout = _find_checkout(peer, checkouts)
+    if checkout := find_checkout(peer, checkouts):
         paths.append(checkout / peer.root)
         version = _commit(checkout)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -110,8 +116,14 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.1e}")
 
 
-def _find_checkout(peer: Peer, checkouts: Path | None) -> Path:
-    """Return the folder of a peer's checkout."""
+def find_checkout(peer: Peer, checkouts: Path | None) -> Path | None:
+    """Return the folder of a peer's checkout; None for a package.
+
+    Raises:
+        InputError: If there is no such folder.
+    """
+    if not peer.repository:
+        return None
     get = (
         f"git clone https://github.com/{peer.repository}, git checkout {peer.version}, and give "
         "--checkouts the folder that holds it"

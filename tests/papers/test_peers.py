@@ -11,6 +11,7 @@ import pytest
 from fedscaffold.checks import InputError
 from fedscaffold.conformance.identities import IDENTITIES
 from papers.peers.catalogue import PEERS, Peer, find
+from papers.peers.command import judge_peers
 from papers.peers.judge import (
     VERDICTS,
     _versions,
@@ -138,6 +139,14 @@ def test_what_cannot_be_judged_is_said(tmp_path):
     (tmp_path / "one").mkdir()
     with pytest.raises(InputError, match=r"one-file: the suite could not be run: .*onefile"):
         judge(one_file(), Path(sys.executable), tmp_path)
+
+
+def test_a_missing_checkout_is_said_before_anything_is_installed(tmp_path):
+    with pytest.raises(InputError, match=r"plato: there is no .*plato: git clone"):
+        judge_peers(
+            ["fedlab", "plato"], checkouts=tmp_path, environments=tmp_path / "made", out=tmp_path
+        )
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.soak  # it makes an environment
