@@ -138,7 +138,7 @@ def _verdict(verdicts: dict[str, Any]) -> str:
     if not failing(verdicts):
         return "right in all it offers"
     if raising := _errors(verdicts):
-        return f"{_first_wrong(verdicts)}; an error ({_conditions(raising)})"
+        return f"{_first_wrong(verdicts)}; ends with an error ({_conditions(raising)})"
     return _first_wrong(verdicts)
 
 

@@ -203,7 +203,7 @@ def test_rows_that_end_with_an_error_are_named_apart_from_those_that_fail():
     assert f"Rows that end with an error: {', '.join(raising)}." in page
     assert page.count("end with an error") == 1
     rows = page.splitlines()[2:4]
-    assert [row.endswith("an error (restart) |") for row in rows] == [True, False]
+    assert [row.endswith("; ends with an error (restart) |") for row in rows] == [True, False]
 
 
 def test_a_verdict_is_compared_with_the_recorded_one():

@@ -30,7 +30,6 @@ from papers.peers.adapters.harness import (
 
 warnings.simplefilter("ignore")
 
-
 REFUSED = (
     "option I",
     "frozen control variates",
@@ -44,11 +43,13 @@ REFUSED = (
 )
 
 
-def make_strategy(case: Case, loaders: list, model: Any, loss: Any, **privacy: float) -> Scaffold:
+def make_strategy(
+    case: Case, loaders: list, model: Any, criterion: Any, **privacy: float
+) -> Scaffold:
     return Scaffold(
         training_dataloaders=loaders,
         model=model,
-        loss=loss,
+        loss=criterion,
         optimizer_class=torch.optim.SGD,
         learning_rate=case.lr[0],
         num_updates=case.local_steps[0],
